@@ -5,15 +5,23 @@ it finds before collecting, and this one is found by a plain `pytest` as well as
 """
 
 import gc
+import hashlib
 import os
 import signal
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+_CACHES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+"""In place of the user's own."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_CACHES] = caches = tempfile.TemporaryDirectory(prefix="osora-caches-")
+    os.environ["XDG_CACHE_HOME"] = caches.name
     # Before torch is imported: many processes that each take all cores wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # No deadline, which a busy machine misses, and the same examples in each run.
@@ -39,6 +47,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
             return "distributed" if "distributed/" in file else file
 
     return ByFile(config, log)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_CACHES].cleanup()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test find what another has left in the user's cache; the folder is made by what writes to it."""
+    folder = Path(request.config.stash[_CACHES].name) / hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture(autouse=True, scope="module")

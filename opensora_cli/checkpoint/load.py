@@ -19,6 +19,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.file_states import FileStates
 from opensora_cli.core.formatting import first_few
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
@@ -26,6 +27,8 @@ ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 
 Shape = tuple[int, ...]
 _NUMBER = re.compile(r"\d+")
+_CHECKED_DEPTH = 2
+"""Of parts that look at their mapped files before they compute: blocks do, and layers in them do not."""
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _SUBFOLDERS = ["*/*"]
 
@@ -75,7 +78,8 @@ def load_into_module(
 
     Keys and shapes are checked, conversion included, before the first weight is read. On the CPU a tensor that needs
     no other dtype stays a private map of the file: it costs no memory of its own until it is written to. Elsewhere
-    only one tensor at a time is held beside the result.
+    only one tensor at a time is held beside the result. A call of the module, or of a part of it, is a CheckpointError
+    once a file that it maps was written to.
 
     Args:
         module_on_meta: made under `torch.device("meta")`; parameters and buffers are replaced, `requires_grad` kept.
@@ -109,7 +113,10 @@ def load_into_module(
     block_of = {key: block for block in blocks for key in persistent if key.startswith(f"{block}.")}
     waiting = Counter(block_of[key] for key in block_of if key not in missing)
 
+    stays_mapped = False
+
     def assign(key: str, tensor: Tensor) -> None:
+        nonlocal stays_mapped
         on_host = any(fnmatchcase(key, pattern) for pattern in keep_on_host)
         is_view = tensor.is_contiguous() and mapped.has_mapped(tensor)
         keeps_dtype = not tensor.is_floating_point() or (
@@ -117,8 +124,9 @@ def load_into_module(
         )
         held_dtype = tensor.dtype if keeps_dtype else dtype
         placed = tensor.to(device="cpu" if on_host else device, dtype=held_dtype).contiguous()
-        is_changed = finish_block is not None and key in block_of
-        if hold is not None and not is_changed and placed.device.type == "cpu" and not mapped.has_mapped(placed):
+        is_changed, is_mapped = finish_block is not None and key in block_of, mapped.has_mapped(placed)
+        stays_mapped = stays_mapped or (is_mapped and not is_changed)
+        if hold is not None and not is_changed and placed.device.type == "cpu" and not is_mapped:
             placed = hold(placed)
         _assign(module_on_meta, key, placed)
 
@@ -135,6 +143,17 @@ def load_into_module(
     for key, tensor in missing.items():
         if tensor.is_meta:
             assign(key, torch.zeros(tensor.shape, dtype=tensor.dtype))
+    if stays_mapped:
+        _require_same_on_call(module_on_meta, mapped.files)
+
+
+def _require_same_on_call(module: nn.Module, files: FileStates) -> None:
+    def check(*_: object) -> None:
+        files.require_same(CheckpointError)
+
+    for path, part in module.named_modules():
+        if path.count(".") < _CHECKED_DEPTH:
+            part.register_forward_pre_hook(check)
 
 
 def read_weights(

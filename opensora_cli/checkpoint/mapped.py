@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.stream import Entry, Extent
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.file_states import FileState, FileStates
 from opensora_cli.core.reading import is_lack_of_memory
 
 
@@ -17,6 +18,7 @@ class MappedTensors(Mapping[str, Tensor]):
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
         self._maps: dict[Path, torch.UntypedStorage] = {}
+        self._states: tuple[FileState, ...] = ()
 
     def __getitem__(self, key: str) -> Tensor:
         entry = self._entries[key]
@@ -24,14 +26,22 @@ class MappedTensors(Mapping[str, Tensor]):
         if extent is None:
             return entry.read()
         if extent.path not in self._maps:
+            self._states += FileStates.of([extent.path]).states
             self._maps[extent.path] = _map(extent.path)
         whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
+        if extent.offset + extent.length > whole.numel():
+            raise CheckpointError(f"{extent.path} has become shorter while it was read")
         return whole[extent.offset : extent.offset + extent.length].view(entry.dtype).view(entry.shape)
 
     def has_mapped(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a part of a file that is mapped here."""
         start = tensor.untyped_storage().data_ptr()
         return any(start == storage.data_ptr() for storage in self._maps.values())
+
+    @property
+    def files(self) -> FileStates:
+        """The files that are mapped here, as they were then."""
+        return FileStates(self._states)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

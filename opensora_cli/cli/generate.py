@@ -106,6 +106,7 @@ def generate(
     dtype: options.Dtype = None,
     attention: options.Attention = None,
     threads: options.Threads = None,
+    no_cache: options.NoCache = False,
     offload: options.Offload = None,
     resident_blocks: options.ResidentBlocks = None,
     memory_limit: options.MemoryLimit = None,

@@ -391,6 +391,14 @@ Threads = Annotated[
         rich_help_panel=_MACHINE,
     ),
 ]
+NoCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache",
+        help="Encode all prompts, and keep none of them in ~/.cache/osora/prompts for the next time.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Offload = Annotated[
     OffloadChoice | None,
     typer.Option(

@@ -255,6 +255,14 @@ class RuntimeSettings(PlacementSettings):
         default=AttentionChoice.AUTO,
         description="how the transformer computes attention; auto: the fastest way that works on the device",
     )
+    prompt_cache: bool = Field(
+        default=True, description="keep embeddings of prompts in the user's cache folder, and read them from there"
+    )
+    prompt_cache_limit: ByteSize = Field(
+        default=2 * 2**30,
+        description="most that they take there, of which those used last stay; 2GiB hold about 500 prompts of the "
+        "released model in bfloat16, 250 in float32",
+    )
 
 
 class MemorySettings(Section):

@@ -68,6 +68,7 @@ class Flags(TypedDict, total=False):
     dtype: Annotated[str | None, Flag("runtime.dtype")]
     attention: Annotated[str | None, Flag("runtime.attention")]
     threads: Annotated[int | str | None, Flag("runtime.threads")]
+    no_cache: Annotated[bool | None, Flag("runtime.prompt_cache", is_negated=True)]
     offload: Annotated[str | None, Flag("memory.offload")]
     resident_blocks: Annotated[int | str | None, Flag("memory.resident_blocks")]
     memory_limit: Annotated[int | str | None, Flag("memory.limit")]

@@ -31,7 +31,7 @@ from opensora_cli.settings.used import idle_guidance
 SIDECAR_SCHEMA = "osora.generate/1"
 MACHINE_KEYS = frozenset(
     {
-        "runtime.weights",
+        *(f"runtime.{name}" for name in ("weights", "prompt_cache", "prompt_cache_limit")),
         *(f"memory.{name}" for name in ("offload", "resident_blocks", "limit", "host_weights")),
         # Compression changes the result.
         *(f"parallel.{name}" for name in ParallelSettings.model_fields if name != "compression"),

@@ -44,7 +44,7 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     if settings.sampling.stop_at is None:
         yield "sampling.stop_at"
     yield from (f"memory.{name}" for name in _unset(settings.memory))
-    yield from (f"runtime.{name}" for name in _unset(settings.runtime))
+    yield from (f"runtime.{name}" for name in ("prompt_cache", "prompt_cache_limit", *_unset(settings.runtime)))
     if not settings.loras:
         yield "loras"
     if not settings.picture.first:

@@ -24,6 +24,10 @@ _ACTIVATION_TENSORS = {"gelu_new": 4, "quick_gelu": 3}
 """Tensors as large as its input that an activation function has at a time, the input included; others have two."""
 
 
+_TEXTS = 2
+"""The prompt and the negative prompt."""
+
+
 def text_memory(
     weights: Mapping[Component, int],
     lengths: tuple[int, int],
@@ -52,9 +56,13 @@ def text_memory(
         weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
     else:  # each rank has its share of the layers
         weight_bytes -= saved - share
-    # One after the other; what the first gives is there while the second computes.
-    activations = max(t5.activations, clip.activations + clip.data)
-    return StageMemory(TEXT, weight_bytes, t5.data + clip.data, activations, mapped_bytes)
+    # One text after the other, each by T5 and then by CLIP, and at the end those of all together. What is there already
+    # stays while the next computes.
+    one = t5.data + clip.data
+    data = _TEXTS * one
+    before = data - one
+    peak = max(before + t5.data + max(t5.activations, clip.data + clip.activations), 2 * data)
+    return StageMemory(TEXT, weight_bytes, data, peak - data, mapped_bytes)
 
 
 def _on_cpu(
@@ -85,15 +93,14 @@ def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], in
 
 
 def _t5_need(sizes: T5Sizes, length: int, itemsize: int) -> Need:
-    """Return what T5 needs for the prompt and the negative prompt.
+    """Return what T5 needs for a text.
 
     At its peak, a layer attends, each head with its biases twice (as they are kept for all layers, and laid out for the
     kernel), or computes its activation function. Besides, the embeddings and what the layer was given are alive.
     """
-    rows = 2 * length
-    ids, hidden = rows * 8, rows * sizes.d_model * itemsize
-    heads, inner = rows * sizes.num_heads * sizes.d_kv * itemsize, rows * sizes.d_ff * itemsize
-    biases, sums = sizes.num_heads * length**2 * itemsize, rows * sizes.num_heads * 4
+    ids, hidden = length * 8, length * sizes.d_model * itemsize
+    heads, inner = length * sizes.num_heads * sizes.d_kv * itemsize, length * sizes.d_ff * itemsize
+    biases, sums = sizes.num_heads * length**2 * itemsize, length * sizes.num_heads * 4
     # Of each pair of tokens six integers of 64 bits and a flag, and two of each token, when the first layer finds its
     # buckets.
     buckets = 49 * length**2 + 16 * length
@@ -110,14 +117,13 @@ def _t5_need(sizes: T5Sizes, length: int, itemsize: int) -> Need:
 
 def _clip_need(sizes: ClipSizes, length: int, itemsize: int) -> Need:
     """Return what CLIP needs likewise; it has a causal mask, which the kernels know themselves."""
-    rows = 2 * length
     ids, hidden, inner = (
-        rows * width for width in (8, sizes.hidden_size * itemsize, sizes.intermediate_size * itemsize)
+        length * width for width in (8, sizes.hidden_size * itemsize, sizes.intermediate_size * itemsize)
     )
-    attention = 4 * hidden + max(hidden, rows * sizes.num_heads * 4)
+    attention = 4 * hidden + max(hidden, length * sizes.num_heads * 4)
     mlp = hidden + max(_ACTIVATION_TENSORS.get(sizes.activation, 2) * inner, inner + hidden)
     given = 2 * hidden if sizes.num_layers > 1 else hidden
-    pooled = 2 * sizes.hidden_size * itemsize
+    pooled = sizes.hidden_size * itemsize
     return Need(pooled, ids + given + hidden + max(attention, mlp) - pooled)
 
 

@@ -15,9 +15,10 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
 from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, FailedRow, PlanDocument, PlannedShape
+from opensora_cli.engine.generate.encoded_text import text_embeds
 from opensora_cli.engine.generate.execution_plan import PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import computing, require_weights, text_embeds
+from opensora_cli.engine.generate.make import computing, require_weights
 from opensora_cli.engine.generate.manifest import Manifest
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.engine.generate.ranks import (

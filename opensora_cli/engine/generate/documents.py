@@ -28,6 +28,8 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
 
+CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
+
 _LISTED_FILES = 5
 _LISTED_ROWS = 20
 
@@ -97,6 +99,8 @@ class PlanDocument(Document):
     timesteps: tuple[float, ...]
     model_evaluations: int
     """Of all samples."""
+    cached_text: bool
+    """Whether the prompts were encoded by earlier runs, and are read from the user's cache."""
     latents_gib: float
     """Of one sample."""
     stages: tuple[PlannedStage, ...]
@@ -155,6 +159,7 @@ class PlanDocument(Document):
             num_inference_steps=len(plan.timesteps) - 1,
             timesteps=plan.timesteps,
             model_evaluations=plan.model_evaluations * plan.num_samples,
+            cached_text=not (plan.encodes_text or plan.decodes_only),
             latents_gib=plan.latent_bytes / GIB,
             stages=tuple(
                 PlannedStage(
@@ -219,6 +224,7 @@ class PlanDocument(Document):
             *([f"draft     {self._draft()}"] if self.draft is not None else []),
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
             f"{self.model_evaluations} model evaluations",
+            *([f"prompts   {CACHED_TEXT_LINE}"] if self.cached_text else []),
             *([f"extend    {self._extension()}"] if self.extension is not None else []),
             f"memory    {memory}",
             *([f"mapped    {mapped}: weights that are read from their files"] if (mapped := self._mapped()) else []),

@@ -4,7 +4,9 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import warn_of_missing_weights
+from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.encoded_text import without_cached_text
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.outputs import check_outputs, planned_outputs
 from opensora_cli.engine.generate.picture import picture_settings
@@ -49,6 +51,7 @@ def plan_generation(
     weights and of too little memory.
     """
     plan = make_plan(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
+    plan = without_cached_text(plan, PromptCache.of_user())
     _note_names(plan, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)

@@ -203,6 +203,11 @@ class ExecutionPlan:
         )
 
     @property
+    def encodes_text(self) -> bool:
+        """Whether there is a stage that encodes prompts: there is none where the cache has all of them."""
+        return any(stage.name == TEXT for stage in self.stages)
+
+    @property
     def budget_bytes(self) -> int:
         """The memory that may be used: what is free, or `memory.limit`."""
         return self.fitting.budget_bytes
@@ -229,19 +234,21 @@ class ExecutionPlan:
         """Whether that is enough."""
         return self.peak_bytes <= self.budget_bytes
 
-    def with_threads(self, by: str | None = None) -> "ExecutionPlan":
-        """Return a plan with the threads that compute, and `by` what their number was set; None: not known.
+    def with_picked_threads(self, by: str | None = None) -> "ExecutionPlan":
+        """Return a plan with the threads that compute, and `by` what their number was set; None: not known."""
+        if self.threads is not None:
+            return self
+        runtime, ranks = self.settings.runtime, self.settings.parallel.ranks_per_node
+        return replace(self, threads=pick_threads(asked=runtime.threads, by=by, values=self.layer_values, ranks=ranks))
 
-        On a CPU the settings record them, since sums depend on them.
-        """
-        settings = self.settings
-        threads = pick_threads(
-            asked=settings.runtime.threads, by=by, values=self.layer_values, ranks=settings.parallel.ranks_per_node
-        )
-        if self.hardware.device.type == "cpu":
-            settings = settings.replace({"runtime.threads": threads.count})
-        picture = self.picture and self.picture.with_threads(by)
-        return replace(self, settings=settings, threads=threads, picture=picture)
+    def with_threads(self, by: str | None = None) -> "ExecutionPlan":
+        """Return the same, of a run: on a CPU the settings record the threads, since sums depend on them."""
+        plan = self.with_picked_threads(by)
+        assert plan.threads is not None
+        settings = plan.settings
+        if plan.hardware.device.type == "cpu":
+            settings = settings.replace({"runtime.threads": plan.threads.count})
+        return replace(plan, settings=settings, picture=plan.picture and plan.picture.with_threads(by))
 
     def with_stronger_offload(self, stage: str) -> "ExecutionPlan | None":
         """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.

@@ -32,7 +32,7 @@ from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -77,6 +77,15 @@ def load_clip(plan: ExecutionPlan) -> ClipEncoder:
         max_length=plan.settings.text.clip_max_length,
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
+    )
+
+
+def prompt_readers(plan: ExecutionPlan) -> tuple[PromptReader, PromptReader]:
+    """Return how T5 and CLIP read prompts, without their weights; errors as `load_t5` and `load_clip`."""
+    text = plan.settings.text
+    return (
+        T5Encoder.reader(plan.weights.path(Component.T5), max_length=text.t5_max_length),
+        ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=text.clip_max_length),
     )
 
 

@@ -12,6 +12,7 @@ from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
 from opensora_cli.engine.components.weights import Component, stamp_of
+from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
     AUTOENCODER,
     MODEL_OF,
@@ -24,7 +25,7 @@ from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import OffloadChoice, OffloadMode
 
@@ -75,17 +76,25 @@ class LoadedModels:
         tensor_group: dist.ProcessGroup | None = None,
         machine_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.prompts = PromptCache.of_user()
+        """What is known of prompts from earlier runs."""
+        self.text_group = text_group
         self._stay = stay
-        self._text_group = text_group
         self._tensor_group = tensor_group
         self._machine_group = machine_group
         self._held: dict[str, _Held] = {}
+        self._readers: tuple[object, tuple[PromptReader, PromptReader]] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *reason: object) -> None:
         self.release()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is alone, or rank 0."""
+        return self.text_group is None or dist.get_rank() == 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,13 +137,22 @@ class LoadedModels:
         self._release(others)
         return bool(others)
 
+    def prompt_readers(self, plan: ExecutionPlan) -> tuple[PromptReader, PromptReader]:
+        """Return how T5 and CLIP read prompts, without their weights where these are not loaded."""
+        if TEXT_ENCODERS in self._held:
+            return cast(TextEncoders, self._held[TEXT_ENCODERS].model)
+        form = _form(plan, TEXT_ENCODERS)
+        if self._readers is None or self._readers[0] != form:
+            self._readers = form, load.prompt_readers(plan)
+        return self._readers[1]
+
     @contextmanager
     def text_encoders(self, plan: ExecutionPlan, record: RunRecord) -> Iterator[TextEncoders]:
         """Lend T5 and CLIP, T5's layers streamed if the plan wants it."""
 
         def make(ends: ExitStack) -> TextEncoders:
             with record.stage("load", total=2, unit="encoders") as progress:
-                t5 = load.load_t5(plan, group=self._text_group)
+                t5 = load.load_t5(plan, group=self.text_group)
                 progress.advance()
                 clip = load.load_clip(plan)
                 progress.advance()

@@ -14,14 +14,13 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.parallelize import describe_mesh
-from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.decode import SampleFrames, decode_clips, write_video
 from opensora_cli.engine.generate.denoise import denoise_clips
-from opensora_cli.engine.generate.documents import reread_line
+from opensora_cli.engine.generate.documents import CACHED_TEXT_LINE, reread_line
+from opensora_cli.engine.generate.encoded_text import text_embeds
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.outputs import picture_files
 from opensora_cli.engine.generate.preview_map import preview_map
 from opensora_cli.engine.generate.previews import Previews
@@ -31,7 +30,6 @@ from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.segments import Joined, Segment
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
-from opensora_cli.engine.generate.text import encode_text, with_prompt
 from opensora_cli.engine.generate.work import Clip, DenoisedSample, Whole, Work, trying_all, unfinished
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
@@ -56,6 +54,8 @@ def require_room(plan: ExecutionPlan, reporter: Reporter) -> None:
         reporter.note(plan.size_note)
     for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
         reporter.note(f"memory: {line}")
+    if not (plan.encodes_text or plan.decodes_only):
+        reporter.note(f"prompts: {CACHED_TEXT_LINE}")
 
 
 def require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
@@ -89,18 +89,6 @@ def computing(plan: ExecutionPlan, reporter: Reporter) -> Iterator[None]:
         torch.inference_mode(),
     ):
         yield
-
-
-def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> tuple[PromptEmbeds, ...]:
-    """Encode the prompt of each segment, inside `computing`, equal ones once; errors are those of `make_videos`."""
-    prompts = plan.settings.segment_prompts
-
-    def encoded(prompt: str) -> PromptEmbeds:
-        of_prompt = replace(plan, settings=with_prompt(plan.settings, prompt))
-        return retried(lambda plan: encode_text(plan, models, record), of_prompt, TEXT, models, record)[0]
-
-    embeds = {prompt: encoded(prompt) for prompt in dict.fromkeys(prompts)}
-    return tuple(embeds[prompt] for prompt in prompts)
 
 
 def make_videos(

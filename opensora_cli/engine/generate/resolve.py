@@ -7,6 +7,7 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import choose_model
 from opensora_cli.engine.generate.early import refuse_sampled
+from opensora_cli.engine.generate.encoded_text import without_cached_text
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan, rank_hardware
@@ -82,15 +83,21 @@ def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
 
 
 def plan_here(
-    settings: GenerateSettings, models: LoadedModels | None, *, clips: int | None = None, device: str | None = None
+    settings: GenerateSettings,
+    models: LoadedModels | None,
+    *,
+    clips: int | None = None,
+    device: str | None = None,
+    by: str | None = None,
 ) -> ExecutionPlan:
     """Return the plan of a process that shares no video with others, and these models; see `make_plan`.
 
-    `device` is that of one of several ranks; None: what `settings` name.
+    It counts on the cache of prompts unless it is the plan of several requests, which have `clips` together. `device`
+    is that of one of several ranks; None: what `settings` name. `by` is what set the number of threads.
     """
+    models = LoadedModels() if models is None else models
     hardware = rank_hardware(settings, device=device)
-    if models is None:
-        return make_plan(settings, hardware=hardware, clips=clips)
     # What they take can be released.
     free = hardware.free_bytes + models.bytes_on(hardware.device)
-    return models.planned(make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free), clips=clips))
+    plan = make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free), clips=clips)
+    return models.planned(without_cached_text(plan, models.prompts, by=by) if clips is None else plan)

@@ -178,7 +178,7 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
     run = Run(reporter=reporter, origins=Origins(choice, source_of(request, "runtime.threads")), models=models)
-    plan = plan_here(completed(settings, reporter), models)
+    plan = plan_here(completed(settings, reporter), models, by=run.origins.threads)
     require_weights(plan, reporter)
     require_room(plan, reporter)
     references = references_of(plan, reporter)
@@ -200,11 +200,13 @@ def watched(reporter: Reporter) -> WatchedReporter:
 
 
 def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
+    if run.profiled_runs:  # what is timed is done
+        settings = settings.replace({"runtime.prompt_cache": False})
     if run.context is not None:
         reporter = watched(run.reporter)
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
             return carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
-    return carry_out(plan_here(completed(settings, run.reporter), run.models), run)
+    return carry_out(plan_here(completed(settings, run.reporter), run.models, by=run.origins.threads), run)
 
 
 def carry_out(plan: ExecutionPlan, run: Run) -> GenerateResult:
@@ -296,8 +298,7 @@ def begin(plan: ExecutionPlan, run: Run, claims: Claims) -> Begun:
     if run.is_main:
         refuse_pictures(plan, files)
     saved = saved_samples(plan, files, run.ranks)
-    if plan.threads is None:
-        plan = plan.with_threads(by=run.origins.threads)
+    plan = plan.with_threads(by=run.origins.threads)
     return Begun(Work(plan, files, references, saved, run.embeds, run.picture_embeds), chosen, tuple(kept))
 
 

@@ -1,18 +1,16 @@
-"""From what was typed to what the transformer reads: suffixes, warnings, embeddings."""
+"""From what was typed to what the text encoders read: suffixes and warnings."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
+from opensora_cli.engine.generate.load import prompt_readers
+from opensora_cli.models.text.encoders import PromptReader
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -35,10 +33,9 @@ def full_prompt(settings: GenerateSettings) -> str:
     return prompts[0]
 
 
-def encode_prompts(settings: GenerateSettings, t5: T5Encoder, clip: ClipEncoder) -> PromptEmbeds:
-    """Return the embeddings of the prompt, suffixes included, and the negative prompt."""
-    prompts = [full_prompt(settings), settings.negative_prompt]
-    return PromptEmbeds(t5.encode(prompts), clip.encode(prompts))
+def texts_of(settings: GenerateSettings) -> tuple[str, str]:
+    """Return what is encoded for settings of one prompt: that, with its suffixes, and the negative prompt."""
+    return full_prompt(settings), settings.negative_prompt
 
 
 def warn_about_prompts(
@@ -53,7 +50,7 @@ def warn_about_prompts(
 
     `vocabulary` maps kinds to the words that the model knows, where these can be listed.
     """
-    prompts = [full_prompt(settings), settings.negative_prompt]
+    prompts = texts_of(settings)
     cutting = [
         f"{name} after {encoder.max_length} tokens"
         for name, encoder in (("T5", t5), ("CLIP", clip))
@@ -80,12 +77,15 @@ def warn_about_planned_prompts(plan: ExecutionPlan, reporter: Reporter) -> None:
     """Warn as the run will, without the weights of the encoders; not where there are none, or none are needed."""
     if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
         return
-    text, folder = plan.settings.text, plan.weights.path(Component.T5)
-    t5 = T5Encoder.reader(folder, max_length=text.t5_max_length)
-    clip = ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=text.clip_max_length)
+    readers = prompt_readers(plan)
     for prompt in dict.fromkeys(plan.settings.segment_prompts):
-        settings = with_prompt(plan.settings, prompt)
-        warn_about_prompts(settings, t5, clip, reporter, vocabulary=read_vocabulary(folder.parent))
+        warn_with(readers, replace(plan, settings=with_prompt(plan.settings, prompt)), reporter)
+
+
+def warn_with(readers: tuple[PromptReader, PromptReader], plan: ExecutionPlan, reporter: Reporter) -> None:
+    """Warn about the prompts of a plan of one prompt, as T5 and CLIP read them."""
+    vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
+    warn_about_prompts(plan.settings, *readers, reporter, vocabulary=vocabulary)
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
@@ -101,27 +101,3 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise CheckpointError(f"{path} is broken: {kind} must be a list of words")
     return vocabulary
-
-
-def _require_widths(plan: ExecutionPlan, embeds: PromptEmbeds) -> None:
-    """Raise CheckpointError if an encoder is of another width than the transformer reads."""
-    model = plan.settings.model
-    for component, key, needed, given in (
-        (Component.T5, "context_in_dim", model.context_in_dim, embeds.prompt_embeds_2LC.shape[-1]),
-        (Component.CLIP, "vec_in_dim", model.vec_in_dim, embeds.pooled_prompt_embeds_2V.shape[-1]),
-    ):
-        if needed != given:
-            folder = plan.weights.path(component)
-            raise CheckpointError(
-                f"{folder} encodes to {given} numbers, and the transformer reads model.{key}={needed}"
-            )
-
-
-def encode_text(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> PromptEmbeds:
-    """Return the embeddings of both prompts."""
-    with models.text_encoders(plan, record) as (t5, clip), record.stage(TEXT):
-        vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
-        warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
-        embeds = encode_prompts(plan.settings, t5, clip)
-        _require_widths(plan, embeds)
-    return embeds

@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.file_states import FileStates
 from opensora_cli.core.reading import is_lack_of_memory
 
 _BROKEN = (
@@ -70,8 +71,10 @@ def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_pr
     """Return the frozen model of `model_class` in `folder`, on the CPU in `dtype`, in evaluation mode.
 
     Weights of a safetensors file that have this dtype already stay a map of the file. Keys with `ignored_prefixes`
-    belong to other parts of a larger model. A broken file, or weights that do not fit the model, are a CheckpointError.
+    belong to other parts of a larger model. A broken file, or weights that do not fit the model, are a CheckpointError,
+    and so is a call of the model after its files were written to.
     """
+    files = FileStates.of(folder.glob("*.safetensors"))
     with quiet(), blamed(f"weights in {folder} cannot be loaded"):
         model, info = model_class.from_pretrained(
             str(folder), local_files_only=True, output_loading_info=True, dtype=dtype
@@ -85,6 +88,7 @@ def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_pr
     ]
     if problems:
         raise CheckpointError(f"weights in {folder} do not fit {model_class.__name__}: {'; '.join(problems)}")
+    model.register_forward_pre_hook(lambda *_: files.require_same(CheckpointError))
     return model.requires_grad_(False).eval()
 
 

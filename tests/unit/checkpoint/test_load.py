@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.checkpoint.mapped import MappedTensors
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 
@@ -199,6 +201,41 @@ class TestStrictness:
             load(model, file)
 
 
+class TestFilesThatChange:
+    """What is mapped is looked at again before it is computed with: a file that is cut short would end the process."""
+
+    def test_before_it_is_mapped(self, file):
+        tensors = MappedTensors(open_checkpoint(file).entries)
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size - 8)
+        with pytest.raises(CheckpointError, match="has become shorter while it was read"):
+            [*tensors.values()]
+
+    @pytest.mark.parametrize("part", ["", "inner"])
+    def test_before_it_is_used(self, file, part):
+        module = load(on_meta(), file).requires_grad_(False).eval()
+        used = module.get_submodule(part) if part else module.first
+        row = torch.ones(1, 3 if part else 4)
+        used(row)
+        with file.open("r+b") as opened:
+            opened.truncate(100)
+        with pytest.raises(CheckpointError, match=r"small\.safetensors was changed while it was in use"):
+            used(row)
+
+    def test_one_that_is_replaced_stays_for_who_maps_it(self, file, weights):
+        module = load(on_meta(), file).requires_grad_(False).eval()
+        expected = module.first(torch.ones(1, 4))
+        other = file.with_name("other")
+        save_file({name: tensor + 1 for name, tensor in weights.items()}, other)
+        other.rename(file)
+        assert torch.equal(module.first(torch.ones(1, 4)), expected)
+
+    def test_one_that_is_read_and_not_mapped_may_change(self, file):
+        module = load(on_meta(), file, dtype=torch.float64).requires_grad_(False).eval()
+        file.write_bytes(b"")
+        module.first(torch.ones(1, 4, dtype=torch.float64))
+
+
 def test_a_broken_file_is_refused_in_one_line(file):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is truncated") as caught:
@@ -221,6 +258,8 @@ def test_data_at_odd_addresses_is_aligned(tmp_path):
 MEASURE = """
 import json, re, sys, torch
 from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.checkpoint.mapped import MappedTensors
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter
 

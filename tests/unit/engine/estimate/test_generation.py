@@ -9,6 +9,7 @@ import torch
 from storage_sizes import storage_bytes
 
 from opensora_cli.core.conditions import reference_parts
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -19,10 +20,12 @@ from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.encoded_text import encode_text
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.generate.text import encode_prompts
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
@@ -292,12 +295,13 @@ def test_encoding_takes_what_was_estimated(changes: dict[str, object]):
 
 
 def test_reading_the_prompts_takes_what_was_estimated():
-    plan = plan_of({"text.t5_max_length": 24})
-    t5, clip = load.load_t5(plan), load.load_clip(plan)
-    expected = counted(lambda: encode_prompts(plan.settings, t5, clip))
+    plan = plan_of({"text.t5_max_length": 24, "runtime.prompt_cache": False})
+    record = RunRecord(SilentReporter())
+    with LoadedModels(stay=True) as models, models.text_encoders(plan, record) as encoders:
+        expected = counted(lambda: encode_text(plan, models, record))
     stage = estimated(plan, OffloadPlan())["text"]
     assert beside_weights(stage) == pytest.approx(expected, rel=TOLERANCE)
-    assert stage.weight_bytes == sum(storage_bytes(encoder.model.parameters()) for encoder in (t5, clip))
+    assert stage.weight_bytes == sum(storage_bytes(encoder.model.parameters()) for encoder in encoders)
 
 
 @SLOW

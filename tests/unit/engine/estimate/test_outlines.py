@@ -151,7 +151,7 @@ def encoder_need(model, length, dtype, device_type):
         fuse_t5_norms(model)
         model.requires_grad_(False)
         with TensorBytes(device_type=device.type) as counter:
-            ids = torch.empty((2, length), dtype=torch.int64, device=device)
+            ids = torch.empty((1, length), dtype=torch.int64, device=device)
             out = model(input_ids=ids)
             embeds = out.last_hidden_state if isinstance(model, T5EncoderModel) else out.pooler_output
             del ids, out

@@ -10,7 +10,7 @@ from closeness import assert_close
 from tiny_world import DEMO_SIZES, demo_settings
 
 from opensora_cli.core.exceptions import BatchError, CheckpointError, OutputError, RequestError
-from opensora_cli.engine.generate import batch, decode, denoise, load, make, shapes
+from opensora_cli.engine.generate import batch, decode, denoise, encoded_text, load, shapes
 from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
@@ -130,13 +130,13 @@ def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, 
 
 def test_each_row_has_a_picture_of_its_own(asked, rows_of, reporter, monkeypatch):
     encoded = []
-    encode = make.encode_text
+    encode = encoded_text.encode_text
 
     def watched(plan, *args):
         encoded.append((plan.settings.prompt, plan.settings.video.num_frames))
         return encode(plan, *args)
 
-    monkeypatch.setattr(make, "encode_text", watched)
+    monkeypatch.setattr(encoded_text, "encode_text", watched)
     run(asked(picture__first=True, video__num_frames=5), rows_of("sea\ndesert\n", kind="txt"), reporter)
     assert sorted(encoded) == [("desert", 1), ("desert", 5), ("sea", 1), ("sea", 5)]
 

@@ -17,7 +17,7 @@ from tiny_world import RecordingReporter, demo_settings, released_settings
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
-from opensora_cli.engine.generate import decode, denoise, fitting, load, outputs, references, text
+from opensora_cli.engine.generate import decode, denoise, encoded_text, fitting, load, outputs, references
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.engine.generate.saved_latents import open_latents
@@ -59,7 +59,7 @@ class TestCtrlC:
         ("module", "function"),
         [
             *(pytest.param(load, f"load_{model}", marks=SLOW) for model in ("t5", "clip", "transformer")),
-            (text, "encode_prompts"),
+            (encoded_text, "encode_texts"),
             (references, "encode_references"),
             pytest.param(denoise, "denoise", marks=SLOW),
             (denoise, "save_latents"),
@@ -251,7 +251,7 @@ class TestFailures:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         monkeypatch.setattr(core_files, "_flush_to_disk", raising(full))
         with pytest.raises(OutputError, match="No space left"):
-            generate(released_settings(world, tmp_path), reporter=reporter)
+            generate(released_settings(world, tmp_path, runtime__prompt_cache=False), reporter=reporter)
         assert names(tmp_path) == []
         assert reporter.warnings == []
 

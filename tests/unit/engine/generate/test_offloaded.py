@@ -12,7 +12,7 @@ from tiny_world import released_settings
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate import decode, denoise, load, text
+from opensora_cli.engine.generate import decode, denoise, encoded_text, load
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
@@ -62,7 +62,7 @@ def latents_and_frames(plan, reporter):
     """Return the latents of the one sample, and the frames of its video."""
     record = RunRecord(reporter)
     with torch.inference_mode(), LoadedModels() as models:
-        embeds = text.encode_text(plan, models, record)
+        embeds = encoded_text.encode_text(plan, models, record)
         work = Work(plan, [sample_files(plan.settings, 0)], embeds=(embeds,))
         given = reference_latents(plan, references_of(plan, reporter), models, record)
         clip = Clip(work, work.files[0], (), given)
@@ -171,16 +171,18 @@ class TestSecondAttempt:
     def test_text_that_is_cast_is_cast_layer_by_layer(self, world, tmp_path, monkeypatch, reporter):
         plan = make_plan(released_settings(with_t5_in(torch.bfloat16, world, tmp_path), tmp_path))
         record, models = RunRecord(reporter), LoadedModels()
-        expected, encode_prompts, calls = text.encode_text(plan, models, record), text.encode_prompts, []
+        expected, encode_texts, calls = encoded_text.encode_text(plan, models, record), encoded_text.encode_texts, []
 
         def failing(*args):
             calls.append(args)
             if len(calls) == 1:
                 raise OUT_OF_MEMORY
-            return encode_prompts(*args)
+            return encode_texts(*args)
 
-        monkeypatch.setattr(text, "encode_prompts", failing)
-        embeds, stronger = retried(lambda plan: text.encode_text(plan, models, record), plan, "text", models, record)
+        monkeypatch.setattr(encoded_text, "encode_texts", failing)
+        embeds, stronger = retried(
+            lambda plan: encoded_text.encode_text(plan, models, record), plan, "text", models, record
+        )
         assert stronger.offload == replace(plan.offload, stream_text=True)
         assert reporter.warnings[-1].endswith("retrying with: T5 layer by layer")
         assert torch.equal(embeds.prompt_embeds_2LC, expected.prompt_embeds_2LC)

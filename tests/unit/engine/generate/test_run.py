@@ -625,7 +625,7 @@ class TestPrompts:
         encode = load.T5Encoder.encode
         monkeypatch.setattr(load.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts))
         generate(released_settings(world, tmp_path, negative_prompt="night", prompt_suffix__motion_score="2"))
-        assert encoded == [["raining, sea. 24 FPS. 2 motion score.", "night"]]
+        assert encoded == [["raining, sea. 24 FPS. 2 motion score."], ["night"]]
 
 
 class TestReferences:

@@ -12,7 +12,7 @@ from tiny_world import RecordingReporter, demo_settings
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import denoise, fitting, make
+from opensora_cli.engine.generate import denoise, encoded_text, fitting
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.held import HeldVideo
 from opensora_cli.engine.generate.loaded import LoadedModels
@@ -176,13 +176,13 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
 
 
 def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
-    encode, encoded = make.encode_text, []
+    encode, encoded = encoded_text.encode_text, []
 
     def watched(plan, *args):
         encoded.append(plan.settings.prompt)
         return encode(plan, *args)
 
-    monkeypatch.setattr(make, "encode_text", watched)
+    monkeypatch.setattr(encoded_text, "encode_text", watched)
     one = demo_settings(world, tmp_path, **EXTENDED)
     video = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
     assert encoded == ["raining, sea", "snow, sea"]

@@ -1,0 +1,366 @@
+"""Measures the released model at its full size on a CPU, with random weights, beside what was predicted.
+
+    python benchmarks/full_size.py --folder /big/disk/full-size
+    python benchmarks/full_size.py --folder /big/disk/full-size --only generate
+    python benchmarks/full_size.py --folder /big/disk/full-size --clean
+
+Random weights are made under the released names (34 GB; with the converted file 45 GB are asked for first), and then
+the commands run one after the other, each as a process of its own: `ckpt inspect`, `ckpt verify`, a conversion to 8
+bits, and `generate` at 256px, 1 frame in 2 steps, with the default plan and with 6 GiB. What is finished is in the log,
+and the same command goes on after it; `--only` runs a step again. Values of weights change neither memory nor time.
+
+Private memory is the most that a process had for itself (`RssAnon`), mapped memory the most that was resident of the
+files it maps (`RssFile`), read is what came from the disk: all by Linux's account, looked at ten times a second.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from opensora_cli.checkpoint.formats.safetensors import place_tensors
+from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.files import require_space
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
+from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.estimate.text import clip_model, t5_model
+from opensora_cli.settings.load import load_preset
+
+SCHEMA = "osora.bench.full_size/1"
+LOG = Path(__file__).parent / "logs" / "full_size.jsonl"
+_PROMPT = "raining, sea"
+_NOISE_NUMBERS = 2**24
+_PIECE_BYTES = 2**26
+_STD = 0.02
+_LOOK_S = 0.1
+TINY = {
+    "model.hidden_size": "64",
+    "model.num_heads": "2",
+    "model.axes_dim": "8,12,12",
+    "model.depth": "1",
+    "model.depth_single_blocks": "1",
+    "model.context_in_dim": "32",
+    "model.vec_in_dim": "32",
+    "vae.block_out_channels": "32,32,64,64",
+    "text.t5_max_length": "16",
+}
+TINY_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+TINY_CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of a run, and what is in it."""
+
+    folder: Path
+    tiny: bool = False
+
+    @property
+    def weights(self) -> Path:
+        """Under the released names."""
+        return self.folder / "weights"
+
+    @property
+    def converted(self) -> Path:
+        """The transformer in 8 bits."""
+        return self.folder / "fp8.safetensors"
+
+    @property
+    def results(self) -> Path:
+        """The pictures."""
+        return self.folder / "results"
+
+    @property
+    def caches(self) -> Path:
+        """In place of the user's own: so the first generation encodes its prompts, and the second reads them."""
+        return self.folder / "caches"
+
+    def clean(self) -> None:
+        """Remove what a run has made, and the folder if nothing else is in it."""
+        for path in (self.weights, self.results, self.caches):
+            shutil.rmtree(path, ignore_errors=True)
+        self.converted.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def outlines(place: Place) -> dict[str, Mapping[str, torch.Tensor]]:
+    """Return the tensors of each file of weights, on the meta device, and write what lies beside them."""
+    settings = load_preset("256px", prompt=_PROMPT)
+    settings = settings.replace(TINY) if place.tiny else settings
+    files, found = settings.files, dict[str, Mapping[str, torch.Tensor]]()
+    found[files.transformer] = transformer_on_meta(settings.model).state_dict()
+    found[files.vae] = autoencoder_on_meta(settings.vae).state_dict()
+    with on_meta():
+        t5 = transformers.T5EncoderModel(transformers.T5Config(**TINY_T5)) if place.tiny else t5_model(None)
+        clip = clip_model(None)
+        if place.tiny:
+            clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**TINY_CLIP))
+    save_tokenizer(place.weights / files.t5, t5.config, ["<pad>", "</s>", "<unk>"], start=None, end=1)
+    save_tokenizer(place.weights / files.clip, clip.config, ["<pad>", "<unk>"], start=49_406, end=49_407)
+    states = t5.state_dict()
+    states.pop("encoder.embed_tokens.weight", None)  # the same as the first
+    found[f"{files.t5}/model.safetensors"] = states
+    found[f"{files.clip}/model.safetensors"] = clip.state_dict()
+    return found
+
+
+def save_tokenizer(folder: Path, config: Any, first: Sequence[str], *, start: int | None, end: int) -> None:
+    """Write the configuration of a text encoder, and a vocabulary of a few words."""
+    config.save_pretrained(folder)
+    words = {word: index for index, word in enumerate(dict.fromkeys([*first, *_PROMPT.replace(",", " ,").split()]))}
+    words["</s>"] = end
+    template = "$A </s>"
+    if start is not None:
+        words["<s>"], template = start, "<s> $A </s>"
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [(word, words[word]) for word in ("<s>", "</s>") if word in words]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def make_weights(place: Place) -> dict[str, Any]:
+    """Write what is not there of the weights, after asking for the space; an OutputError where there is too little."""
+    files = {name: placed_in_bf16(tensors) for name, tensors in outlines(place).items()}
+    total = sum(size for _, size in files.values())
+    transformer = max(size for _, size in files.values())
+    there = sum(path.stat().st_size for path in place.folder.rglob("*") if path.is_file())
+    needed = max(0, total + transformer // 2 - there)
+    print(f"{place.folder} needs {needed / 1e9:.1f} GB more: weights, and those in 8 bits", flush=True)
+    require_space(place.folder, needed)
+    noise = torch.randn(_NOISE_NUMBERS, generator=torch.Generator().manual_seed(0)).mul_(_STD).bfloat16()
+    start = time.perf_counter()
+    for name, (header, size) in files.items():
+        fill(place.weights / name, header, size, noise.view(torch.uint8).numpy().data)
+    return {"seconds": time.perf_counter() - start, "written_gb": total / 1e9}
+
+
+def placed_in_bf16(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
+    """Return the header and the size of a safetensors file of these."""
+    entries = {
+        name: HeldEntry(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta"))
+        for name, tensor in tensors.items()
+    }
+    placement = place_tensors(entries, metadata={})
+    return placement.header, placement.size
+
+
+def fill(path: Path, header: bytes, size: int, noise: memoryview) -> None:
+    """Write a file of noise behind a header; what an interrupted run has written is gone on with."""
+    if path.exists() and path.stat().st_size == size:
+        return
+    part = path.with_suffix(".part")
+    with part.open("ab") as file:
+        if file.tell() < len(header):
+            file.truncate(0)
+            file.write(header)
+        position = (file.tell() - len(header)) // 2 * 2
+        file.truncate(len(header) + position)
+        while position < size - len(header):
+            start = position % len(noise)
+            stop = min(len(noise), start + _PIECE_BYTES, start + size - len(header) - position)
+            position += file.write(noise[start:stop])
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command that is run and measured."""
+
+    name: str
+    arguments: Callable[[Place, int], Sequence[str]]
+    is_planned: bool = False
+    """Whether it has a plan."""
+
+
+def _generate(name: str, *more: str) -> Callable[[Place, int], Sequence[str]]:
+    def arguments(place: Place, threads: int) -> Sequence[str]:
+        size = ("--set=video.width=32", "--set=video.height=32") if place.tiny else ("--res=256px",)
+        sizes = [f"--set={key}={value}" for key, value in TINY.items()] if place.tiny else []
+        return (
+            *("generate", _PROMPT, "--model=open-sora-v2", f"--weights={place.weights}", "--num-frames=1", "--steps=2"),
+            *("--set=picture.first=false", *size, "--seed=7", "--device=cpu", f"--threads={threads}", *sizes, *more),
+            *(f"--out={place.results / name}.png", "--overwrite", "--json", "--quiet"),
+        )
+
+    return arguments
+
+
+def _transformer(place: Place) -> str:
+    return str(place.weights / load_preset("256px", prompt=_PROMPT).files.transformer)
+
+
+STEPS = (
+    Step("inspect", lambda place, _: ("ckpt", "inspect", _transformer(place), "--json")),
+    Step("verify", lambda place, _: ("ckpt", "verify", _transformer(place), "--json")),
+    Step(
+        "convert",
+        lambda place, _: (
+            *("ckpt", "convert", _transformer(place), str(place.converted)),
+            *("--dtype=float8_e4m3fn", "--overwrite", "--json"),
+        ),
+    ),
+    Step("generate", _generate("default"), is_planned=True),
+    Step("generate in 6 GiB", _generate("limited", "--memory-limit=6GiB"), is_planned=True),
+)
+
+
+def run(step: Step, place: Place, threads: int) -> dict[str, Any]:
+    """Run a step, and return what it took beside its plan; a RuntimeError if it fails."""
+    arguments = step.arguments(place, threads)
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    environment |= {"XDG_CACHE_HOME": str(place.caches), "HF_HUB_OFFLINE": "1"}
+    record: dict[str, Any] = {"command": ["osora", *arguments]}
+    if step.is_planned:
+        planned = subprocess.run(
+            [sys.executable, "-m", "opensora_cli", *arguments, "--dry-run"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        record["plan"] = _plan_of(json.loads(_output(planned)))
+    measured, output = watched([sys.executable, "-m", "opensora_cli", *arguments], environment)
+    record |= measured
+    if step.is_planned:
+        document = json.loads(output)
+        record |= {"timings_s": document["timings_s"], "model_evaluations": document["model_evaluations"]}
+    return record
+
+
+def _plan_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    stages = {each["name"]: {"private": each["total_gib"], "mapped": each["mapped_gib"]} for each in document["stages"]}
+    names = "peak_gib", "free_gib", "reread_gib", "cached_text", "fits"
+    return {"stages_gib": stages, **{name: document[name] for name in names}}
+
+
+def _output(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(done.args)} ended with {done.returncode}:\n{done.stderr}")
+    return done.stdout
+
+
+def watched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Run a command, and return its seconds, the most memory it had and what it read, and its output."""
+    start = time.perf_counter()
+    most, read = {"RssAnon": 0, "RssFile": 0}, 0
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen(command, env=environment, stdout=printed)
+        while process.poll() is None:
+            for name, kib in _memory_of(process.pid):
+                most[name] = max(most[name], kib)
+            read = max(read, _read_by(process.pid))
+            time.sleep(_LOOK_S)
+        printed.seek(0)
+        output = printed.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+    return {
+        "seconds": time.perf_counter() - start,
+        "private_gib": most["RssAnon"] * 1024 / GIB,
+        "mapped_gib": most["RssFile"] * 1024 / GIB,
+        "read_gb": read / 1e9,
+    }, output
+
+
+def _memory_of(pid: int) -> Iterator[tuple[str, int]]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has just ended
+        return
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name in ("RssAnon", "RssFile"):
+            yield name, int(value.split()[0])
+
+
+def _read_by(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)
+
+
+def read_log(log: Path) -> dict[str, dict[str, Any]]:
+    """Return the last record of each step."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record for record in records}
+
+
+def table(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what was measured as a table in Markdown."""
+    lines = [
+        "| step | seconds | private, GiB | the plan's | mapped, GiB | the plan's | read, GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, record in records.items():
+        plan = record.get("plan")
+        private, mapped = "", ""
+        if plan is not None:
+            private = f"{plan['peak_gib']:.2f}"
+            mapped = f"{max(stage['mapped'] for stage in plan['stages_gib'].values()):.2f}"
+        cells = [f"{record[key]:.2f}" if key in record else "" for key in ("private_gib", "mapped_gib", "read_gb")]
+        seconds = f"{record['seconds']:.0f}"
+        lines.append(f"| {' | '.join([name, seconds, cells[0], private, cells[1], mapped, cells[2]])} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is not in the log yet, and print the table."""
+    names = ["weights", *(step.name for step in STEPS)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where weights and results go")
+    parser.add_argument("--only", action="append", choices=names, help="run this step, also again; repeatable")
+    parser.add_argument("--log", type=Path, default=LOG, help="where each step that is finished is written")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that compute")
+    parser.add_argument("--clean", action="store_true", help="remove what is in the folder, and run nothing")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script itself")
+    given = parser.parse_args(arguments)
+    place = Place(given.folder.absolute(), tiny=given.tiny)
+    if given.clean:
+        place.clean()
+        return
+    there = read_log(given.log)
+    for name in names:
+        wanted = name in given.only if given.only else name == "weights" or name not in there
+        if not wanted:
+            continue
+        print(f"{name} ...", flush=True)
+        step = next((each for each in STEPS if each.name == name), None)
+        try:
+            record = make_weights(place) if step is None else run(step, place, given.threads)
+        except (OsoraError, RuntimeError) as error:
+            sys.exit(str(error))
+        if name == "weights" and name in there and not given.only:
+            continue  # they were there, or are made again after a --clean
+        record = {"schema": SCHEMA, "step": name, "threads": given.threads, "torch": torch.__version__, **record}
+        with given.log.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
+    print(table(read_log(given.log)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The user's cache of prompts: whole entries or none, in no more room than it may take, and fatal to nobody."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_world import RecordingReporter
+
+from opensora_cli.core import files
+from opensora_cli.engine.encode import prompt_cache
+from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
+
+LIMIT = 10**6
+
+
+def embeds(seed=0, *, dtype=torch.float32, size=64):
+    generator = torch.Generator().manual_seed(seed)
+    states, pooled = torch.randn(1, 4, size, generator=generator), torch.randn(1, 8, generator=generator)
+    return TextEmbeds(states.to(dtype), pooled.to(dtype))
+
+
+def same(first, second):
+    return torch.equal(first.prompt_embeds_1LC, second.prompt_embeds_1LC) and torch.equal(
+        first.pooled_prompt_embeds_1V, second.pooled_prompt_embeds_1V
+    )
+
+
+@pytest.fixture
+def reporter():
+    return RecordingReporter()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "osora" / "prompts"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_another_run_reads_the_same_bits(folder, reporter, dtype):
+    given = embeds(dtype=dtype)
+    PromptCache(folder).keep("sea", given, limit=LIMIT, reporter=reporter)
+    cache = PromptCache(folder)
+    assert cache.has("sea")
+    found = cache.read("sea", reporter)
+    assert same(found, given)
+    assert found.prompt_embeds_1LC.dtype is dtype
+    assert not cache.has("rain")
+    assert cache.read("rain", reporter) is None
+    assert reporter.warnings == []
+
+
+def test_nothing_is_made_by_looking(folder, reporter):
+    cache = PromptCache(folder)
+    assert cache.folder is None
+    assert cache.read("sea", reporter) is None
+    assert not folder.parent.exists()
+
+
+def test_who_has_no_cache_keeps_nothing(reporter):
+    cache = PromptCache(None)
+    cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
+    assert cache.folder is None
+    assert not cache.has("sea")
+    assert reporter.warnings == []
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-30] ^= 1
+    path.write_bytes(content)
+
+
+def of_another_kind(path):
+    path.write_text("{}")
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("spoil", [cut, flip_a_bit, of_another_kind, empty])
+def test_a_broken_entry_is_warned_of_and_replaced(folder, reporter, spoil):
+    given = embeds()
+    PromptCache(folder).keep("sea", given, limit=LIMIT, reporter=reporter)
+    spoil(folder / "sea.safetensors")
+    cache = PromptCache(folder)
+    assert cache.read("sea", reporter) is None
+    [warning] = reporter.warnings
+    assert warning.startswith(f"{folder / 'sea.safetensors'} is broken: its prompt is encoded again (")
+    cache.keep("sea", given, limit=LIMIT, reporter=reporter)
+    assert same(PromptCache(folder).read("sea", reporter), given)
+    assert len(reporter.warnings) == 1
+
+
+def test_a_crash_while_writing_leaves_no_entry(folder, reporter, monkeypatch):
+    def torn(path, *args, **options):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prompt_cache, "write_safetensors", torn)
+    cache = PromptCache(folder)
+    with pytest.raises(KeyboardInterrupt):
+        cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
+    assert not cache.has("sea")
+    assert list(folder.iterdir()) == []
+
+
+def aged(folder, name, seconds):
+    path = folder / f"{name}.safetensors"
+    os.utime(path, (path.stat().st_mtime - seconds,) * 2)
+
+
+def test_what_was_used_last_stays(folder, reporter):
+    size = embeds().nbytes + 512
+    earlier = PromptCache(folder)
+    for name in ("a", "b", "c"):
+        earlier.keep(name, embeds(), limit=3 * size, reporter=reporter)
+    for name, seconds in (("a", 300), ("b", 200), ("c", 100)):
+        aged(folder, name, seconds)
+    cache = PromptCache(folder)
+    assert cache.read("a", reporter) is not None  # the oldest, used again
+    cache.keep("d", embeds(), limit=3 * size, reporter=reporter)
+    assert {path.stem for path in folder.iterdir()} == {"a", "c", "d"}
+
+
+def test_a_run_of_more_prompts_than_there_is_room_for_stops_writing(folder, reporter, monkeypatch):
+    limit, looks, glob = 40 * (embeds().nbytes + 512), [], type(folder).glob
+    monkeypatch.setattr(prompt_cache, "_LOOKS", 4)
+    monkeypatch.setattr(type(folder), "glob", lambda *args: looks.append(args) or glob(*args))
+    cache = PromptCache(folder)
+    for index in range(100):
+        cache.keep(str(index), embeds(), limit=limit, reporter=reporter)
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= limit
+    assert all(cache.has(str(index)) for index in range(35))
+    assert not any(cache.has(str(index)) for index in range(50, 100))
+    # Not for each entry, and not any more when it is full.
+    assert len(looks) <= prompt_cache._LOOKS + 2
+    assert reporter.warnings == []
+
+
+def test_an_entry_larger_than_the_limit_is_not_kept(folder, reporter):
+    cache = PromptCache(folder)
+    cache.keep("sea", embeds(), limit=100, reporter=reporter)
+    assert not cache.has("sea")
+
+
+@pytest.mark.parametrize("place", ["file", "above"])
+def test_a_folder_that_is_a_file_is_warned_of_once(folder, reporter, place):
+    folder.parent.mkdir()
+    if place == "file":
+        folder.write_text("")
+    else:
+        folder.parent.rmdir()
+        folder.parent.write_text("")
+    cache = PromptCache(folder)
+    for name in ("sea", "rain"):
+        assert cache.read(name, reporter) is None
+        cache.keep(name, embeds(), limit=LIMIT, reporter=reporter)
+    [warning] = reporter.warnings
+    assert warning.startswith("what the prompts mean is not kept for the next time: ")
+
+
+def test_a_full_disk_is_warned_of_once(folder, reporter, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "flush", full)
+    cache = PromptCache(folder)
+    for name in ("sea", "rain"):
+        cache.keep(name, embeds(), limit=LIMIT, reporter=reporter)
+    [warning] = reporter.warnings
+    assert "No space left on device" in warning
+    assert list(folder.iterdir()) == []
+
+
+def test_an_entry_that_another_process_removes_is_no_broken_one(folder, reporter, monkeypatch):
+    cache = PromptCache(folder)
+    cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
+    opened = prompt_cache.open_safetensors
+
+    def removed(path):
+        path.unlink()
+        return opened(path)
+
+    monkeypatch.setattr(prompt_cache, "open_safetensors", removed)
+    assert cache.read("sea", reporter) is None
+    assert reporter.warnings == []
+
+
+def test_files_are_plain_safetensors(folder, reporter):
+    given = embeds(dtype=torch.bfloat16)
+    PromptCache(folder).keep("sea", given, limit=LIMIT, reporter=reporter)
+    tensors = load_file(folder / "sea.safetensors")
+    assert same(TextEmbeds(tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]), given)

@@ -1,0 +1,235 @@
+"""Prompts that were encoded once: read again bit for bit, without the encoders, and never in the way of a run."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_world import demo_settings, picture_first_settings, released_settings
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.files import user_cache
+from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.encode.prompt_cache import PromptCache
+from opensora_cli.engine.generate import encoded_text, load
+from opensora_cli.engine.generate.documents import CACHED_TEXT_LINE, PlanDocument
+from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate.encoded_text import encode_text, name_in_cache, text_embeds, without_cached_text
+from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.run import generate
+from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.media.read import read_video
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Return what T5 is loaded for, in time."""
+    found, load_t5 = [], load.load_t5
+    monkeypatch.setattr(load, "load_t5", lambda plan, **options: found.append(plan) or load_t5(plan, **options))
+    return found
+
+
+@pytest.fixture
+def plan(world, tmp_path):
+    return make_plan(demo_settings(world, tmp_path))
+
+
+def encoded(plan, reporter):
+    return text_embeds(plan, LoadedModels(), RunRecord(reporter))
+
+
+def same(first, second):
+    return all(
+        torch.equal(one.prompt_embeds_2LC, other.prompt_embeds_2LC)
+        and torch.equal(one.pooled_prompt_embeds_2V, other.pooled_prompt_embeds_2V)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+def entries():
+    return sorted(user_cache("prompts").glob("*.safetensors"))
+
+
+def test_a_second_run_loads_no_encoder_and_makes_the_same(world, tmp_path, reporter, loads):
+    settings = released_settings(world, tmp_path, negative_prompt="night")
+    [first] = generate(settings, reporter=reporter).videos
+    assert len(loads) == 1
+    assert len(entries()) == 2
+    assert not any(note.startswith("prompts:") for note in reporter.notes)
+    again = settings.replace({"output.overwrite": True, "output.path": str(tmp_path / "again.mp4")})
+    result = generate(again, reporter=reporter)
+    assert len(loads) == 1
+    assert torch.equal(read_video(first.path).frames_THWC, read_video(result.videos[0].path).frames_THWC)
+    assert f"prompts: {CACHED_TEXT_LINE}" in reporter.notes
+    assert "text" in result.timings_s
+    generate(again.replace({"runtime.prompt_cache": False}), reporter=reporter)
+    assert len(loads) == 2
+
+
+def test_a_plan_says_that_prompts_are_read_and_counts_no_encoder(world, tmp_path, reporter, plan):
+    settings = demo_settings(world, tmp_path)
+    before = plan_generation(settings, reporter=reporter)
+    assert [stage.name for stage in before.stages] == ["text", "denoise", "decode"]
+    encoded(plan, reporter)
+    after = plan_generation(settings, reporter=reporter)
+    assert [stage.name for stage in after.stages] == ["denoise", "decode"]
+    document = PlanDocument.of(after)
+    assert document.cached_text
+    assert [line for line in document.lines() if line.startswith("prompts ")] == [f"prompts   {CACHED_TEXT_LINE}"]
+    assert not PlanDocument.of(before).cached_text
+    assert not any(line.startswith("prompts ") for line in PlanDocument.of(before).lines())
+    for changes in ({"prompt": "snow"}, {"negative_prompt": "snow"}, {"runtime.prompt_cache": False}):
+        assert plan_generation(settings.replace(changes), reporter=reporter).encodes_text
+    # Ranks share the encoder, and rank 0 alone looks.
+    alone = without_cached_text(plan, PromptCache.of_user())
+    assert not alone.encodes_text
+    shared = replace(plan, mesh=replace(plan.mesh, ulysses=2))
+    assert without_cached_text(shared, PromptCache.of_user()).encodes_text
+
+
+def test_the_plan_of_a_picture_counts_on_the_cache_by_itself(world, tmp_path, reporter):
+    plan = make_plan(picture_first_settings(world, tmp_path))
+    encoded(plan.picture, reporter)
+    left = without_cached_text(plan, PromptCache.of_user())
+    assert left.encodes_text
+    assert not left.picture.encodes_text
+
+
+def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
+    settings = plan.settings.replace({"prompt_suffix.add_fps": False, "prompt_suffix.motion_score": None})
+    pairs = [("sea", "night"), ("night", "sea"), ("sea", "sea")]
+    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    found = []
+    for prompt, negative in pairs:
+        both = settings.replace({"prompt": prompt, "negative_prompt": negative, "runtime.prompt_cache": False})
+        found.append(encode_text(replace(plan, settings=both), models, record).prompt_embeds_2LC)
+    assert torch.equal(found[0], found[1].flip(0))
+    assert torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[2][0], found[2][1])
+
+
+def test_the_negative_prompt_is_encoded_once_ever(plan, reporter, monkeypatch):
+    texts, encode = [], load.T5Encoder.encode
+    monkeypatch.setattr(load.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each))
+    for prompt in ("sea", "rain", "sea"):
+        settings = plan.settings.replace({"prompt": prompt, "prompt_suffix.add_fps": False})
+        encoded(replace(plan, settings=settings), reporter)
+    assert texts == ["sea", "", "rain"]
+
+
+def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path):
+    def name(plan=plan, text="sea", threads=1, **options):
+        return name_in_cache(plan, text, threads=threads, **options)
+
+    def changed(**changes):
+        settings = {key.replace("__", "."): value for key, value in changes.items()}
+        return make_plan(plan.settings.replace(settings))
+
+    moved = tmp_path / "moved"
+    shutil.copytree(world.demo, moved)
+    other_file = changed(runtime__weights=str(moved))
+    [config] = other_file.weights.path(Component.CLIP).glob("config.json")
+    names = [name(), name(text="rain"), name(threads=2), name(ranks=2), name(other_file)]
+    config.touch()
+    names += [name(other_file), name(changed(text__t5_max_length=12)), name(changed(text__clip_max_length=12))]
+    names += [name(changed(runtime__dtype="bfloat16"))]
+    gpu = replace(plan.hardware, device=torch.device("cuda"), device_name="a GPU")
+    names += [name(replace(plan, hardware=gpu)), name(replace(plan, hardware=replace(gpu, device_name="another")))]
+    assert len(set(names)) == len(names)
+    same_bits = changed(sampling__seed=7, video__num_frames=5, memory__offload="model", runtime__attention="math")
+    assert name(same_bits) == name()
+    # Threads of the CPU matter there alone.
+    assert name(replace(plan, hardware=gpu), threads=2) == name(replace(plan, hardware=gpu))
+    streamed = replace(plan, offload=replace(plan.offload, stream_text=True))
+    assert name(streamed, ranks=2) == name(streamed) == name()
+
+
+def test_the_plan_and_the_run_count_the_same_threads(plan, reporter, monkeypatch):
+    encoded(plan, reporter)
+    two = replace(plan, threads=ThreadChoice(count=2, reason="as set"))
+    assert without_cached_text(two, PromptCache.of_user()).encodes_text
+    assert not without_cached_text(plan, PromptCache.of_user()).encodes_text
+
+
+def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, reporter, loads):
+    long = " ".join(["dragon"] * 40)
+    plan = make_plan(demo_settings(world, tmp_path, prompt=long, text__known_words_warning=True))
+    encoded(plan, reporter)
+    warnings = [*reporter.warnings]
+    assert [warning.partition(":")[0].partition(" does")[0] for warning in warnings] == [
+        "the prompt is too long and is cut",
+        "the demo model",
+    ]
+    reporter.warnings.clear()
+    encoded(plan, reporter)
+    assert len(loads) == 1
+    assert reporter.warnings == warnings
+
+
+def test_what_was_there_when_it_was_planned_may_be_gone(plan, reporter, loads):
+    first = encoded(plan, reporter)
+    planned = without_cached_text(plan, PromptCache.of_user())
+    assert not planned.encodes_text
+    for entry in entries()[:1]:
+        entry.unlink()
+    assert same(encoded(planned, reporter), first)
+    assert len(loads) == 2
+    assert loads[1].encodes_text
+    assert len(entries()) == 2
+    assert reporter.warnings == []
+
+
+def test_a_broken_entry_is_encoded_again(plan, reporter, loads):
+    first = encoded(plan, reporter)
+    entries()[0].write_bytes(b"no safetensors")
+    assert same(encoded(plan, reporter), first)
+    assert len(loads) == 2
+    assert len(reporter.warnings) == 1
+    assert same(encoded(plan, reporter), first)
+    assert len(loads) == 2
+
+
+def test_a_cache_that_cannot_be_written_ends_nothing(plan, reporter, loads):
+    Path(user_cache("prompts").parent.parent).write_text("")  # a file in place of the folder
+    first = encoded(plan, reporter)
+    assert same(encoded(plan, reporter), first)
+    assert len(loads) == 2
+    # Once a run.
+    assert len(reporter.warnings) == 2
+    assert all(warning.startswith("what the prompts mean is not kept") for warning in reporter.warnings)
+
+
+def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch):
+    readers, count = [], load.prompt_readers
+    monkeypatch.setattr(load, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
+    encoded(plan, reporter)
+    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    for _ in range(3):
+        text_embeds(plan, models, record)
+    assert (len(loads), len(readers)) == (1, 1)
+    rain = replace(plan, settings=plan.settings.replace({"prompt": "rain"}))
+    text_embeds(rain, models, record)
+    text_embeds(rain, models, record)
+    assert (len(loads), len(readers)) == (2, 1)
+
+
+def test_what_is_timed_is_done(world, tmp_path, reporter, loads):
+    settings = demo_settings(world, tmp_path, video__num_frames=1)
+    generate(settings, reporter=reporter)
+    generate(settings.replace({"output.path": str(tmp_path / "b.png")}), reporter=reporter, profiled_runs=1)
+    assert len(loads) == 3  # one to warm up
+
+
+def test_an_encoder_of_another_width_is_refused(plan, reporter):
+    other = replace(plan, settings=plan.settings.replace({"model.vec_in_dim": 24}))
+    folder = plan.weights.path(Component.CLIP)
+    for _ in range(2):  # also where it is read from the cache
+        with pytest.raises(CheckpointError) as caught:
+            encoded(other, reporter)
+        assert caught.value.message == f"{folder} encodes to 16 numbers, and the transformer reads model.vec_in_dim=24"
+    assert encoded_text.PromptCache.of_user().folder is not None
