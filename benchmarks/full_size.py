@@ -170,7 +170,8 @@ def fill(path: Path, header: bytes, size: int, noise: memoryview) -> None:
     part = path.with_suffix(".part")
     with part.open("ab") as file:
         if file.tell() < len(header):
-            file.truncate(0)
+            file.seek(0)
+            file.truncate()
             file.write(header)
         position = (file.tell() - len(header)) // 2 * 2
         file.truncate(len(header) + position)
@@ -217,7 +218,7 @@ STEPS = (
         "convert",
         lambda place, _: (
             *("ckpt", "convert", _transformer(place), str(place.converted)),
-            *("--dtype=float8_e4m3fn", "--overwrite", "--json"),
+            *("--dtype=fp8_e4m3", "--overwrite", "--json"),
         ),
     ),
     Step("generate", _generate("default"), is_planned=True),
@@ -230,7 +231,8 @@ def run(step: Step, place: Place, threads: int) -> dict[str, Any]:
     arguments = step.arguments(place, threads)
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     environment |= {"XDG_CACHE_HOME": str(place.caches), "HF_HUB_OFFLINE": "1"}
-    record: dict[str, Any] = {"command": ["osora", *arguments]}
+    shown = [argument.replace(str(place.folder), "DIR") for argument in arguments]
+    record: dict[str, Any] = {"command": ["osora", *shown]}
     if step.is_planned:
         planned = subprocess.run(
             [sys.executable, "-m", "opensora_cli", *arguments, "--dry-run"],

@@ -69,6 +69,7 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--format", "gif"], "output.format", "gif"),
         (["--overwrite"], "output.overwrite", True),
         (["--no-metadata"], "output.metadata", False),
+        (["--no-cache"], "runtime.prompt_cache", False),
         (["--weights", "/w"], "runtime.weights", "/w"),
         (["--device", "cuda:1"], "runtime.device", "cuda:1"),
         (["--dtype", "bfloat16"], "runtime.dtype", "bfloat16"),

@@ -64,6 +64,7 @@ OPTIONS = {
     "--stop-at",
     "--overwrite",
     "--no-metadata",
+    "--no-cache",
     "--list-presets",
     "--threads",
 }

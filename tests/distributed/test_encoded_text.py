@@ -61,7 +61,7 @@ def _in_every_state(settings: GenerateSettings, folder: Path) -> list[tuple[bool
 
 
 def test_rank_0_decides(pool: Pool, tmp_path: Path) -> None:
-    settings = demo_settings(make_world(tmp_path / "world"), tmp_path)
+    settings = demo_settings(make_world(tmp_path), tmp_path)
     first, second = pool(2).run(_in_every_state, settings, tmp_path)
     # Nothing, both prompts, one of them, and nothing where rank 1 has both.
     assert first == [(True, 1, 2), (True, 0, 2), (True, 1, 2), (True, 1, 2)]

@@ -111,7 +111,7 @@ def test_streamed_blocks_stay_as_well(plan, record):
     first = lend(models, streamed, record, "denoise")
     assert lend(models, streamed, record, "denoise") is first
     assert lend(models, plan, record, "denoise") is not first
-    assert not any(block._forward_pre_hooks for block in first.double_blocks)
+    assert not any(block._forward_hooks for block in first.double_blocks)
 
 
 def test_one_that_fails_is_gone_and_the_others_stay(plan, record):
