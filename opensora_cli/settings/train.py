@@ -100,7 +100,12 @@ class TrainSettings(Section):
             *self.validation.problems(self.data),
             *self.precision.problems(trains_transformer=self.target is TrainTarget.MMDIT),
             *self.precision.tf32_problems(key="device", device=self.device),
-            *self.memory.problems(trains_adapter=self.lora.is_on, shards=self.strategy.shards, compiles=self.compile),
+            *self.memory.problems(
+                trains_adapter=self.lora.is_on,
+                shards=self.strategy.shards,
+                compiles=self.compile,
+                device=self.device,
+            ),
             *self.lora.problems(
                 trains_transformer=self.target is TrainTarget.MMDIT,
                 init=self.init,

@@ -234,8 +234,8 @@ class TrainMemorySettings(Section):
         "what is learnt a little",
     )
 
-    def problems(self, *, trains_adapter: bool, shards: bool, compiles: bool) -> list[str]:
-        """Return what contradicts the weights that are trained, and how several devices hold them."""
+    def problems(self, *, trains_adapter: bool, shards: bool, compiles: bool, device: str) -> list[str]:
+        """Return what contradicts the weights that are trained, and the devices that hold them."""
         asked = {
             "memory.offload=blocks": self.offload is WeightOffload.BLOCKS,
             "memory.fp8_storage=true": self.fp8_storage,
@@ -251,6 +251,8 @@ class TrainMemorySettings(Section):
                 problems.append(f"{named} needs whole blocks, of which a strategy other than ddp has shares: use ddp")
         if self.offload is WeightOffload.BLOCKS and compiles:
             problems.append("memory.offload=blocks does not go with compile=true: use one of them")
+        if self.host_weights is HostWeights.PINNED and device == "cpu":
+            problems.append("memory.host_weights=pinned has no effect with device=cpu, which reads them where they are")
         return problems
 
     @model_validator(mode="after")

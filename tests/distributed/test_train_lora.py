@@ -81,6 +81,7 @@ def _streamed(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         return _trained(run)
 
 
+@pytest.mark.slow
 def test_whole_copies_stream_their_frozen_blocks(pool: Callable[[int], Any]) -> None:
     losses, adapter = _expected(torch.float32, 0.2)
     for our_losses, ours in pool(2).run(_streamed, Case("ddp", 2)):

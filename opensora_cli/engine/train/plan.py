@@ -105,8 +105,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
     Raises:
         RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small, or `lora`
             describes another adapter than its `init`.
-        CheckpointError: there is no checkpoint to resume from, or no file of first weights, or the first adapter is
-            broken.
+        CheckpointError: there is no checkpoint to resume from, or the first adapter is missing or broken.
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
         HardwareError: a library is missing, or the device lacks a requested feature.
     """

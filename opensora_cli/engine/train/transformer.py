@@ -20,7 +20,7 @@ from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute, WeightOffload
 
-HOST = torch.device("cpu")
+_HOST = torch.device("cpu")
 # Models of pictures alone lack it; from zero, it changes nothing at first.
 _MAY_BE_MISSING = ("cond_in.*",)
 
@@ -54,7 +54,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
         waits = is_frozen and memory.offload is WeightOffload.BLOCKS
         in_8_bits = is_frozen and memory.fp8_storage and key == "weight"
         dtype = first.dtype if waits and not memory.fp8_storage and device.type == "cpu" else old.dtype
-        place = HOST if waits or in_8_bits else device
+        place = _HOST if waits or in_8_bits else device
         # Weights on a CPU are mapped from the file, which others may write to; only frozen ones may stay there.
         weight = first.to(place, dtype, copy=not settings.lora.is_on).contiguous()
         setattr(layer, key, nn.Parameter(weight, requires_grad=old.requires_grad))

@@ -239,6 +239,11 @@ class TestFindRecipe:
         ),
         ("demo_lora", {**STREAMED, "strategy": "zero3"}, "memory.offload=blocks needs whole blocks"),
         ("demo_lora", {**STREAMED, "compile": "true"}, "memory.offload=blocks does not go with compile=true"),
+        (
+            "demo_lora",
+            {**STREAMED, "memory__host_weights": "pinned", "device": "cpu"},
+            "memory.host_weights=pinned has no effect with device=cpu",
+        ),
         ("demo_lora", {**STREAMED, "memory__resident_blocks": "0"}, "memory.resident_blocks=0 must be over 0"),
         (
             "demo_lora",

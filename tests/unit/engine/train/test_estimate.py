@@ -16,7 +16,7 @@ LORA = {
     **ADAMW,
     # Its file is not read: the weights are random.
     **{"lora.rank": 4, "init": "any.safetensors", "train_mmdit.cache": "clips"},
-    **{"model.hidden_size": 96, "model.num_heads": 6, "model.depth": 2, "model.depth_single_blocks": 4},
+    **{"model.hidden_size": 96, "model.num_heads": 6, "model.depth": 1, "model.depth_single_blocks": 3},
 }
 STREAMED = {**LORA, **CHECKPOINTED, "memory.offload": "blocks"}
 OPPOSED = {"train_vae.discriminator": {"weight": 0.1, "width": 8, "layers": 2, "start_step": 9}}
@@ -38,7 +38,7 @@ def slow(target: str, changes: dict[str, object], name: str) -> object:
         pytest.param("text", {**ADAMW, "text.batch_size": 5}, id="text"),
         pytest.param("mmdit", STREAMED, id="mmdit streamed"),
         slow("mmdit", {**STREAMED, "memory.fp8_storage": True}, "streamed in 8 bits"),
-        slow("mmdit", {**STREAMED, "memory.resident_blocks": 5, "precision.compute": "fp32"}, "streamed in float32"),
+        slow("mmdit", {**STREAMED, "memory.resident_blocks": 3, "precision.compute": "fp32"}, "streamed in float32"),
         slow("mmdit", {**LORA, "memory.fp8_storage": True}, "in 8 bits"),
         slow("mmdit", {**LORA, "train_mmdit.cache": None}, "an adapter"),
         slow("mmdit", {}, "as it is"),
