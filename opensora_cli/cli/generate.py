@@ -3,6 +3,8 @@
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +115,7 @@ def generate(
     gpus: options.Gpus = None,
     devices: options.Devices = None,
     dry_run: options.DryRun = False,
+    on: options.On = None,
     profile: options.Profile = False,
     profile_runs: options.ProfileRuns = None,
     config: options.Config = None,
@@ -154,9 +157,12 @@ def generate(
             ("--from-latents", from_latents),
             ("--resume", resume),
             ("--profile", profile or None),
+            ("--on", on),
         ):
             if value is not None:
                 raise RequestError(f"{option} cannot go with --prompts: drop one of them")
+    if on is not None and not dry_run:
+        raise RequestError(f"--on {on} has no effect without --dry-run, which plans for it: give both, or none")
     if profile_runs is not None and not profile:
         raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     with errors.interruptible():
@@ -182,8 +188,17 @@ def generate(
             config=config,
             profiled_runs=runs,
         )
+        if on is not None:
+            from opensora_cli.settings.hardware import read_machine
+
+            machine = read_machine(on)
+            counted = {**machine.counts(request.overrides), **request.overrides}
+            request = replace(request, on=machine, overrides=counted)
         if prompts is None:
-            _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
+            from opensora_cli.engine.generate.early import dry_run_named
+
+            with nullcontext() if dry_run else dry_run_named(request):
+                _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
         else:
             _run_rows(request, prompts, shard, sidecar=from_, dry_run=dry_run, as_json=json_, quiet=quiet)
 

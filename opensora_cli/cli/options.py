@@ -444,6 +444,17 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be done, and whether it fits.", rich_help_panel=_MACHINE)
 ]
 
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="NxGPU|FILE",
+        help="With --dry-run: plan for GPUs that need not be here, as in 8xH100, and predict the time; FILE: hardware "
+        "of your own.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+
 Profile = Annotated[
     bool,
     typer.Option(

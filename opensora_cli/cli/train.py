@@ -11,6 +11,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import require_there
 
 if TYPE_CHECKING:
+    from opensora_cli.settings.hardware import PlannedMachine
     from opensora_cli.settings.train import TrainSettings
 
 RECIPES_SCHEMA = "osora.recipes/1"
@@ -74,6 +75,7 @@ def train(
     overwrite: Overwrite = False,
     check_data: CheckData = False,
     dry_run: DryRun = False,
+    on: options.On = None,
     new: New = None,
     list_: ListRecipes = False,
     json_: options.Json = False,
@@ -110,6 +112,7 @@ def train(
         ("--resume-from", resume_from),
         ("--overwrite", overwrite),
         ("--dry-run", dry_run),
+        ("--on", on),
     )
     others = (("--set", set_), ("--from", from_), *modes, ("--allow-older", allow_older), ("--check-data", check_data))
     used = [flag for flag, value in flags.values() if value is not None] + [flag for flag, value in others if value]
@@ -129,10 +132,19 @@ def train(
                 raise RequestError(f"{used[0]} has no effect with --new, which trains nothing: put it into the file")
             _write_recipe(new, config or Path("demo_lora"), as_json=json_, quiet=quiet)
             return
+        if on is not None and not (dry_run or check_data):
+            raise RequestError(f"--on {on} has no effect without --dry-run, which plans for it: give both, or none")
         given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
+        overrides = collect_overrides(TrainSettings, given, set_ or [])
+        machine = None
+        if on is not None:
+            from opensora_cli.settings.hardware import read_machine
+
+            machine = read_machine(on)
+            overrides = {**machine.counts(overrides), **overrides}
         settings = load_train_settings(
             config=config,
-            overrides=collect_overrides(TrainSettings, given, set_ or []),
+            overrides=overrides,
             environment=os.environ,
             saved=from_,
             report=output.make_reporter(quiet=quiet).note,
@@ -154,6 +166,7 @@ def train(
             allow_older=allow_older,
             overwrite=overwrite,
             dry_run=dry_run,
+            machine=machine,
             as_json=json_,
             quiet=quiet,
         )
@@ -200,6 +213,7 @@ def _run(
     allow_older: bool,
     overwrite: bool,
     dry_run: bool,
+    machine: "PlannedMachine | None",
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -218,11 +232,13 @@ def _run(
         from opensora_cli.engine.train.plan import plan_training, with_memory
 
     if dry_run:
-        plan = plan_training(settings, resume=resume, overwrite=overwrite)
+        plan = plan_training(settings, resume=resume, overwrite=overwrite, machine=machine)
         if is_main:
-            warn_of_missing_inputs(settings, reporter)
-            plan = with_memory(plan, reporter=reporter)
+            if machine is None:
+                warn_of_missing_inputs(settings, reporter)
+            plan = with_memory(plan, reporter=reporter, machine=machine)
             output.print_result(plan, as_json=as_json)
+        plan.require_fit()
         return
     result = run.train(
         settings,

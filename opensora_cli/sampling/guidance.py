@@ -145,12 +145,13 @@ def count_evaluations(
     num_inference_steps: int,
     num_latent_frames: int,
     steps_done: int = 0,
+    ranks: int = 1,
 ) -> int:
     """Return how often the model is evaluated in a run: 80 (t2v) or 110 (i2v) times with the presets' 50 steps.
 
-    After `steps_done`, only the rest.
+    After `steps_done`, only the rest. Of several `ranks` that share the branches, the one that has the most counts.
     """
-    return sum(
+    branches = (
         len(
             branches_needed(
                 guidance_scales_at(
@@ -164,3 +165,4 @@ def count_evaluations(
         )
         for step in range(steps_done, num_inference_steps)
     )
+    return sum(-(-count // ranks) for count in branches)

@@ -25,6 +25,8 @@ _PRESETS = {
     ModelName.FLUX1_DEV: ("flux1_dev",),
 }
 """The presets that each model's settings start from: one of each resolution, or one for all."""
+_EXTENDED = ("train", "hardware")
+"""Presets that a file of one's own may extend by name."""
 MAX_SETTINGS_BYTES = 500_000
 """Of a file of settings: those written by hand have a few kB, and some 500 kB are read in a second."""
 _MOST_VALUES = 100_000
@@ -120,8 +122,8 @@ def _wrong_value(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorE
 def read_yaml(path: Path) -> dict[str, object]:
     """Return the mapping in the YAML file at `path`, laid over the file that it `extends`, if any.
 
-    A relative `extends` starts from the folder of the file it is in; `train/NAME` is the recipe of that name that comes
-    with osora. Lists are replaced, not joined.
+    A relative `extends` starts from the folder of the file it is in; `train/NAME` and `hardware/NAME` are the recipe
+    and the hardware of that name that come with osora. Lists are replaced, not joined.
     Raises FileProblem if a file is missing, unreadable, not a mapping, not YAML, or extends itself.
     """
     return _read(path, chain=())
@@ -156,8 +158,9 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, object]:
 
 
 def _extended(path: Path, parent: Path) -> Path:
-    if parent.parent == Path("train") and not parent.suffix and not (path.parent / parent).exists():
-        return preset_path(parent.name, "train")
+    kind = str(parent.parent)
+    if kind in _EXTENDED and not parent.suffix and not (path.parent / parent).exists():
+        return preset_path(parent.name, kind)
     return path.parent / parent
 
 

@@ -23,6 +23,7 @@ from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import generate_preset, preset_path, read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_settings
 from opensora_cli.settings.reference_inference import read_reference_generation
@@ -64,6 +65,8 @@ class GenerateRequest:
     others: Sequence[type[Section]] = ()
     profiled_runs: int = 0
     """Over 0, everything is run so often, and timed."""
+    on: PlannedMachine | None = None
+    """GPUs that a dry run plans for, and need not be here; None: this machine."""
 
 
 def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:
@@ -76,6 +79,9 @@ def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:
     given = _given(request)
     runtime = validate(_RuntimeOnly, {key: at for key, at in given.items() if key.startswith("runtime.")}).runtime
     named = given.get("model.name")
+    if named is None and request.on is not None and runtime.model_choice is ModelChoice.AUTO:
+        # No demo is planned for where its weights and GPUs are not looked at.
+        return runtime.replace({"model_choice": ModelChoice.OPEN_SORA_V2})
     if named is None or runtime.model_choice is not ModelChoice.AUTO:
         return runtime
     if named.value not in list(ModelName):

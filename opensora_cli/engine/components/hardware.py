@@ -43,6 +43,13 @@ class Hardware:
     free_bytes: int
     """`UNKNOWN_BYTES` of a device that is not asked, or not here."""
     total_bytes: int
+    host_bytes: int | None = None
+    """The memory of a machine that is planned for and not here; None: this is the machine."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the machine that the run takes place on."""
+        return self.host_bytes is None
 
     @property
     def memory_is_known(self) -> bool:

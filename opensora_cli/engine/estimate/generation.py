@@ -121,13 +121,8 @@ def estimate_generation(
     grid = settings.vae.grid
     denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal)
     workspace = dequantized_bytes(config, dtype) if offload.fp8_storage else 0
-    parts = reference_parts(
-        sizes.mode,
-        causal=grid.is_causal,
-        temporal_compression=grid.time_compression_ratio,
-        lengths=sizes.lengths,
-    )
-    kept = ((AUTOENCODER, weights[Component.VAE]),) if parts and offload.mode is OffloadMode.NONE else ()
+    frames = reference_frames(settings, sizes)
+    kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
     tensor, loras, mapped = sizes.mesh.tensor, sizes.loras, 0
     if files is None:
         own = transformer_bytes(config, weights[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras)
@@ -140,13 +135,24 @@ def estimate_generation(
     computed = batch * denoising.activations + workspace
     denoise = StageMemory(DENOISE, own, batch * denoising.data, computed, mapped, kept)
     stages = [text, denoise, decode]
-    frames = tuple(part.num_frames for part in parts)
     if sizes.has_draft:
         frames = (*frames, settings.video.num_frames)
     if frames:
         encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
         stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     return tuple(stages)
+
+
+def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tuple[int, ...]:
+    """Return how many frames of each reference are encoded."""
+    grid = settings.vae.grid
+    parts = reference_parts(
+        sizes.mode,
+        causal=grid.is_causal,
+        temporal_compression=grid.time_compression_ratio,
+        lengths=sizes.lengths,
+    )
+    return tuple(part.num_frames for part in parts)
 
 
 @remembered

@@ -84,6 +84,19 @@ def transformer_on_cpu(
     return private, mapped
 
 
+def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
+    """Return what comes to the device of a rank each time that the model runs, adapters excluded."""
+    if offload.mode is not OffloadMode.BLOCKS:
+        return 0
+    slots = [
+        size
+        for stack, block in _stacks(config, dtype)
+        for size in [round(_slot_bytes(block, fp8=offload.fp8_storage) * _share(stack, block, tensor))] * stack.count
+    ]
+    kept = kept_blocks(len(slots), resident=offload.resident_blocks or 1)
+    return sum(slots) - sum(slots[index] for index in kept)
+
+
 @lru_cache(maxsize=16)
 def _factor_bytes(
     config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int
@@ -178,7 +191,7 @@ def fake_attention(
     Chunks of heads need less than what is exchanged at once. `backend` is one that runs on fake tensors
     (`attention_stand_in`).
     """
-    attention = backend if mesh.ring == 1 else partial(_round_the_ring, backend)
+    attention = backend if mesh.ring == 1 else partial(_round_the_ring, backend, mesh.ring)
     return attention if mesh.ulysses == 1 else partial(_for_heads, attention, mesh.ulysses, exchange or ExchangePlan())
 
 
@@ -209,12 +222,14 @@ def _routed(twice: bool, sent: Tensor, parts: Parts, /) -> Tensor:
     return sent.new_empty(parts.length(0, 0))
 
 
-def _round_the_ring(backend: AttentionBackend, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
+def _round_the_ring(backend: AttentionBackend, ranks: int, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
     # Those that came, and those on their way.
     coming = [torch.empty_like(tensor) for tensor in (k_BHND, v_BHND, k_BHND, v_BHND)]
     out = torch.empty_like(q_BHND, dtype=accumulation_dtype(q_BHND.dtype))
-    # A fused kernel allocates its result in either way.
-    part = backend(q_BHND, *coming[:2]) if backend is sdpa else MATH_PARTS.attend(q_BHND, coming[0], coming[1])[0]
-    out.lerp_(part.to(out.dtype), 0.5)
-    del part, coming
+    for _ in range(ranks):
+        # A fused kernel allocates its result in either way.
+        part = backend(q_BHND, *coming[:2]) if backend is sdpa else MATH_PARTS.attend(q_BHND, coming[0], coming[1])[0]
+        out.lerp_(part.to(out.dtype), 0.5)
+        del part
+    del coming
     return out.to(q_BHND.dtype)

@@ -17,6 +17,7 @@ from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.generate.decode import GeneratedVideo
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
 from opensora_cli.engine.generate.outputs import picture_files, planned_outputs
@@ -133,11 +134,19 @@ class PlanDocument(Document):
     """That are left out, since the video starts from its draft."""
     extension: "PlanDocument | None"
     """Of each segment after the first, where the video is extended; None: it is not."""
+    predicted: PredictedTime | None
+    """The seconds that it would take on GPUs that are planned for with `--on`; None: there are none."""
     settings: GenerateSettings
     plan: InstanceOf[ExecutionPlan] = Field(exclude=True, repr=False)
 
     @classmethod
-    def of(cls, plan: ExecutionPlan, *, files: Sequence[SampleFiles] | None = None) -> "PlanDocument":
+    def of(
+        cls,
+        plan: ExecutionPlan,
+        *,
+        files: Sequence[SampleFiles] | None = None,
+        predicted: PredictedTime | None = None,
+    ) -> "PlanDocument":
         """Return the document of a plan; `files` are what it writes (None: what `planned_outputs` returns)."""
         settings, hardware = plan.settings, plan.hardware
         files = planned_outputs(plan)[0] if files is None else files
@@ -201,6 +210,7 @@ class PlanDocument(Document):
             draft=None if plan.draft is None else cls.of(plan.draft, files=()),
             skipped_steps=plan.start,
             extension=None if plan.continuation is None else cls.of(plan.continuation, files=()),
+            predicted=predicted,
             settings=settings,
             plan=plan,
         )
@@ -234,6 +244,7 @@ class PlanDocument(Document):
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
             f"offload   {'; '.join(self.offload.lines()) or 'none'}",
             f"peak      {gib_or_less(plan.peak_bytes)}{budget}",
+            *(self.predicted.lines() if self.predicted is not None else ()),
             *(f"weights   {component}: {path}" for component, path in self.weights.items()),
             *(f"lora      {lora.line()}" for lora in plan.loras),
             *(f"missing   {name}" for name in self._all_missing()),

@@ -11,14 +11,16 @@ from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.outputs import check_outputs, planned_outputs
 from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.predicted import predict_time
 from opensora_cli.engine.generate.preview_map import fitting_line, known_map
-from opensora_cli.engine.generate.ranks import planned_hardware, request_of_rank
+from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware, request_of_rank
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.resolve import refuse_data_parallel, resolve_generate_settings
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.generate.text import warn_about_planned_prompts
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
 
 
@@ -33,6 +35,8 @@ def plan_from_request(
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     refuse_data_parallel(settings)
     note_plan(settings, reporter)
+    if request.on is not None:
+        return _plan_elsewhere(settings, request.on, reporter)
     for part in filter(None, (picture_settings(settings), settings)):
         warn_of_missing_weights(part, reporter)
     hardware = planned_hardware(settings, reporter) if context is None else None
@@ -40,6 +44,14 @@ def plan_from_request(
     if choice is not None:
         reporter.note(choice)
     return PlanDocument.of(plan)
+
+
+def _plan_elsewhere(settings: GenerateSettings, machine: PlannedMachine, reporter: Reporter) -> PlanDocument:
+    """Return the plan for GPUs that need not be here, with the time that is predicted for them."""
+    parallel = settings.parallel
+    machine.require(device=settings.runtime.device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
+    plan = plan_generation(settings, reporter=reporter, hardware=hardware_of_ranks(settings, gpu=machine.gpu))
+    return PlanDocument.of(plan, predicted=predict_time(plan, machine.gpu))
 
 
 def plan_generation(

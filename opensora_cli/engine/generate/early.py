@@ -1,6 +1,7 @@
 """What a request is refused for before torch is imported, which takes longer than all that is checked here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
@@ -28,6 +29,9 @@ _SAMPLED = frozenset(
     }
 )
 """Settings that have no effect on latents that are there."""
+
+_PER_NODE = 8
+"""GPUs of a machine with H100s."""
 
 LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
 
@@ -60,6 +64,22 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
     except (OsoraError, ValueError):
         for line in notes:
             reporter.note(line)
+        raise
+
+
+@contextmanager
+def dry_run_named(request: GenerateRequest) -> Iterator[None]:
+    """Name in what a request for several GPUs is refused for, where there are none, the dry run that plans for them."""
+    try:
+        yield
+    except OsoraError as error:
+        gpus, device = (request.overrides.get(key) for key in ("parallel.gpus", "runtime.device"))
+        count = int(str(gpus.value)) if gpus is not None and str(gpus.value).isdigit() else 1
+        is_here = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+        if count > 1 and not is_here and (device is None or device.value != "cpu"):
+            whole = count if count <= _PER_NODE else -(-count // _PER_NODE) * _PER_NODE
+            planned = f"--dry-run --on {whole}xH100 plans it for GPUs that are not here"
+            error.hint = "; ".join(filter(None, (error.hint, planned)))
         raise
 
 

@@ -112,8 +112,13 @@ class ExecutionPlan:
         """Model evaluations that the sampling of one clip takes; 0 where saved latents are decoded."""
         return self._clip_evaluations(self.start)
 
-    def _clip_evaluations(self, steps_done: int) -> int:
-        """Return how often the model is evaluated for one clip, of which so many steps are done."""
+    @property
+    def evaluations_on_a_rank(self) -> int:
+        """The same of the rank that has the most of them."""
+        return self._clip_evaluations(self.start, ranks=self.mesh.guidance)
+
+    def _clip_evaluations(self, steps_done: int, *, ranks: int = 1) -> int:
+        """Return how often the model is evaluated for one clip, of which so many steps are done, on one of `ranks`."""
         settings, stop = self.settings, self.settings.sampling.stop_at
 
         def left(done: int) -> int:
@@ -125,6 +130,7 @@ class ExecutionPlan:
                 num_inference_steps=settings.sampling.num_inference_steps,
                 num_latent_frames=settings.num_latent_frames,
                 steps_done=done,
+                ranks=ranks,
             )
 
         if self.decodes_only:

@@ -170,7 +170,8 @@ class Fitting:
         if mesh.size > 1 or self.files is not None:
             return HostWeights.MAPPED
         transformer_bytes = self.parameters[Component.TRANSFORMER] * self.hardware.dtype.itemsize
-        has_room = 1.25 * transformer_bytes < read_private_memory().free_bytes
+        host_bytes = read_private_memory().free_bytes if self.hardware.is_here else self.hardware.host_bytes
+        has_room = 1.25 * transformer_bytes < (host_bytes or 0)
         return HostWeights.PINNED if has_room else HostWeights.MAPPED
 
 

@@ -49,6 +49,7 @@ from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import GpuSettings
 from opensora_cli.settings.load import MACHINE_KEYS, SIDECAR_SCHEMA, GenerateRequest
 
 _HOST = torch.device("cpu")
@@ -291,11 +292,13 @@ def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware
     return None
 
 
-def hardware_of_ranks(settings: GenerateSettings) -> Hardware:
-    """Return the kind of device that ranks start on, none of which is asked."""
+def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
+    """Return the kind of device that ranks start on, none of which is asked; `gpu`: of a machine that is not here."""
     kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
     dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
     dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
+    if gpu is not None:
+        return Hardware(torch.device("cuda"), gpu.cuda_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
     return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
-from opensora_cli.engine.generate.plan import make_plan, rank_hardware
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.settings.enums import DType, OffloadChoice
 
 
@@ -37,8 +38,11 @@ def _what_would_fit(plan: ExecutionPlan) -> str:
         try:
             changed = plan.settings.replace(changes)
             # What is free may be taken by models that this plan can do without.
-            hardware = replace(rank_hardware(changed), free_bytes=plan.hardware.free_bytes)
-            smaller = make_plan(changed, hardware=hardware, clips=plan.fitting.clips)
+            dtype = plan.hardware.dtype if changed.runtime.dtype is DType.AUTO else torch_dtype(changed.runtime.dtype)
+            hardware = replace(plan.hardware, dtype=dtype)
+            smaller = make_plan(
+                changed, hardware=hardware, tries_device=plan.hardware.is_here, clips=plan.fitting.clips
+            )
         except (OsoraError, ValueError):
             continue  # such as too short a video for its references
         if smaller.fits:

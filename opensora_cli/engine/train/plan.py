@@ -14,6 +14,8 @@ from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.exchanges import describe_exchange
+from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters, plan_attention
 from opensora_cli.engine.train.early import (
@@ -27,10 +29,14 @@ from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.fp8_linear import require_fp8
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
+from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.watching.logs import require_tensorboard
+from opensora_cli.settings.enums import DType, HostWeights
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train_loop import WeightOffload
 
 
 class TrainPlan(Document):
@@ -63,6 +69,12 @@ class TrainPlan(Document):
     """Of each rank; empty where it was not estimated."""
     attention: AttentionPlan | None
     """What computes the transformer's attention; None: it is not what is trained."""
+    free_bytes: int | None = None
+    """Of a GPU that is planned for with `--on`; None: none is."""
+    fits: bool | None = None
+    """Whether that is enough for each rank; None: unknown."""
+    predicted: PredictedTime | None = None
+    """The seconds that a step would take there; None: not predicted."""
     settings: TrainSettings
     resume_from: Resume | None = Field(exclude=True)
     """None: the run starts at step 0."""
@@ -96,11 +108,38 @@ class TrainPlan(Document):
             *(f"weights     {path}" for path in self.weights.values()),
             *(f"missing     {name}" for name in self.missing_weights),
             *(["", *rank_lines(self.memory)] if self.memory else []),
+            *([self._fit_line()] if self.fits is not None else []),
+            *(self.predicted.lines() if self.predicted is not None else []),
         ]
 
+    def _fit_line(self) -> str:
+        most, free = max(each.device_peak_bytes for each in self.memory), self.free_bytes or 0
+        return (
+            f"peak        {most / GIB:.2f} GiB of {free / GIB:.2f} GiB free: {'fits' if self.fits else 'does not fit'}"
+        )
 
-def plan_training(settings: TrainSettings, *, resume: Resume | None = None, overwrite: bool = False) -> TrainPlan:
+    def require_fit(self) -> None:
+        """Raise HardwareError if a rank needs more memory than a GPU that is planned for has."""
+        if self.fits is not False or self.free_bytes is None:
+            return
+        most = max(self.memory, key=lambda each: each.device_peak_bytes)
+        raise HardwareError(
+            f"rank {most.rank} needs {most.device_peak_bytes / GIB:.2f} GiB, and a GPU has "
+            f"{self.free_bytes / GIB:.2f} GiB free",
+            hint="more devices share more, smaller batches (data.buckets) and an adapter (lora.rank) need less",
+        )
+
+
+def plan_training(
+    settings: TrainSettings,
+    *,
+    resume: Resume | None = None,
+    overwrite: bool = False,
+    machine: PlannedMachine | None = None,
+) -> TrainPlan:
     """Return what `train` would do, after the checks that need neither weights nor data.
+
+    `machine`: GPUs that are planned for, and need not be here.
 
     Raises:
         RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small, or `lora`
@@ -110,6 +149,8 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         HardwareError: a library is missing, or the device lacks a requested feature.
     """
     check_output(settings, resume=resume, overwrite=overwrite)
+    if machine is not None:
+        settings = _on_machine(settings, machine)
     exchange, shape = training_exchange(settings), mesh_shape(settings.strategy, settings.parallel)
     require_first_adapter(settings)
     if settings.lora.is_on:
@@ -118,7 +159,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
             open_first_adapter(transformer_on_meta(settings.model), settings.lora)
     if settings.watching.tensorboard:
         require_tensorboard()
-    if settings.precision.fp8_linears and settings.parallel.world_size == 1:
+    if settings.precision.fp8_linears and settings.parallel.world_size == 1 and machine is None:
         # Each of several ranks checks its own device.
         require_fp8(training_device(settings))
     frozen = find_frozen_parts(settings)
@@ -137,7 +178,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         ),
         activations=plan_activations(settings),
         frozen_weights=plan_frozen_weights(settings),
-        attention=_attention(settings) if settings.target is TrainTarget.MMDIT else None,
+        attention=_attention(settings, machine) if settings.target is TrainTarget.MMDIT else None,
         exchange=describe_exchange(settings.parallel, exchange, shape) if shape.ulysses > 1 else None,
         settings=settings,
         resume_from=resume,
@@ -145,19 +186,52 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
     )
 
 
-def with_memory(plan: TrainPlan, *, reporter: Reporter) -> TrainPlan:
+def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine | None = None) -> TrainPlan:
     """Return the plan with the memory of each rank, or warn why it is not estimated.
 
-    It raises what else `estimate_ranks` raises.
+    Of a `machine` also with the time of a step, and whether the memory of its GPUs is enough. It raises what else
+    `estimate_ranks` raises.
     """
+    found: dict[str, object] = {}
     try:
-        return plan.model_copy(update={"memory": estimate_ranks(plan.settings, reporter=reporter)})
+        memory = estimate_ranks(plan.settings, reporter=reporter)
+        found["memory"] = memory
+        if machine is not None and memory:
+            found["fits"] = all(each.device_peak_bytes <= machine.gpu.free_bytes for each in memory)
     except HardwareError as error:
         reporter.warn(error.message)
-        return plan
+    if machine is not None:
+        found |= {"free_bytes": machine.gpu.free_bytes, "predicted": predict_step(plan.settings, machine.gpu)}
+    return plan.model_copy(update=found)
 
 
-def _attention(settings: TrainSettings) -> AttentionPlan:
+def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettings:
+    """Return settings as a run there reads them, which depend on its device and its host's memory.
+
+    Raises RequestError if they ask for other devices, and HardwareError for what its GPUs have not.
+    """
+    parallel = settings.parallel
+    machine.require(device=settings.device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
+    if settings.precision.fp8_linears and machine.gpu.fp8_tflops is None:
+        raise HardwareError(
+            f"precision.fp8_linears=true needs products in 8 bits, which {machine.gpu.name} has not",
+            hint="use --set precision.fp8_linears=false",
+        )
+    chosen, memory = settings.train_mmdit.frozen_dtype, settings.memory
+    there = settings.replace(
+        {"device": "cuda", "train_mmdit.frozen_dtype": DType.BFLOAT16 if chosen is DType.AUTO else chosen}
+    )
+    if memory.offload is WeightOffload.NONE or memory.host_weights is not None:
+        return there
+    mapped = there.replace({"memory.host_weights": HostWeights.MAPPED})
+    weights = plan_frozen_weights(mapped)
+    copies = 0 if weights is None else weights.host_bytes * parallel.ranks_per_node
+    return there.replace({"memory.host_weights": HostWeights.PINNED}) if copies < machine.gpu.host_memory else mapped
+
+
+def _attention(settings: TrainSettings, machine: PlannedMachine | None) -> AttentionPlan:
+    if machine is not None:
+        return plan_attention(settings, device=torch.device("cuda"), tries_device=False)
     if settings.parallel.world_size == 1:
         return plan_attention(settings, device=training_device(settings))
     # Each of several ranks tries its own device.

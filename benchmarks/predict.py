@@ -1,0 +1,234 @@
+"""Predicted times beside published ones, and the tables of the page "Before you rent": nothing here is measured.
+
+`python benchmarks/predict.py --fit` fits the efficiencies of products and attention to two of the five times that are
+published for the reference implementation, and predicts the other three; `--tables` and `--memory` print the tables.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from opensora_cli.core.formatting import duration
+from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.engine.estimate.predicted_time import PredictedTime, Seconds, added, times, total
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
+from opensora_cli.engine.generate.ranks import hardware_of_ranks
+from opensora_cli.engine.train.estimate import estimate_training
+from opensora_cli.engine.train.predicted import predict_step
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.hardware import GpuSettings, read_machine
+from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+EVALUATIONS = 150
+"""Of the reference: 50 steps, with three branches of guidance in each."""
+GPUS = ("4090", "A100-80GB", "H100", "H200")
+STAGES = (("image", 8), ("stage1", 8), ("stage2", 8), ("stage2", 64))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A time of the reference implementation on H100 or H800 GPUs, in seconds."""
+
+    resolution: str
+    gpus: int
+    seconds: float
+
+
+PUBLISHED = (
+    Published("256px", 1, 60),
+    Published("768px", 1, 1656),
+    Published("768px", 2, 863),
+    Published("768px", 4, 466),
+    Published("768px", 8, 276),
+)
+FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
+"""Of all pairs that to which the efficiencies are fitted with the smallest error of the other three."""
+
+
+@cache
+def plan_on(resolution: str, machine: str, *, ring: bool = False) -> ExecutionPlan:
+    """Return the plan of a preset on hardware as `--on` names it; `ring`: all ranks share tokens by ring attention."""
+    planned = read_machine(machine)
+    count = planned.count or 1
+    changes = {"parallel.gpus": count, **({"parallel.ring_degree": count} if ring else {})}
+    settings = load_preset(resolution, prompt="raining, sea").replace(changes)
+    return make_plan(settings, hardware=hardware_of_ranks(settings, gpu=planned.gpu), tries_device=False)
+
+
+def of_reference(time: Published, gpu: GpuSettings) -> float:
+    """Return what is predicted for the reference: ring attention, no branch left out, and each rank decodes it all."""
+    plan = plan_on(time.resolution, f"{time.gpus}xH100", ring=time.gpus > 1)
+    stages: Sequence[Seconds] = (
+        loading(plan, gpu),
+        text(plan, gpu),
+        times(evaluation(plan, gpu), EVALUATIONS),
+        decoding(plan, gpu, shared=False),
+    )
+    return total(added(*stages))
+
+
+def fit(two: Sequence[Published], gpu: GpuSettings) -> GpuSettings:
+    """Return the GPU with the efficiencies with which both times are as published.
+
+    Times are linear in the inverse of both as long as nothing else hides them, so that a few of Newton's steps will do.
+    Raises ValueError if there are none between 0 and 1.
+    """
+    inverse = [2.0, 2.0]
+    for _ in range(8):
+        now = _missed(two, gpu, inverse)
+        columns = []
+        for axis in range(2):
+            moved = [value + 0.01 * (axis == index) for index, value in enumerate(inverse)]
+            columns.append(
+                [(after - before) / 0.01 for after, before in zip(_missed(two, gpu, moved), now, strict=True)]
+            )
+        (a, c), (b, d) = columns
+        determinant = a * d - b * c
+        if abs(determinant) < 1e-9:
+            raise ValueError("the two times say the same")
+        inverse[0] -= (d * now[0] - b * now[1]) / determinant
+        inverse[1] -= (a * now[1] - c * now[0]) / determinant
+        if min(inverse) < 1:
+            raise ValueError("an efficiency would be over 1")
+    return _with(gpu, inverse)
+
+
+def _missed(two: Sequence[Published], gpu: GpuSettings, inverse: Sequence[float]) -> list[float]:
+    return [of_reference(time, _with(gpu, inverse)) - time.seconds for time in two]
+
+
+def _with(gpu: GpuSettings, inverse: Sequence[float]) -> GpuSettings:
+    names = ("product_efficiency", "attention_efficiency")
+    return gpu.model_copy(update={name: 1 / value for name, value in zip(names, inverse, strict=True)})
+
+
+def errors(gpu: GpuSettings, left_out: Sequence[Published] = ()) -> Mapping[Published, float]:
+    """Return what is predicted over what is published, less 1, of all times but those left out."""
+    return {time: of_reference(time, gpu) / time.seconds - 1 for time in PUBLISHED if time not in left_out}
+
+
+def fits(gpu: GpuSettings) -> Iterator[tuple[tuple[Published, Published], GpuSettings, float]]:
+    """Yield all pairs of times to which efficiencies can be fitted, with the largest error of the other three."""
+    for two in itertools.combinations(PUBLISHED, 2):
+        try:
+            fitted = fit(two, gpu)
+        except ValueError:
+            continue
+        yield two, fitted, max(map(abs, errors(fitted, two).values()))
+
+
+def truth_table(gpu: GpuSettings) -> list[str]:
+    """Return the published times beside what is predicted for the reference, and for our own plan of that work."""
+    two = FITTED_TO
+    rows = ["| preset | GPUs | published | predicted | error | our plan, predicted |", "|---|---|---|---|---|---|"]
+    for time, error in errors(gpu).items():
+        ours = predict_time(plan_on(time.resolution, f"{time.gpus}xH100"), gpu).seconds
+        shown = "fitted" if time in two else f"{error:+.1%}"
+        predicted = f"{time.seconds * (1 + error):,.0f} s"
+        rows.append(
+            f"| {time.resolution} | {time.gpus} | {time.seconds:,.0f} s | {predicted} | {shown} | {ours:,.0f} s |"
+        )
+    return rows
+
+
+def generation_row(resolution: str, machine: str) -> str:
+    """Return what a preset needs on hardware, with the command that prints it."""
+    plan = plan_on(resolution, machine)
+    found = predict_time(plan, read_machine(machine).gpu)
+    peak, free = plan.peak_bytes / GIB, plan.budget_bytes / GIB
+    verdict = "" if plan.fits else ", does not fit"
+    cells = (
+        f'`osora generate "raining, sea" --res {resolution} --dry-run --on {machine}`',
+        f"{peak:.1f} of {free:.1f} GiB{verdict}",
+        plan.offload.mode.value,
+        *_time_cells(found),
+    )
+    return _row(cells)
+
+
+def generation_table(resolution: str) -> list[str]:
+    """Return the rows of a preset."""
+    machines = (f"{count}x{gpu}" for gpu in GPUS for count in (1, 2, 4, 8))
+    head = _row(("command", "memory of a GPU", "offload", "predicted", "most of it"))
+    return [head, _row(["---"] * 5), *(generation_row(resolution, machine) for machine in machines)]
+
+
+def train_settings(recipe: str, ranks: int) -> TrainSettings:
+    """Return a stage for so many GPUs."""
+    machines = max(1, ranks // 8)
+    counts = {"parallel.gpus": ranks // machines, "parallel.nnodes": machines}
+    given = {key: Given(value, "--on") for key, value in counts.items()}
+    return load_train_settings(
+        config=Path(recipe), overrides=given, environment={}, saved=None, report=lambda line: None
+    )
+
+
+def training_row(recipe: str, ranks: int, gpu: str) -> str:
+    """Return what a step of a stage takes on hardware."""
+    found = predict_step(train_settings(recipe, ranks), read_machine(gpu).gpu)
+    assert found is not None
+    return _row((f"`osora train --config {recipe} --dry-run --on {ranks}x{gpu}`", *_time_cells(found)))
+
+
+def training_table() -> list[str]:
+    """Return the rows of the training stages."""
+    rows = (training_row(*stage, gpu) for stage in STAGES for gpu in GPUS)
+    return [_row(("command", "a step, predicted", "most of it")), _row(["---"] * 3), *rows]
+
+
+def memory_row(recipe: str, ranks: int) -> str:
+    """Return what a rank of a stage needs, and on which GPUs it has that; it takes minutes."""
+    settings = train_settings(recipe, ranks)
+    # As they are on a GPU.
+    settings = settings.replace({"device": "cuda", "train_mmdit.frozen_dtype": "bfloat16"})
+    peak = estimate_training(settings).device_peak_bytes
+    fits = [gpu for gpu in GPUS if peak <= read_machine(gpu).gpu.free_bytes]
+    return _row((recipe, str(ranks), f"{peak / GIB:.1f} GiB", ", ".join(fits) or "none"))
+
+
+def memory_table() -> list[str]:
+    """Return the memory of the training stages."""
+    head = _row(("stage", "GPUs", "memory of a GPU, predicted", "fits on"))
+    return [head, _row(["---"] * 4), *(memory_row(*stage) for stage in STAGES)]
+
+
+def _time_cells(found: PredictedTime) -> tuple[str, str]:
+    part, seconds = next(iter(found.parts_s.items()))
+    return duration(found.seconds), f"{part} {seconds / found.seconds:.0%}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit efficiencies to each two of the published times")
+    parser.add_argument("--tables", action="store_true", help="print the tables of the page")
+    parser.add_argument("--memory", action="store_true", help="print what training stages need: minutes for each")
+    asked = parser.parse_args()
+    h100 = read_machine("H100").gpu
+    print("\n".join(truth_table(h100)))
+    if asked.fit:
+        print()
+        for two, fitted, worst in fits(h100):
+            names = " and ".join(f"{time.resolution} on {time.gpus}" for time in two)
+            parts = f"products {fitted.product_efficiency:.3f}, attention {fitted.attention_efficiency:.3f}"
+            print(f"fitted to {names}: {parts}; the others within {worst:.1%}")
+    if asked.tables:
+        for resolution in ("256px", "768px"):
+            print("", *generation_table(resolution), sep="\n")
+        print("", *training_table(), sep="\n")
+    if asked.memory:
+        print("", *memory_table(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

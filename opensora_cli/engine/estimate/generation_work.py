@@ -1,0 +1,104 @@
+"""What a GPU does for each stage of a generation, counted once for each shape on fake tensors.
+
+The blocks of a stack are equal: one stands for all.
+"""
+
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from opensora_cli.engine.components.attention import attention_stand_in
+from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.configs import with_depth
+from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
+from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
+from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_attention
+from opensora_cli.engine.estimate.work import CountedOnce, Work, WorkCounter
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.parallel.all_to_all import ExchangePlan
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import shares
+from opensora_cli.settings.components import VAESettings
+
+_ALONE, _DIRECT = MeshShape(), ExchangePlan()
+
+
+@lru_cache(maxsize=64)
+def evaluation_work(
+    config: MMDiTConfig,
+    video_tokens: int,
+    text_tokens: int,
+    dtype: torch.dtype,
+    mesh: MeshShape = _ALONE,
+    exchange: ExchangePlan = _DIRECT,
+) -> Work:
+    """Return what one evaluation of the transformer, of one clip, takes on the rank that has the most of it."""
+    with fake_device("cuda") as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        attention = fake_attention(mesh, attention_stand_in("sdpa"), exchange=exchange)
+        transformer = fake_module(lambda: MMDiT(with_depth(config, 1), attention=attention), device=device, dtype=dtype)
+        counter = WorkCounter()
+        share = shares(config.num_heads, mesh.tensor)[0] / config.num_heads
+        for stack in repeated_blocks(config):
+            blocks = cast(nn.ModuleList, transformer.get_submodule(stack.module_path))
+            for index, block in enumerate(blocks):
+                blocks[index] = CountedOnce(block, counter, times=stack.count, share=share)
+        shared = FakeSequenceParallel(transformer, mesh)
+        with counter:
+            shared(
+                empty(1, video_tokens, config.in_channels),
+                position_ids_BN3=torch.empty(1, video_tokens, 3, device=device),
+                timesteps_B=torch.empty(1, device=device),
+                prompt_embeds_BLC=empty(1, text_tokens, config.context_in_dim),
+                pooled_prompt_embeds_BV=empty(1, config.vec_in_dim),
+                conditioning_BNK=empty(1, video_tokens, config.conditioning_channels) if config.cond_embed else None,
+                embedded_guidance_B=torch.empty(1, device=device) if config.guidance_embed else None,
+            )
+        return counter.work
+
+
+@lru_cache(maxsize=64)
+def decoding_work(settings: VAESettings, latent_shape: tuple[int, int, int, int], dtype: torch.dtype) -> Work:
+    """Return what it takes to decode the latents (C, T, H, W) of one clip, in the tiles of the settings."""
+    with fake_device("cuda") as device:
+        vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
+        counter = WorkCounter()
+        vae.decoder = cast(Any, CountedOnce(vae.decoder, counter))
+        with counter:
+            latents_1CTHW = torch.empty(1, *latent_shape, dtype=dtype, device=device)
+            for _ in vae.decode_pieces(latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST):
+                pass
+        return counter.work
+
+
+@lru_cache(maxsize=64)
+def encoding_work(settings: VAESettings, num_frames: int, height: int, width: int, dtype: torch.dtype) -> Work:
+    """Return what it takes to encode one clip."""
+    with fake_device("cuda") as device:
+        vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
+        counter = WorkCounter()
+        vae.encoder = cast(Any, CountedOnce(vae.encoder, counter))
+        with counter:
+            vae.encode(
+                torch.empty(1, 3, num_frames, height, width, dtype=dtype, device=device), tiling=vae_tiling(settings)
+            )
+        return counter.work
+
+
+def text_work(t5: T5Sizes, clip: ClipSizes, lengths: tuple[int, int], itemsize: int, *, prompts: int = 2) -> Work:
+    """Return what it takes to encode so many prompts, of `lengths` tokens in T5 and CLIP: arithmetic, as their memory.
+
+    The weights are read once for each.
+    """
+    weights = t5.num_layers * sum(t5.layer_weights.values()), clip.parameters
+    tokens = lengths[0], min(lengths[1], clip.max_length)
+    widths = t5.num_layers * t5.num_heads * t5.d_kv, clip.num_layers * clip.hidden_size
+    return Work(
+        product_flops=prompts * 2 * sum(map(prod, zip(weights, tokens, strict=True))),
+        attention_flops=prompts * sum(4 * length**2 * width for length, width in zip(tokens, widths, strict=True)),
+        product_bytes=prompts * sum(weights) * itemsize,
+    )

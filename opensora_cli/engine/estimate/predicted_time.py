@@ -1,0 +1,134 @@
+"""From operations and bytes to predicted seconds: a roofline for each part (Williams et al. 2009).
+
+Products and attention run at a part of the peak of their dtype, everything else at the speed of the memory, one after
+the other. Nothing here was measured on a GPU.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import torch
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.formatting import duration
+from opensora_cli.engine.estimate.work import Work
+from opensora_cli.settings.hardware import GpuSettings
+
+PRODUCTS, ATTENTION, TRAFFIC = "matrix products", "attention", "memory traffic"
+LAUNCHES, COLLECTIVES, COPIES = "starting kernels", "collectives", "host copies"
+TEXT, ENCODING, DECODING, UPDATE = "text", "encoding", "decoding", "optimizer"
+
+Seconds = dict[str, float]
+"""Part -> seconds."""
+
+_ASSUMED: Mapping[str, str] = {
+    PRODUCTS: "products of matrices reach {gpu.product_efficiency:.0%} of the peak, as fitted to times on H100 GPUs",
+    ATTENTION: "attention reaches {gpu.attention_efficiency:.0%} of the peak, as fitted to times on H100 GPUs",
+    TRAFFIC: "every kernel but products and attention reads and writes memory at "
+    "{gpu.memory_rate.attainable_gb_per_s:g} GB/s, and finds nothing in a cache",
+    LAUNCHES: "the host starts a kernel in {gpu.launch_us:g} us, and the GPU waits for it",
+    COLLECTIVES: "GPUs exchange {gpu.gpu_link.attainable_gb_per_s:g} GB/s inside a machine and "
+    "{gpu.node_link.attainable_gb_per_s:g} GB/s between machines, each",
+    COPIES: "a GPU gets {gpu.host_link.attainable_gb_per_s:g} GB/s from page-locked memory, half from other memory",
+    TEXT: "the text encoders' products run as those of the transformer",
+    ENCODING: "convolutions run as products of matrices do",
+    DECODING: "convolutions run as products of matrices do",
+    UPDATE: "the optimizer reads and writes memory at {gpu.memory_rate.attainable_gb_per_s:g} GB/s",
+}
+
+_PAGEABLE = 0.5
+"""The part of a link's speed that copies from memory reach that is not page-locked: assumed."""
+
+
+def kernel_seconds(work: Work, gpu: GpuSettings, dtype: torch.dtype, *, in_fp8: bool = False) -> Seconds:
+    """Return what a GPU takes for `work` in `dtype`; `in_fp8`: its products are in 8 bits."""
+    peak = _peak_flops(gpu, dtype)
+    of_products = gpu.fp8_tflops * 1e12 if in_fp8 and gpu.fp8_tflops is not None else peak
+    found = {
+        PRODUCTS: max(
+            work.product_flops / (of_products * gpu.product_efficiency),
+            gpu.memory_rate.seconds(work.product_bytes),
+        ),
+        ATTENTION: work.attention_flops / (peak * gpu.attention_efficiency),
+        TRAFFIC: gpu.memory_rate.seconds(work.traffic_bytes),
+    }
+    waited = work.kernels * gpu.launch_us * 1e-6 - total(found)
+    if waited > 0:
+        found[LAUNCHES] = waited
+    return found
+
+
+def _peak_flops(gpu: GpuSettings, dtype: torch.dtype) -> float:
+    peaks = {torch.bfloat16: gpu.bf16_tflops, torch.float16: gpu.fp16_tflops}
+    return peaks.get(dtype, gpu.fp32_tflops) * 1e12
+
+
+def total(seconds: Seconds) -> float:
+    """Return the sum of the parts."""
+    return sum(seconds.values())
+
+
+def times(seconds: Seconds, count: float) -> Seconds:
+    """Return the same so many times."""
+    return {part: count * each for part, each in seconds.items()}
+
+
+def added(*several: Seconds) -> Seconds:
+    """Return the parts of all."""
+    parts = dict.fromkeys(part for seconds in several for part in seconds)
+    return {part: sum(seconds.get(part, 0.0) for seconds in several) for part in parts}
+
+
+def copied(gpu: GpuSettings, num_bytes: float, *, pinned: bool) -> float:
+    """Return the seconds in which bytes come from the host's memory, page-locked or not."""
+    return gpu.host_link.seconds(num_bytes) / (1.0 if pinned else _PAGEABLE)
+
+
+class PredictedTime(Document):
+    """Seconds that a run would take: predicted, not measured."""
+
+    predicted: Literal[True] = True
+    hardware: str
+    """As in `8xH100`."""
+    of: str
+    """What takes so long."""
+    seconds: float
+    stages_s: Mapping[str, float]
+    parts_s: Mapping[str, float]
+    """What the time is spent in; what is hidden behind something else counts nothing."""
+    dominated_by: str
+    """What the largest part rests on."""
+    left_out: str
+
+    @classmethod
+    def of_stages(
+        cls, stages: Mapping[str, Seconds], gpu: GpuSettings, *, devices: int, of: str, left_out: str
+    ) -> Self:
+        """Return the document of stages that run one after the other."""
+        parts = dict(sorted(added(*stages.values()).items(), key=lambda item: -item[1]))
+        largest = next(iter(parts))
+        return cls(
+            hardware=f"{devices}x{gpu.name}",
+            of=of,
+            seconds=total(parts),
+            stages_s={name: total(seconds) for name, seconds in stages.items()},
+            parts_s=parts,
+            dominated_by=f"{largest}: {_ASSUMED[largest].format(gpu=gpu)}",
+            left_out=left_out,
+        )
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        return [
+            f"predicted {_shown(self.seconds)} {self.of} on {self.hardware}, not measured: {_joined(self.stages_s)}",
+            f"parts     {_joined(self.parts_s)}",
+            f"assumed   {self.dominated_by}; left out: {self.left_out}",
+        ]
+
+
+def _joined(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_shown(each)}" for name, each in seconds.items() if each >= 0.0005)
+
+
+def _shown(seconds: float) -> str:
+    return duration(seconds) if seconds >= 100 else f"{seconds:.3g} s"

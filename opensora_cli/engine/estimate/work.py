@@ -1,0 +1,136 @@
+"""What models do, counted on fake tensors: operations of products and of attention, and bytes that kernels move."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a device does."""
+
+    product_flops: float = 0.0
+    """Floating-point operations of products of matrices and of convolutions: two for each multiplication."""
+    attention_flops: float = 0.0
+    """Those of fused attention."""
+    product_bytes: float = 0.0
+    """What products read and write."""
+    traffic_bytes: float = 0.0
+    """What all other kernels read and write, each for itself, as without compilation."""
+    kernels: float = 0.0
+    """How many are started."""
+
+    def __add__(self, other: "Work") -> "Work":
+        """Return both, one after the other."""
+        return Work(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "Work") -> "Work":
+        """Return this without the other, which is a part of it."""
+        return self + other * -1
+
+    def __mul__(self, times: float) -> "Work":
+        """Return it so many times."""
+        return Work(*(times * each for each in astuple(self)))
+
+
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+    """Counts what is done on the device inside its block, which is one of `fake_device` for a GPU.
+
+    A kernel reads its operands and writes its results, once; what it would find in a cache is not known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would first import it, for a second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count it."""
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func in _FREE:
+            return result
+        tensors = [part for part in tree_leaves((args, kwargs, result)) if isinstance(part, Tensor)]
+        if not tensors or any(part.device.type == "cpu" and part.ndim for part in tensors):
+            return result  # on the host
+        moved = sum(map(_held_bytes, tensors))
+        flops = _FLOPS.get(func)
+        if flops is None:
+            self.work += Work(traffic_bytes=moved, kernels=1)
+        elif func in _ATTENTION:
+            self.work += Work(attention_flops=flops(result, *args), kernels=1)
+        else:
+            self.work += Work(product_flops=flops(result, *args), product_bytes=moved, kernels=1)
+        return result
+
+
+class CountedOnce(nn.Module):
+    """Runs a module once for each shape of its inputs, and at each call counts what it did then, `times` over.
+
+    `share`: the part of its products and its attention that this rank has. The module has no state.
+    """
+
+    def __init__(self, module: nn.Module, counter: WorkCounter, *, times: int = 1, share: float = 1.0) -> None:
+        super().__init__()
+        self._module, self._counter, self._times, self._share = module, counter, times, share
+        self._known: dict[object, tuple[Work, Any]] = {}
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Return tensors of the shapes that the module gives; `options` go to it, and are always the same."""
+        shapes = tuple(tensor.shape for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
+        if shapes not in self._known:
+            before = self._counter.work
+            result = self._module(*inputs, **options)
+            done, self._counter.work = self._counter.work - before, before
+            own = {name: self._share * getattr(done, name) for name in ("product_flops", "attention_flops")}
+            self._known[shapes] = replace(done, **own) * self._times, result
+        work, result = self._known[shapes]
+        self._counter.work += work
+        return result
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    # What is expanded is read once.
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _of_product(result: Tensor, *operands: Tensor) -> int:
+    # Before the last two may stand what is added.
+    return 2 * result.numel() * operands[-1].shape[-2]
+
+
+def _of_convolution(result: Tensor, clip: Tensor, weight: Tensor, *options: Any) -> int:
+    return 2 * result.numel() * prod(weight.shape[1:])
+
+
+def _of_attention(result: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> int:
+    rows, width = query.shape[:-1].numel(), query.shape[-1]
+    return 2 * rows * key.shape[-2] * (width + value.shape[-1])
+
+
+_ATTENTION = frozenset({_aten._scaled_dot_product_flash_attention_for_cpu.default})
+_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten.mm.default: _of_product,
+    _aten.bmm.default: _of_product,
+    _aten.addmm.default: _of_product,
+    _aten.convolution.default: _of_convolution,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _of_attention,
+}
+_FREE = frozenset(
+    {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
+    | {_aten.new_empty_strided.default, _aten._unsafe_view.default, _aten._local_scalar_dense.default}
+    | {_aten.lift_fresh.default, _aten.detach.default}
+)
+"""What starts no kernel on the device."""

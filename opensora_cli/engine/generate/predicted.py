@@ -1,0 +1,146 @@
+"""How long a plan would take on GPUs that need not be here: predicted from its operations and bytes.
+
+One after the other run the kernels of a GPU and the exchanges of Ulysses and of tensor parallelism. Beside kernels run
+the passes of ring attention (beside attention alone) and copies of blocks from page-locked memory: of these, what takes
+longer than what they run beside counts.
+"""
+
+from dataclasses import replace
+
+from opensora_cli.engine.components.autoencoders import count_decoder_tiles
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.generation import reference_frames
+from opensora_cli.engine.estimate.generation_work import decoding_work, encoding_work, evaluation_work, text_work
+from opensora_cli.engine.estimate.links import Exchanged, Links
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE
+from opensora_cli.engine.estimate.offload import TEXT as TEXT_STAGE
+from opensora_cli.engine.estimate.predicted_time import (
+    ATTENTION,
+    COLLECTIVES,
+    COPIES,
+    DECODING,
+    ENCODING,
+    TEXT,
+    PredictedTime,
+    Seconds,
+    copied,
+    kernel_seconds,
+    times,
+    total,
+)
+from opensora_cli.engine.estimate.transformer import streamed_bytes
+from opensora_cli.engine.generate.execution_plan import DRAFT, EXTENSION, PICTURE, ExecutionPlan
+from opensora_cli.parallel.shares import shares
+from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.hardware import GpuSettings
+
+LOAD = "load"
+_LEFT_OUT = "reading files, writing the video"
+
+
+def predict_time(plan: ExecutionPlan, gpu: GpuSettings) -> PredictedTime:
+    """Return the seconds of all that `plan`, for GPUs of this kind, does."""
+    clips = plan.num_samples
+    return PredictedTime.of_stages(
+        _stages(plan, gpu),
+        gpu,
+        devices=plan.mesh.size,
+        of="for 1 sample" if clips == 1 else f"for {clips} samples",
+        left_out=_LEFT_OUT,
+    )
+
+
+def _stages(plan: ExecutionPlan, gpu: GpuSettings, *, prefix: str = "") -> dict[str, Seconds]:
+    found: dict[str, Seconds] = {}
+    for name, nested in ((PICTURE, plan.picture), (DRAFT, plan.draft)):
+        if nested is not None:
+            found |= _stages(nested, gpu, prefix=f"{name} ")
+    clips = plan.num_samples
+    own = {LOAD: loading(plan, gpu)}
+    if not plan.decodes_only:
+        own[TEXT_STAGE] = text(plan, gpu)
+        encoded = encoding(plan, gpu)
+        own |= {ENCODE: encoded} if encoded else {}
+        own[DENOISE] = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
+    own[DECODE] = times(decoding(plan, gpu), clips)
+    found |= {f"{prefix}{name}": seconds for name, seconds in own.items()}
+    if plan.continuation is not None:
+        again = plan.settings.video.extend
+        for name, seconds in _stages(plan.continuation, gpu).items():
+            if name not in (LOAD, TEXT_STAGE):
+                found[f"{EXTENSION} {name}"] = times(seconds, again)
+    return found
+
+
+def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+    """Return how long weights take to come to the GPU once, from mapped files that are in the page cache."""
+    itemsize = plan.hardware.dtype.itemsize
+    sizes = {name: count * itemsize for name, count in plan.fitting.parameters.items() if name in plan.components}
+    config = mmdit_config(plan.settings.model)
+    if Component.TRANSFORMER in sizes:
+        # Those that are streamed count where they are used.
+        streamed = streamed_bytes(config, plan.hardware.dtype, plan.offload, tensor=1)
+        sizes[Component.TRANSFORMER] = max(0, sizes[Component.TRANSFORMER] - streamed)
+    return {COPIES: copied(gpu, sum(sizes.values()), pinned=False)}
+
+
+def text(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+    """Return how long the prompt and the negative prompt take, of which ranks share T5."""
+    paths, lengths = plan.weights.paths, plan.settings.text
+    t5, clip = T5Sizes.of(paths.get(Component.T5)), ClipSizes.of(paths.get(Component.CLIP))
+    dtype = plan.hardware.dtype
+    work = text_work(t5, clip, (lengths.t5_max_length, lengths.clip_max_length), dtype.itemsize)
+    sharing = plan.mesh.size if plan.mesh.size <= t5.num_heads and not plan.offload.stream_text else 1
+    return {TEXT: total(kernel_seconds(work, gpu, dtype)) / sharing}
+
+
+def encoding(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+    """Return how long the first rank takes to encode what is given, and a draft."""
+    sizes = plan.fitting.sizes
+    lengths = reference_frames(plan.settings, sizes) + ((plan.num_frames,) if sizes.has_draft else ())
+    dtype, size = plan.hardware.dtype, (plan.height, plan.width)
+    each = (kernel_seconds(encoding_work(plan.settings.vae, frames, *size, dtype), gpu, dtype) for frames in lengths)
+    return {ENCODING: seconds} if (seconds := sum(map(total, each))) else {}
+
+
+def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+    """Return how long the transformer takes for one clip and one branch of guidance."""
+    settings, dtype = plan.settings, plan.hardware.dtype
+    config = mmdit_config(settings.model)
+    of_clip = replace(plan.mesh, guidance=1)
+    work = evaluation_work(config, plan.video_tokens, settings.text.t5_max_length, dtype, of_clip, plan.exchange)
+    found = kernel_seconds(work, gpu, dtype)
+    computed = total(found)
+    found[COLLECTIVES] = _exchanged(plan, gpu, attention=found[ATTENTION])
+    streamed = streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor) / plan.offload.batch_size
+    if streamed:
+        pinned = plan.offload.host_weights is HostWeights.PINNED
+        waited = copied(gpu, streamed, pinned=pinned)
+        found[COPIES] = max(0.0, waited - computed) if pinned else waited
+    return found
+
+
+def decoding(plan: ExecutionPlan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
+    """Return how long one clip takes to decode; with `shared`, ranks have tiles of their own."""
+    dtype, vae = plan.hardware.dtype, plan.settings.vae
+    whole = total(kernel_seconds(decoding_work(vae, plan.latent_shape, dtype), gpu, dtype))
+    tiles = count_decoder_tiles(plan.latent_shape, vae)
+    share = shares(tiles, plan.mesh.size)[0] / tiles if shared else 1.0
+    return {DECODING: whole * share}
+
+
+def _exchanged(plan: ExecutionPlan, gpu: GpuSettings, *, attention: float) -> float:
+    """Return how long a rank waits for others in an evaluation, whose attention takes so many seconds."""
+    planned = plan.planned_exchange
+    exchanged = Exchanged(
+        config=mmdit_config(plan.settings.model),
+        mesh=plan.mesh,
+        links=Links(gpu, plan.settings.parallel.ranks_per_node),
+        video_tokens=plan.video_tokens,
+        text_tokens=plan.settings.text.t5_max_length,
+        itemsize=plan.hardware.dtype.itemsize,
+        for_heads={} if planned is None else planned.bytes_per_evaluation,
+    )
+    return exchanged.seconds(attention=attention) + exchanged.between_branches()

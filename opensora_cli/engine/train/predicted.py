@@ -1,0 +1,198 @@
+"""How long a training step would take on GPUs that need not be here: predicted from its operations and bytes.
+
+A backward pass does twice the products and the traffic of its forward pass (with frozen weights, as many products), and
+two and a half times its attention, whose scores flash attention computes again (Dao et al. 2022, arXiv 2205.14135).
+Weights that are gathered, gradients that are shared out, and what waits in page-locked memory of the host travel beside
+all that: what takes longer counts.
+"""
+
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
+from opensora_cli.engine.components.exchanges import AttentionSizes
+from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
+from opensora_cli.engine.encode.frozen_parts import frozen_dtype
+from opensora_cli.engine.estimate.generation_work import encoding_work, evaluation_work, text_work
+from opensora_cli.engine.estimate.links import Exchanged, Links
+from opensora_cli.engine.estimate.predicted_time import (
+    ATTENTION,
+    COLLECTIVES,
+    COPIES,
+    ENCODING,
+    TEXT,
+    UPDATE,
+    PredictedTime,
+    Seconds,
+    added,
+    copied,
+    kernel_seconds,
+    times,
+    total,
+)
+from opensora_cli.engine.estimate.work import Work
+from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations, token_grid
+from opensora_cli.engine.train.build import count_parameters
+from opensora_cli.engine.train.early import find_frozen_parts
+from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
+from opensora_cli.engine.train.precision import DTYPES
+from opensora_cli.engine.train.ranks import mesh_shape, training_exchange
+from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.hardware import GpuSettings
+from opensora_cli.settings.strategy import Strategy
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weights and gradients", "update"
+
+_ATTENTION_BACKWARD = 2.5
+_UPDATE_BYTES = 40
+"""What AdamW reads and writes of a number that is trained, in fp32: its weight and both moments twice, its gradient,
+and that once more twice to clip it."""
+_FP32 = 4
+
+
+def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | None:
+    """Return the seconds of a step, all of whose micro-batches are the largest, on GPUs of this kind.
+
+    None where times are not predicted: of autoencoders and text encoders, and with moments on the host.
+    """
+    if settings.target is not TrainTarget.MMDIT or settings.optimizer.offload_states:
+        return None
+    shape = largest_batch_shape(settings)
+    data_ranks = settings.parallel.data_ranks(settings.strategy)
+    rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
+    passes = _passes(settings, gpu)
+    stages = {
+        ENCODE: times(_encoding(settings, gpu), rounds),
+        PASSES: times(passes, rounds),
+        SHARING: _sharing(settings, gpu, computed=total(passes), rounds=rounds),
+        STEP: {UPDATE: gpu.memory_rate.seconds(_UPDATE_BYTES * _own_numbers(settings))},
+    }
+    clips = f"{shape.batch_size} clips of {shape.num_frames} frames, {shape.width}x{shape.height}"
+    return PredictedTime.of_stages(
+        {name: seconds for name, seconds in stages.items() if seconds},
+        gpu,
+        devices=settings.parallel.world_size,
+        of=f"a step of {rounds * data_ranks} micro-batches, each {clips}",
+        left_out="reading clips, checkpoints",
+    )
+
+
+def _passes(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
+    """Return a forward and a backward pass of a rank, and what is computed again in between."""
+    config, dtype, plan = mmdit_config(settings.model), DTYPES[settings.precision.compute], plan_activations(settings)
+    forward = _forward(settings, config)
+    products = 1 if settings.lora.is_on else 2
+    backward = Work(
+        product_flops=products * forward.product_flops,
+        attention_flops=_ATTENTION_BACKWARD * forward.attention_flops,
+        product_bytes=products * forward.product_bytes,
+        traffic_bytes=2 * forward.traffic_bytes,
+        kernels=2 * forward.kernels,
+    )
+    # Backward, their gradients in fp32 follow keys and values.
+    passes = [(config, forward, 1.0), (config, backward, 3.0)]
+    if plan is not None:
+        double, single = plan.checkpointed_blocks.values()
+        checkpointed = replace(config, depth=double, depth_single_blocks=single)
+        passes.append((checkpointed, _forward(settings, checkpointed), 1.0))
+    found: Seconds = {}
+    for blocks, work, keys_and_values in passes:
+        seconds = kernel_seconds(work, gpu, dtype, in_fp8=settings.precision.fp8_linears)
+        exchanged = _exchanged(settings, gpu, blocks)
+        waited = exchanged.seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
+        found = added(found, seconds, {COLLECTIVES: waited})
+    computed, weights = total(found), plan_frozen_weights(settings)
+    if plan is not None and plan.needed_bytes:
+        there_and_back = copied(gpu, 2 * plan.needed_bytes, pinned=True)
+        found = added(found, {COPIES: max(0.0, there_and_back - computed)})
+    if weights is not None and weights.host_weights is not None:
+        # For forward, and again for backward.
+        pinned = weights.host_weights is HostWeights.PINNED
+        waited = copied(gpu, 2 * weights.host_bytes, pinned=pinned)
+        found = added(found, {COPIES: max(0.0, waited - computed) if pinned else waited})
+    return found
+
+
+def _forward(settings: TrainSettings, config: MMDiTConfig) -> Work:
+    shape, dtype = largest_batch_shape(settings), DTYPES[settings.precision.compute]
+    tokens, captions = prod(token_grid(settings, shape)), settings.text.t5_max_length
+    work = evaluation_work(config, tokens, captions, dtype, _of_clip(settings), training_exchange(settings))
+    return work * shape.batch_size
+
+
+def _of_clip(settings: TrainSettings) -> MeshShape:
+    """Return the ranks that share clips."""
+    return replace(mesh_shape(settings.strategy, settings.parallel), replicate=1, shard=1)
+
+
+def _exchanged(settings: TrainSettings, gpu: GpuSettings, config: MMDiTConfig) -> Exchanged:
+    shape, mesh = largest_batch_shape(settings), _of_clip(settings)
+    sizes = AttentionSizes(
+        attentions=config.depth + config.depth_single_blocks,
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        video_tokens=shape.batch_size * prod(token_grid(settings, shape)),
+        text_tokens=shape.batch_size * settings.text.t5_max_length,
+        itemsize=DTYPES[settings.precision.compute].itemsize,
+    )
+    return Exchanged(
+        config=config,
+        mesh=mesh,
+        links=Links(gpu, settings.parallel.ranks_per_node),
+        video_tokens=sizes.video_tokens,
+        text_tokens=sizes.text_tokens,
+        itemsize=sizes.itemsize,
+        for_heads=sizes.exchanged_bytes(training_exchange(settings), mesh) if mesh.ulysses > 1 else {},
+    )
+
+
+def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, rounds: int) -> Seconds:
+    """Return how long an update waits for weights and gradients, which travel while `computed` seconds go by."""
+    strategy, mesh = settings.strategy, mesh_shape(settings.strategy, settings.parallel)
+    trained = count_parameters(settings) / mesh.tensor
+    held = trained
+    if settings.lora.is_on:
+        held = sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters()) / mesh.tensor
+    sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
+    gathers = 2 * rounds if strategy in (Strategy.ZERO3, Strategy.HYBRID) else 1
+    scatters = 1 if strategy in (Strategy.ZERO1, Strategy.DDP) else rounds
+    gathered = gathers * held * DTYPES[settings.precision.compute].itemsize
+    scattered = scatters * trained * _FP32
+    # Copies of the weights then add up what each of their ranks has.
+    summed = 2 * (mesh.replicate - 1) / mesh.replicate * scattered / sharing
+    links = Links(gpu, settings.parallel.ranks_per_node)
+    travel = links.ring_seconds((sharing - 1) / sharing * (gathered + scattered), sharing * mesh.tensor)
+    travel += links.ring_seconds(summed, mesh.size)
+    return {COLLECTIVES: max(0.0, travel - computed)}
+
+
+def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
+    """Return how long a rank encodes the clips and captions of a micro-batch, which a cache has already."""
+    if settings.train_mmdit.cache is not None:
+        return {}
+    shape, dtype = largest_batch_shape(settings), frozen_dtype(settings.train_mmdit, torch.device("cuda"))
+    parts, files, lengths = find_frozen_parts(settings), settings.train_mmdit.files, settings.text
+    of_clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
+    of_captions = text_work(
+        T5Sizes.of(parts[files.t5]),
+        ClipSizes.of(parts[files.clip]),
+        (lengths.t5_max_length, lengths.clip_max_length),
+        dtype.itemsize,
+        prompts=shape.batch_size,
+    )
+    return {
+        ENCODING: shape.batch_size * total(kernel_seconds(of_clip, gpu, dtype)),
+        TEXT: total(kernel_seconds(of_captions, gpu, dtype)),
+    }
+
+
+def _own_numbers(settings: TrainSettings) -> float:
+    """Return how many of the numbers that are trained a rank updates."""
+    mesh = mesh_shape(settings.strategy, settings.parallel)
+    sharing = mesh.shard * mesh.ring * mesh.ulysses * mesh.tensor if settings.strategy.shards else 1
+    return count_parameters(settings) / sharing

@@ -1,0 +1,152 @@
+"""`--dry-run --on`: plans for GPUs that are not here."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_training
+import torch
+import yaml
+from small_stages import small_stages
+
+from opensora_cli.cli.app import main
+from opensora_cli.engine.generate import fitting
+from opensora_cli.engine.train import plan as train_plan
+from opensora_cli.engine.train.rank_memory import RankMemory
+from opensora_cli.settings.train import TrainSettings
+
+GENERATE = ["generate", "raining, sea", "--res", "256px"]
+GIB = 2**30
+
+
+@pytest.fixture
+def _small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Estimates have tests of their own.
+    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> list[str]:
+    """Arguments that train a tiny transformer, without weights and data."""
+    settings = tiny_training.mmdit_settings(tmp_path / "run").model_dump(mode="json")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return ["train", "--config", str(tmp_path / "tiny.yaml"), "--set", "optimizer.name=adamw", "--device", "auto"]
+
+
+@pytest.mark.usefixtures("_small_stages")
+def test_a_video_is_planned_for_what_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GENERATE, "--dry-run", "--on", "8xH100", "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    # Neither weights nor a GPU are here.
+    assert "warning" not in err
+    assert (document["model"], document["device"], document["dtype"]) == ("open-sora-v2", "cuda", "bfloat16")
+    assert (document["device_name"], document["fits"]) == ("NVIDIA H100 80GB HBM3", True)
+    assert document["free_gib"] == pytest.approx(81_559 / 1024 - 1)
+    assert document["mesh"]["ulysses"] == 8
+    predicted = document["predicted"]
+    assert (predicted["predicted"], predicted["hardware"]) == (True, "8xH100")
+    assert predicted["seconds"] == pytest.approx(sum(predicted["parts_s"].values()))
+    assert {"matrix products", "attention", "memory traffic", "collectives", "host copies"} <= set(predicted["parts_s"])
+    assert main([*GENERATE, "--dry-run", "--on", "8xH100", "--gpus", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "devices   2, each as below: Ulysses 2\n" in out
+    assert "for 1 sample on 2xH100, not measured: " in out
+    assert "\nassumed   " in out
+
+
+@pytest.mark.usefixtures("_small_stages")
+def test_what_does_not_fit_there_ends_with_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GENERATE, "--dry-run", "--on", "H100", "--memory-limit", "1"]) == 4
+    out, err = capsys.readouterr()
+    assert "does not fit" in out
+    assert "cuda (NVIDIA H100 80GB HBM3) memory.limit allows" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["--on", "8xH100"], 2, "--on 8xH100 has no effect without --dry-run"),
+        (["--dry-run", "--on", "8xH10O"], 2, "hardware 'H10O' is not one of"),
+        (["--dry-run", "--on", "0xH100"], 2, "--on 0xH100 must name 1 to 1024 devices"),
+        (["--dry-run", "--on", "rig.yaml"], 3, "rig.yaml"),
+        (["--dry-run", "--on", "H100", "--device", "cpu"], 2, "--on H100 plans for GPUs, and the device is cpu"),
+        (["--dry-run", "--on", "2xH100", "--gpus", "4"], 2, "--on 2xH100 has 2 devices, and 4 are asked for"),
+        (["--dry-run", "--on", "H100", "--gpus", "16"], 2, "and gpus_per_node=8 of H100: use --on 16xH100"),
+        (
+            ["--dry-run", "--on", "64xH100", "--set", "parallel.tensor_parallel_degree=64"],
+            2,
+            "parallel.tensor_parallel_degree=64",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_makes_no_sense_is_refused(
+    args: list[str],
+    code: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*GENERATE, *args]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+
+
+def test_rows_are_not_planned_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("sea\n")
+    assert main(["generate", "--prompts", str(tmp_path / "prompts.txt"), "--dry-run", "--on", "H100"]) == 2
+    assert "--on cannot go with --prompts" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_who_asks_for_gpus_that_are_not_here_is_led_to_the_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "raining, sea", "--res", "768px", "--gpus", "8"]) == 2
+    err = capsys.readouterr().err
+    assert "video.resolution=768px is not a size of the demo model" in err
+    assert "--dry-run --on 8xH100" in err.rstrip().splitlines()[-1]
+    assert main(["generate", "raining, sea", "--gpus", "12"]) == 4
+    assert "--dry-run --on 16xH100" in capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert main(["generate", "raining, sea", "--res", "768px", "--gpus", "8", "--device", "cpu"]) == 2
+    assert "--on" not in capsys.readouterr().err
+
+
+def rank_memory(num_bytes: int) -> RankMemory:
+    kinds = ("weights", "gradients", "moments", "ema", "frozen", "activations", "buffers", "peak", "device_peak")
+    return RankMemory(rank=0, **{f"{kind}_bytes": num_bytes for kind in kinds})
+
+
+def test_a_training_is_planned_for_what_is_named(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = []
+
+    def estimate(settings: TrainSettings, *, reporter: object) -> tuple[RankMemory, ...]:
+        kinds.append((settings.device, settings.train_mmdit.frozen_dtype))
+        return (rank_memory(30 * GIB),)
+
+    monkeypatch.setattr(train_plan, "estimate_ranks", estimate)
+    sharded = [*recipe, "--set", "strategy=zero2", "--dry-run"]
+    assert main([*sharded, "--on", "16xH100", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["ranks"], document["fits"]) == ("osora.train-plan/1", 16, True)
+    assert document["settings"]["parallel"]["nnodes"] == 2
+    assert document["predicted"]["hardware"] == "16xH100"
+    assert document["predicted"]["stages_s"]["forward and backward"] > 0
+    # As frozen parts compute there.
+    assert kinds == [("cuda", "bfloat16")]
+    assert main([*sharded, "--on", "2x4090"]) == 4
+    out, err = capsys.readouterr()
+    assert "peak        30.00 GiB of 22.99 GiB free: does not fit\n" in out
+    assert "a step of 2 micro-batches, each 2 clips of 13 frames, 32x32 on 2x4090, not measured" in out
+    assert "rank 0 needs 30.00 GiB, and a GPU has 22.99 GiB free" in err
+    assert main([*recipe, "--on", "2x4090"]) == 2
+    assert "--on 2x4090 has no effect without --dry-run" in capsys.readouterr().err
+    assert main([*recipe, "--dry-run", "--on", "A100-40GB", "--set", "precision.fp8_linears=true"]) == 4
+    assert "needs products in 8 bits, which A100-40GB has not" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Operations and bytes of real modules, counted on fake tensors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_transformer import transformer
+from torch import nn
+from torch.nn import functional
+
+from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
+from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
+from opensora_cli.engine.estimate.generation_work import evaluation_work, text_work
+from opensora_cli.engine.estimate.work import CountedOnce, Work, WorkCounter
+from opensora_cli.engine.train.watching.flops import training_flops
+from opensora_cli.parallel.mesh import MeshShape
+
+BF16 = torch.bfloat16
+CONFIG = replace(transformer().config, hidden_size=64, num_heads=4, axes_dim=(8, 4, 4), depth=2, depth_single_blocks=3)
+
+
+def test_products_convolutions_and_attention_are_counted_apart() -> None:
+    with fake_device("cuda") as device:
+        linear = fake_module(lambda: nn.Linear(6, 10), device=device, dtype=BF16)
+        convolution = fake_module(lambda: nn.Conv3d(2, 4, 3), device=device, dtype=BF16)
+        rows = torch.empty(5, 6, dtype=BF16, device=device)
+        clip = torch.empty(1, 2, 3, 4, 5, dtype=BF16, device=device)
+        query, key = (torch.empty(1, 2, tokens, 8, dtype=BF16, device=device) for tokens in (7, 9))
+        with WorkCounter() as counter:
+            linear(rows)
+            assert counter.work == Work(2 * 5 * 6 * 10, 0, 2 * (5 * 6 + 6 * 10 + 10 + 5 * 10), 0, 1)
+            convolution(clip)
+            assert counter.work.product_flops == 2 * 5 * 6 * 10 + 2 * (4 * 1 * 2 * 3) * (2 * 27)
+            functional.scaled_dot_product_attention(query, key, key)
+            assert counter.work.attention_flops == 2 * 2 * 7 * 9 * (8 + 8)
+            before = counter.work
+            rows.view(6, 5).t()
+            rows.new_empty(100)
+            assert counter.work == before
+            rows.add(rows[:1])
+            assert counter.work - before == Work(traffic_bytes=2 * (30 + 6 + 30), kernels=1)
+
+
+def test_what_is_repeated_is_run_once_for_each_shape() -> None:
+    with fake_device("cuda") as device:
+        linear = fake_module(lambda: nn.Linear(6, 6), device=device, dtype=BF16)
+        ran: list[int] = []
+        linear.register_forward_hook(lambda *_: ran.append(1))
+        counter = WorkCounter()
+        repeated = CountedOnce(linear, counter, times=3, share=0.5)
+        with counter:
+            repeated(torch.empty(5, 6, dtype=BF16, device=device))
+            repeated(torch.empty(5, 6, dtype=BF16, device=device))
+            assert len(ran) == 1
+            assert counter.work.product_flops == 2 * 3 * 0.5 * (2 * 5 * 6 * 6)
+            assert counter.work.kernels == 6
+            repeated(torch.empty(7, 6, dtype=BF16, device=device))
+            assert len(ran) == 2
+
+
+def test_an_evaluation_does_a_third_of_what_training_counts() -> None:
+    work = evaluation_work(CONFIG, 40, 8, BF16)
+    expected = training_flops(CONFIG, samples=1, latent_tokens=40, text_tokens=8)
+    assert 3 * (work.product_flops + work.attention_flops) == pytest.approx(expected, rel=1e-3)
+    # One block of each stack stands for all.
+    deeper = evaluation_work(replace(CONFIG, depth=4, depth_single_blocks=6), 40, 8, BF16)
+    outside = evaluation_work(replace(CONFIG, depth=0, depth_single_blocks=0), 40, 8, BF16)
+    for name in ("product_flops", "attention_flops", "traffic_bytes", "kernels"):
+        once, twice, rest = (getattr(each, name) for each in (work, deeper, outside))
+        assert twice - rest == pytest.approx(2 * (once - rest)), name
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(ring=2), MeshShape(ulysses=2), MeshShape(ring=2, ulysses=2)], ids=str)
+def test_ranks_share_products_and_attention(mesh: MeshShape) -> None:
+    alone, shared = evaluation_work(CONFIG, 64, 8, BF16), evaluation_work(CONFIG, 64, 8, BF16, mesh)
+    assert shared.attention_flops == pytest.approx(alone.attention_flops / mesh.size)
+    # Modulation is computed by each.
+    assert shared.product_flops == pytest.approx(alone.product_flops / mesh.size, rel=0.1)
+
+
+def test_tensor_parallel_ranks_share_what_is_inside_blocks() -> None:
+    alone = evaluation_work(CONFIG, 64, 8, BF16)
+    shared = evaluation_work(CONFIG, 64, 8, BF16, MeshShape(tensor=2))
+    assert shared.attention_flops == alone.attention_flops / 2
+    assert alone.product_flops / 2 < shared.product_flops < 0.6 * alone.product_flops
+
+
+def test_text_encoders_multiply_each_weight_once_a_token() -> None:
+    t5, clip = T5Sizes(), ClipSizes()
+    work = text_work(t5, clip, (512, 77), 2, prompts=1)
+    assert work.product_flops == pytest.approx(2 * 512 * (t5.parameters - 32_128 * 4096), rel=0.02)
+    assert text_work(t5, clip, (512, 77), 2) == work * 2

@@ -1,0 +1,102 @@
+"""How long plans of the released model would take on GPUs that are not here."""
+
+from functools import cache
+
+import pytest
+from small_stages import small_stages
+
+from opensora_cli.engine.estimate.predicted_time import ATTENTION, COLLECTIVES, COPIES, DECODING, PRODUCTS
+from opensora_cli.engine.generate import fitting
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time
+from opensora_cli.engine.generate.ranks import hardware_of_ranks
+from opensora_cli.settings.hardware import GpuSettings, read_machine
+from opensora_cli.settings.load import load_preset
+
+PRESET = load_preset("256px", prompt="raining, sea")
+
+
+@cache
+def gpu_of(name: str) -> GpuSettings:
+    return read_machine(name).gpu
+
+
+@pytest.fixture(autouse=True)
+def _estimates_are_not_the_subject(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+
+
+def planned(name: str = "H100", **changes: object) -> ExecutionPlan:
+    settings = PRESET.replace({key.replace("__", "."): value for key, value in changes.items()})
+    return make_plan(settings, hardware=hardware_of_ranks(settings, gpu=gpu_of(name)), tries_device=False)
+
+
+def test_parts_and_stages_add_up() -> None:
+    found = predict_time(planned(), gpu_of("H100"))
+    assert found.hardware == "1xH100"
+    assert set(found.stages_s) == {"load", "text", "denoise", "decode"}
+    assert sum(found.stages_s.values()) == pytest.approx(found.seconds)
+    assert sum(found.parts_s.values()) == pytest.approx(found.seconds)
+    of_evaluation = evaluation(planned(), gpu_of("H100"))
+    # 50 steps are 80 evaluations.
+    assert found.stages_s["denoise"] == pytest.approx(80 * sum(of_evaluation.values()))
+    twice = predict_time(planned(sampling__num_samples=2), gpu_of("H100"))
+    assert twice.stages_s["decode"] == pytest.approx(2 * found.stages_s["decode"])
+    assert twice.stages_s["load"] == found.stages_s["load"]
+
+
+def test_ranks_share_tokens_tiles_and_branches() -> None:
+    alone, eight = planned(), planned(parallel__gpus=8)
+    one, shared = (evaluation(plan, gpu_of("H100")) for plan in (alone, eight))
+    assert shared[ATTENTION] == pytest.approx(one[ATTENTION] / 8, rel=0.01)
+    assert one[COLLECTIVES] == 0.0 < shared[COLLECTIVES]
+    # Two tiles: each is decoded by one.
+    assert decoding(eight, gpu_of("H100"))[DECODING] == decoding(alone, gpu_of("H100"))[DECODING] / 2
+    assert decoding(eight, gpu_of("H100"), shared=False) == decoding(alone, gpu_of("H100"))
+    branches = planned(parallel__gpus=2, parallel__cfg_parallel_degree=2)
+    # 30 steps have two branches, 20 have one.
+    assert (alone.evaluations_on_a_rank, branches.evaluations_on_a_rank) == (80, 50)
+    assert evaluation(branches, gpu_of("H100"))[PRODUCTS] == one[PRODUCTS]
+
+
+def test_links_between_machines_are_slower() -> None:
+    inside = planned(parallel__gpus=8, parallel__ulysses_degree=8)
+    between = planned(parallel__gpus=4, parallel__nnodes=2, parallel__ulysses_degree=8)
+    waited = [evaluation(plan, gpu_of("H100"))[COLLECTIVES] for plan in (inside, between)]
+    assert waited[1] > 5 * waited[0]
+
+
+def test_streamed_blocks_are_copied_for_each_evaluation() -> None:
+    gpu = gpu_of("4090")
+    pinned = planned("4090", memory__offload="blocks", memory__resident_blocks=2, memory__host_weights="pinned")
+    mapped = planned("4090", memory__offload="blocks", memory__resident_blocks=2, memory__host_weights="mapped")
+    resident = planned("4090", memory__offload="none")
+    whole = 2 * 11_891_390_528
+    waited = evaluation(mapped, gpu)[COPIES]
+    # Nothing but what is outside the blocks stays.
+    assert 0.95 * whole < waited * 12.5e9 < whole
+    computed = sum(evaluation(resident, gpu).values())
+    assert evaluation(pinned, gpu)[COPIES] == pytest.approx(max(0.0, waited / 2 - computed), abs=1e-9)
+    assert COPIES not in evaluation(resident, gpu)
+    assert loading(mapped, gpu)[COPIES] < loading(resident, gpu)[COPIES]
+    in_8_bits = planned(
+        "4090",
+        memory__offload="blocks",
+        memory__resident_blocks=2,
+        memory__host_weights="mapped",
+        memory__fp8_storage=True,
+    )
+    assert evaluation(in_8_bits, gpu)[COPIES] == pytest.approx(waited / 2, rel=0.02)
+
+
+def test_references_drafts_and_extensions_take_their_time() -> None:
+    plain = predict_time(planned(), gpu_of("H100"))
+    given = predict_time(planned(condition__mode="i2v_head", condition__references=("a.png",)), gpu_of("H100"))
+    assert given.stages_s["encode"] > 0
+    extended = predict_time(planned(video__extend=2), gpu_of("H100"))
+    assert extended.stages_s["denoise"] == pytest.approx(plain.stages_s["denoise"])
+    assert extended.stages_s["extend denoise"] > 2 * plain.stages_s["denoise"]
+    picture = load_preset("t2i2v_256px", prompt="raining, sea")
+    plan = make_plan(picture, hardware=hardware_of_ranks(picture, gpu=gpu_of("H100")), tries_device=False)
+    assert "picture denoise" in predict_time(plan, gpu_of("H100")).stages_s

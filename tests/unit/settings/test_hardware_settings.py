@@ -1,0 +1,131 @@
+"""Hardware that is planned for: its files, and what `--on` takes."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from opensora_cli.core.exceptions import FileProblem, OsoraError
+from opensora_cli.engine.train.watching.flops import peak_tflops
+from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.hardware import read_machine
+
+
+@pytest.mark.parametrize("name", list_presets("hardware"))
+def test_a_file_has_its_name_and_the_peak_that_training_compares_with(name: str) -> None:
+    gpu = read_machine(name).gpu
+    assert gpu.name == name
+    assert gpu.bf16_tflops == peak_tflops(gpu.cuda_name)
+    assert gpu.reserved < gpu.memory
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "count", "gpus", "machines"),
+    [
+        ("H100", "H100", None, None, None),
+        ("8xH100", "H100", 8, 8, 1),
+        ("64xh200", "H200", 64, 8, 8),
+        ("2x4090", "4090", 2, 2, 1),
+        ("1xA100-40GB", "A100-40GB", 1, 1, 1),
+    ],
+)
+def test_names_and_numbers(given: str, name: str, count: int | None, gpus: int | None, machines: int | None) -> None:
+    machine = read_machine(given)
+    assert (machine.gpu.name, machine.count) == (name, count)
+    counts = {key: value.value for key, value in machine.counts(()).items()}
+    assert counts == ({} if count is None else {"parallel.gpus": gpus, "parallel.nnodes": machines})
+    assert machine.counts({"parallel.gpus"}) == {}
+
+
+def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Its name could be a number of devices.
+    Path("2xrig.yaml").write_text("extends: hardware/4090\nname: rig\nmemory: 48GiB\n")
+    Path("rig.yaml").write_text("extends: 2xrig.yaml\nproduct_efficiency: 0.25\n")
+    assert read_machine("2xrig.yaml").count is None
+    machine = read_machine("4xrig.yaml")
+    assert (machine.count, machine.gpu.name, machine.gpu.memory) == (4, "rig", 48 * 2**30)
+    assert machine.gpu.product_efficiency == 0.25
+    assert machine.gpu.bf16_tflops == read_machine("4090").gpu.bf16_tflops
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "says"),
+    [
+        ("H10O", 2, "hardware 'H10O' is not one of 3090, 4090"),
+        ("0xH100", 2, "--on 0xH100 must name 1 to 1024 devices"),
+        ("99999999999xH100", 2, "must name 1 to 1024 devices"),
+        ("12xH100", 2, "--on 12xH100 fills no whole machines of gpus_per_node=8: use 8 or 16"),
+        ("8x", 2, "--on 8x must be NAME, NxNAME or a YAML file"),
+        ("xH100", 2, "--on xH100 must be NAME, NxNAME or a YAML file"),
+        ("", 2, "must be NAME, NxNAME or a YAML file"),
+        ("-1xH100", 2, "hardware '-1xH100' is not one of"),
+        ("missing.yaml", 3, "missing.yaml"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: str, code: int, says: str) -> None:
+    with pytest.raises(OsoraError) as raised:
+        read_machine(given)
+    assert raised.value.exit_code == code
+    assert says in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("H10O", "H100"), ("A100", "A100-40GB"), ("8xRTX4090", "4090"), ("a100-80g", "A100-80GB")]
+)
+def test_the_nearest_name_is_named(given: str, meant: str) -> None:
+    with pytest.raises(OsoraError) as raised:
+        read_machine(given)
+    assert raised.value.hint == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("memory: -3", "memory='-3' is not a size such as 4GB"),
+        ("memory: 0", "memory=0 must be over 0"),
+        ("reserved: 99GiB", "must be under memory="),
+        ("bf16_tflops: 0", "bf16_tflops=0 must be over 0"),
+        ("bf16_tflops: inf", "bf16_tflops=inf must be a finite number"),
+        ("product_efficiency: 1.5", "product_efficiency=1.5 must be at most 1"),
+        ("gpus_per_node: none", "gpus_per_node"),
+        ("memory_rate: {attainable_gb_per_s: 2000}", "attainable_gb_per_s=2000 must be at most peak_gb_per_s=1008"),
+        ("host_link: fast", "host_link"),
+        ("memroy: 24GiB", "memroy (from rig.yaml) is not a setting"),
+    ],
+)
+def test_nonsense_in_a_file_is_refused(change: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rig.yaml").write_text(f"extends: hardware/4090\n{change}\n")
+    with pytest.raises(OsoraError) as raised:
+        read_machine("rig.yaml")
+    assert raised.value.exit_code == 2
+    assert says in raised.value.message
+    assert len(raised.value.message.splitlines()) == 1
+
+
+def test_every_figure_must_be_given(tmp_path: Path) -> None:
+    path = tmp_path / "rig.yaml"
+    path.write_text(yaml.safe_dump({"name": "rig"}))
+    with pytest.raises(OsoraError, match="memory_rate must be given") as raised:
+        read_machine(str(path))
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+def test_a_file_that_is_no_yaml_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "rig.yaml"
+    path.write_text(text)
+    with pytest.raises(FileProblem):
+        read_machine(str(path))
+
+
+def test_more_than_is_named_is_refused() -> None:
+    machine = read_machine("2xH100")
+    machine.require(device="auto", ranks=2, ranks_per_node=2)
+    with pytest.raises(OsoraError, match="has 2 devices, and 4 are asked for"):
+        machine.require(device="auto", ranks=4, ranks_per_node=4)
+    with pytest.raises(OsoraError, match="the device is cpu"):
+        machine.require(device="cpu", ranks=1, ranks_per_node=1)
+    with pytest.raises(OsoraError, match="gpus_per_node=8 of H100"):
+        read_machine("H100").require(device="auto", ranks=16, ranks_per_node=16)

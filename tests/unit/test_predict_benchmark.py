@@ -1,0 +1,56 @@
+"""Predicted times beside published ones, and the numbers of the page."""
+
+import re
+from pathlib import Path
+
+import predict
+import pytest
+
+from opensora_cli.settings.hardware import ATTENTION_EFFICIENCY, PRODUCT_EFFICIENCY, read_machine
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "before_you_rent.md").read_text(encoding="utf-8")
+GENERATED = re.findall(r"^\| `osora generate .*? --res (\w+) --dry-run --on (\w[\w-]*)` \|", PAGE, re.MULTILINE)
+TRAINED = re.findall(r"^\| `osora train --config (\w+) --dry-run --on (\d+)x([\w-]+)` \|", PAGE, re.MULTILINE)
+CHEAP = {("256px", "1xH100"), ("256px", "8xH100")}
+
+
+def test_the_efficiencies_are_those_that_two_published_times_give() -> None:
+    gpu = read_machine("H100").gpu
+    fitted = predict.fit(predict.FITTED_TO, gpu)
+    assert round(fitted.product_efficiency, 3) == PRODUCT_EFFICIENCY
+    assert round(fitted.attention_efficiency, 3) == ATTENTION_EFFICIENCY
+    errors = predict.errors(gpu, predict.FITTED_TO)
+    assert len(errors) == 3
+    assert max(map(abs, errors.values())) < 0.15
+    assert predict.truth_table(gpu) == [line for line in PAGE.splitlines() if line in predict.truth_table(gpu)]
+
+
+def test_the_page_has_every_row() -> None:
+    presets = [
+        (resolution, f"{n}x{gpu}") for resolution in ("256px", "768px") for gpu in predict.GPUS for n in (1, 2, 4, 8)
+    ]
+    assert presets == GENERATED
+    stages = [(recipe, str(ranks), gpu) for recipe, ranks in predict.STAGES for gpu in predict.GPUS]
+    assert stages == TRAINED
+
+
+@pytest.mark.parametrize(
+    ("resolution", "machine"),
+    [pytest.param(*row, marks=[] if row in CHEAP else pytest.mark.slow) for row in GENERATED],
+)
+def test_a_row_of_the_page_is_what_the_code_predicts(resolution: str, machine: str) -> None:
+    assert predict.generation_row(resolution, machine) in PAGE.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "gpu"),
+    [pytest.param(*row, marks=[] if row == ("stage2", "64", "H200") else pytest.mark.slow) for row in TRAINED],
+)
+def test_a_training_row_of_the_page_is_what_the_code_predicts(recipe: str, ranks: str, gpu: str) -> None:
+    assert predict.training_row(recipe, int(ranks), gpu) in PAGE.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", predict.STAGES, ids=str)
+def test_the_memory_of_a_stage_is_what_the_code_estimates(stage: tuple[str, int]) -> None:
+    assert predict.memory_row(*stage) in PAGE.splitlines()
