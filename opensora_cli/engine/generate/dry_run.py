@@ -63,7 +63,8 @@ def plan_generation(
     weights and of too little memory.
     """
     plan = make_plan(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
-    plan = without_cached_text(plan, PromptCache.of_user())
+    if plan.hardware.is_here:
+        plan = without_cached_text(plan, PromptCache.of_user())
     _note_names(plan, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)
