@@ -91,7 +91,7 @@ def test_the_nearest_name_is_named(given: str, meant: str) -> None:
         ("gpus_per_node: none", "gpus_per_node"),
         ("memory_rate: {attainable_gb_per_s: 2000}", "attainable_gb_per_s=2000 must be at most peak_gb_per_s=1008"),
         ("host_link: fast", "host_link"),
-        ("memroy: 24GiB", "memroy (from rig.yaml) is not a setting"),
+        ("gpu_memory: 24GiB", "gpu_memory (from rig.yaml) is not a setting"),
     ],
 )
 def test_nonsense_in_a_file_is_refused(change: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
