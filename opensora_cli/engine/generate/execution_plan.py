@@ -222,13 +222,14 @@ class ExecutionPlan:
     def reread_bytes(self) -> int:
         """What each evaluation reads of the transformer's file again, since the page cache has no room for it.
 
-        The page cache has what this machine's ranks leave it of the free memory.
+        That is all of it or nothing: what is read round and round is given up just before it is read again. The page
+        cache has what this machine's ranks leave it of the free memory.
         """
         denoise = next((stage for stage in self.stages if stage.name == DENOISE), None)
         if denoise is None:
             return 0
         room = max(0, self.hardware.free_bytes - denoise.total_bytes) * self.settings.parallel.ranks_per_node
-        return max(0, denoise.mapped_bytes - room)
+        return denoise.mapped_bytes if denoise.mapped_bytes > room else 0
 
     @property
     def budget_is_known(self) -> bool:
