@@ -43,15 +43,18 @@ class FrozenWeights(Document):
     """Of the blocks' weights on the device."""
     host_bytes: int
     """Of those that wait: page-locked, or mapped from their file, which takes page cache alone."""
+    casts: bool
+    """Whether they wait in the dtype of their file, from which a CPU casts them; `host_bytes` are those after that."""
 
     def line(self) -> str:
         """Return it for people."""
         kept = f"{self.blocks} frozen blocks{' in 8 bits' if self.fp8_storage else ''}"
         if self.host_weights is None:
             return f"{kept}, on the device ({format_bytes(self.device_bytes)})"
+        waiting = "as their file has them" if self.casts else format_bytes(self.host_bytes)
         return (
             f"{kept}, {self.resident_blocks} on the device at a time ({format_bytes(self.device_bytes)}), "
-            f"the others {self.host_weights} ({format_bytes(self.host_bytes)})"
+            f"the others {self.host_weights} ({waiting})"
         )
 
 
@@ -66,6 +69,7 @@ def plan_frozen_weights(settings: TrainSettings) -> FrozenWeights | None:
     resident = len(sizes)
     if memory.offload is WeightOffload.BLOCKS:
         resident = min(memory.resident_blocks or _RESIDENT, len(sizes))
+    is_cpu = device_type(settings.device_name) == "cpu"
     kept = sum(sizes[number] for number in kept_blocks(len(sizes), resident=resident))
     return FrozenWeights(
         fp8_storage=memory.fp8_storage,
@@ -74,6 +78,7 @@ def plan_frozen_weights(settings: TrainSettings) -> FrozenWeights | None:
         host_weights=None if memory.offload is WeightOffload.NONE else _host_weights(settings, sum(sizes)),
         device_bytes=streaming_bytes(sizes, resident=resident),
         host_bytes=sum(sizes) - kept,
+        casts=is_cpu and not memory.fp8_storage and weights_dtype(settings) is torch.float32,
     )
 
 

@@ -151,8 +151,7 @@ def test_frozen_blocks_wait_in_their_file_in_its_dtype(tmp_path):
     assert are_mapped(waiting, path)
     assert plan.frozen_weights.line().startswith("10 frozen blocks, 2 on the device at a time (")
     assert plan.frozen_weights.line() in "\n".join(plan.lines())
-    # In float32, with an adapter in float32 beside them.
-    assert plan.frozen_weights.host_bytes == pytest.approx(2 * sum(weight.nbytes for weight in waiting), rel=0.01)
+    assert plan.frozen_weights.line().endswith("the others mapped (as their file has them)")
     with streamed_weights(
         transformer, plan.frozen_weights, settings, device=torch.device("cpu"), reporter=SilentReporter()
     ) as runs:
