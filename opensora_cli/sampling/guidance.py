@@ -134,8 +134,8 @@ def _for_tokens(weights: tuple[float, ...], velocity_BND: torch.Tensor) -> torch
     tokens_per_frame, rest = divmod(velocity_BND.shape[1], len(weights))
     if rest:
         raise ValueError(f"{velocity_BND.shape[1]} tokens do not divide into {len(weights)} latent frames")
-    frames = torch.tensor(weights, dtype=velocity_BND.dtype, device=velocity_BND.device)
-    return frames.repeat_interleave(tokens_per_frame)[None, :, None]
+    # Filled on the device: a GPU would be waited for to copy numbers of the host.
+    return torch.cat([velocity_BND.new_full((tokens_per_frame,), weight) for weight in weights])[None, :, None]
 
 
 def count_evaluations(

@@ -62,15 +62,16 @@ class GuidedVelocity:
         if conditioning is not None and not branch.uses_conditioning:
             conditioning = torch.zeros_like(conditioning)
         device, batch = packed_latents_BND.device, len(self.embeds)
+        # `torch.full`: a GPU would be waited for to copy what `torch.tensor` makes on the host.
         guidance = self.embedded_guidance
         velocity: torch.Tensor = self.transformer(
             packed_latents_BND,
             position_ids_BN3=self.position_ids_1N3,
-            timesteps_B=torch.tensor([t] * batch, device=device),
+            timesteps_B=torch.full((batch,), t, device=device),
             prompt_embeds_BLC=_together([each.prompt_embeds_2LC[row : row + 1] for each in self.embeds]),
             pooled_prompt_embeds_BV=_together([each.pooled_prompt_embeds_2V[row : row + 1] for each in self.embeds]),
             conditioning_BNK=conditioning,
-            embedded_guidance_B=None if guidance is None else torch.tensor([guidance] * batch, device=device),
+            embedded_guidance_B=None if guidance is None else torch.full((batch,), guidance, device=device),
         )
         self.on_evaluation()
         return velocity

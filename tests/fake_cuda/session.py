@@ -1,0 +1,113 @@
+"""A rehearsal: the engine's own code runs as one rank, on a GPU that is not there."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fake_cuda.collectives import Collectives, World
+from fake_cuda.device import GPU, fake_gpu
+from fake_cuda.log import Log
+from fake_cuda.storages import Storages
+from fake_cuda.streams import InlineExecutor, Queues
+from fake_cuda.tensors import DeviceFunctions, LoggedTensors, of_memory
+from fake_cuda.values import value_of
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.launch import rank as launch_rank
+from opensora_cli.memory import host_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """One rank's turn."""
+
+    world: World
+    rank: int
+    log: Log
+    queues: Queues
+    mode: LoggedTensors
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return self.queues.device
+
+    @property
+    def context(self) -> RankContext:
+        """What torchrun would say."""
+        return RankContext(
+            rank=self.rank,
+            local_rank=self.rank % self.world.per_machine,
+            world_size=self.world.size,
+            nnodes=-(-self.world.size // self.world.per_machine),
+            master_addr="fake",
+            master_port=1,
+        )
+
+
+@contextmanager
+def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = None) -> Iterator[Rehearsal]:
+    """Be one rank of a world inside the block: CUDA is there, and nothing has memory.
+
+    `init_with_retry`, with which ranks join, makes a process group that sends nothing.
+    """
+    world, gpu = world or World(), gpu or GPU()
+    log = Log(rank)
+    device = torch.device("cuda", rank % world.per_machine)
+    storages, queues = Storages(log), Queues(log, device)
+    collectives = Collectives(world, log, storages, queues)
+    mode = LoggedTensors(log, storages, queues, collectives, gpu.memory_bytes)
+    patched = (
+        (FakeTensor, "data_ptr", storages.address),
+        (FakeTensor, "numpy", _numpy),
+        (FakeTensor, "set_", of_memory),
+        (fake_tensor, "init_gpu_context", lambda device: None),
+        (dist, "batch_isend_irecv", collectives.together),
+        # Messages of the host go by gloo, tensors of the device by NCCL.
+        (dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl"),
+        (launch_rank, "init_with_retry", _join),
+        (host_weights, "ThreadPoolExecutor", partial(InlineExecutor, queues)),
+    )
+    with ExitStack() as stack:
+        for owner, name, stand_in in patched:
+            # A function that is to be a method, too.
+            value = _method(stand_in) if owner is FakeTensor else stand_in
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        stack.enter_context(mock.patch("socket.gethostname", return_value=world.machine(rank)))
+        stack.enter_context(fake_gpu(gpu, log, storages, queues))
+        stack.callback(_leave)
+        torch.cuda.set_device(device)
+        stack.enter_context(mode)
+        stack.enter_context(DeviceFunctions())
+        yield Rehearsal(world, rank, log, queues, mode)
+
+
+def _method(function: Any) -> Any:
+    return lambda tensor, *arguments, **options: function(tensor, *arguments, **options)
+
+
+def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
+    value = value_of(tensor)
+    if value is None:
+        raise RuntimeError(f"nobody knows the values of {tensor}")
+    return value.numpy()
+
+
+def _join(device_type: str, *, rank: int, world_size: int, **_: object) -> None:
+    # Not at the top: it registers a backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

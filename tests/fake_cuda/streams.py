@@ -1,0 +1,182 @@
+"""Streams, events and threads that do nothing, and log who waits for whom."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from fake_cuda.log import EventRecorded, EventWaited, Log, Synchronised, TaskAwaited, TaskDone, ThreadStarted
+
+T = TypeVar("T")
+
+
+class Queues:
+    """The streams of a process: which is current in which thread, and their names in the log."""
+
+    def __init__(self, log: Log, device: torch.device) -> None:
+        self.log = log
+        self.device = device
+        self.names: list[str] = []
+        self.events = count()
+        self.tasks = count()
+        # Types, as those of torch are: annotations name them.
+        self.stream = type("Stream", (FakeStream,), {"queues": self})
+        self.event = type("Event", (FakeEvent,), {"queues": self})
+        self.default: FakeStream = self.stream(device)
+        self._current: dict[str, FakeStream] = {}
+
+    @property
+    def current(self) -> "FakeStream":
+        """The current stream of the thread that asks."""
+        return self._current.get(self.log.thread, self.default)
+
+    @contextmanager
+    def using(self, stream: "FakeStream | None") -> Iterator[None]:
+        """Make a stream the current one of this thread inside the block; None: as it is."""
+        if stream is None:
+            yield
+            return
+        before = self.current
+        self._current[self.log.thread] = stream
+        try:
+            yield
+        finally:
+            self._current[self.log.thread] = before
+
+    def use(self, stream: "FakeStream") -> None:
+        """Make a stream the current one of this thread."""
+        self._current[self.log.thread] = stream
+
+    def synchronise(self) -> None:
+        """Wait for all that is queued."""
+        self.log.add(Synchronised(*self.log.asking, "device", None, tuple(self.names)))
+
+
+class FakeStream:
+    """Stands in for a stream of CUDA, in the subclass of a process."""
+
+    queues: Queues
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        asked = torch.device("cuda" if device is None else device)
+        self.device = self.queues.device if asked.index is None else asked
+        self.cuda_stream = len(self.queues.names)
+        self.queue = f"{self.device}/{self.cuda_stream}"
+        self.queues.names.append(self.queue)
+
+    def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
+        """Return an event after what is queued here."""
+        event = event or self.queues.event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        """Let what is queued from now on wait."""
+        event.wait(self)
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        """Let what is queued from now on wait for all that is queued there."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """Wait, on the host."""
+        log = self.queues.log
+        log.add(Synchronised(*log.asking, "stream", None, (self.queue,)))
+
+    def query(self) -> bool:
+        """Return whether all is done: it may be."""
+        return True
+
+    def __enter__(self) -> "FakeStream":
+        self._entered = self.queues.using(self)
+        self._entered.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+class FakeEvent:
+    """Stands in for an event of CUDA, in the subclass of a process."""
+
+    queues: Queues
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._number, self._timed = next(self.queues.events), enable_timing
+        self._is_recorded = False
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        """Stand for what is queued."""
+        log = self.queues.log
+        self._is_recorded = True
+        log.add(EventRecorded(*log.asking, self._number, (stream or self.queues.current).queue))
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        """Let a stream wait."""
+        log = self.queues.log
+        # One that was never recorded is waited for by nobody.
+        if self._is_recorded:
+            log.add(EventWaited(*log.asking, self._number, (stream or self.queues.current).queue))
+
+    def synchronize(self) -> None:
+        """Wait, on the host."""
+        log = self.queues.log
+        if self._is_recorded:
+            log.add(Synchronised(*log.asking, "event", self._number, ()))
+
+    def query(self) -> bool:
+        """Return whether all is done: it may be."""
+        return True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        """Return milliseconds."""
+        if not (self._timed and end._timed):
+            raise RuntimeError("both events must be created with enable_timing=True")
+        return 1.0
+
+
+class InlineExecutor:
+    """Stands in for a thread: its tasks run at once, in one order, and the log has them as those of another thread."""
+
+    def __init__(self, queues: Queues, max_workers: int | None = None, thread_name_prefix: str = "worker") -> None:
+        self._queues = queues
+        self._name = thread_name_prefix or "worker"
+
+    def submit(self, task: Callable[..., T], *arguments: Any) -> "Future[T]":
+        """Run a task, and return what it gives to who asks for it."""
+        log, number = self._queues.log, next(self._queues.tasks)
+        log.add(ThreadStarted(*log.asking, number, self._name))
+        done: Future[T] = _LoggedFuture(log, number)
+        with log.on_thread(self._name):
+            try:
+                done.set_result(task(*arguments))
+            except BaseException as error:
+                done.set_exception(error)
+            log.add(TaskDone(*log.asking, number))
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for the tasks that were begun."""
+        log = self._queues.log
+        if wait:
+            number = next(self._queues.tasks)
+            log.add(TaskDone(self._name, "", number))
+            log.add(TaskAwaited(*log.asking, number))
+
+    def __enter__(self) -> "InlineExecutor":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+class _LoggedFuture(Future[T]):
+    def __init__(self, log: Log, task: int) -> None:
+        super().__init__()
+        self._log, self._task = log, task
+
+    def result(self, timeout: float | None = None) -> T:
+        self._log.add(TaskAwaited(*self._log.asking, self._task))
+        return super().result(timeout)
