@@ -131,7 +131,7 @@ class PromptCache:
             self._room -= size
         except (OsoraError, OSError) as error:
             self._is_closed = True
-            reporter.warn(f"what the prompts mean is not kept for the next time: {_reason(error)}")
+            reporter.warn(f"embeddings of prompts are not cached: {_reason(error)}")
 
     def _make_room(self, nbytes: int, limit: int) -> bool:
         """Remove what is oldest until there is room for `nbytes`; returns whether there is."""
@@ -158,4 +158,6 @@ class PromptCache:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     return error.message if isinstance(error, OsoraError) else str(error)

@@ -162,7 +162,7 @@ def test_a_folder_that_is_a_file_is_warned_of_once(folder, reporter, place):
         assert cache.read(name, reporter) is None
         cache.keep(name, embeds(), limit=LIMIT, reporter=reporter)
     [warning] = reporter.warnings
-    assert warning.startswith("what the prompts mean is not kept for the next time: ")
+    assert warning.startswith("embeddings of prompts are not cached: ")
 
 
 def test_a_full_disk_is_warned_of_once(folder, reporter, monkeypatch):

@@ -201,7 +201,7 @@ def test_a_cache_that_cannot_be_written_ends_nothing(plan, reporter, loads):
     assert len(loads) == 2
     # Once a run.
     assert len(reporter.warnings) == 2
-    assert all(warning.startswith("what the prompts mean is not kept") for warning in reporter.warnings)
+    assert all(warning.startswith("embeddings of prompts are not cached") for warning in reporter.warnings)
 
 
 def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch):

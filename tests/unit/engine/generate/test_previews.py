@@ -136,8 +136,9 @@ def test_a_cache_that_cannot_be_written_is_a_warning(world, tmp_path, cache):
     cache.parent.parent.write_text("a file")
     reporter = Watching()
     generate(demo_settings(world, tmp_path / "out", **EVERY), reporter=reporter)
-    [warning] = reporter.warnings
-    assert warning.startswith("what previews need is not kept for the next time: cannot write")
+    [of_prompts, of_previews] = reporter.warnings
+    assert of_prompts.startswith("embeddings of prompts are not cached: ")
+    assert of_previews.startswith("what previews need is not kept for the next time: cannot write")
     assert len(reporter.pictures) == 2
 
 
