@@ -128,14 +128,14 @@ class LoggedWork(Work):
         self._log, self._number, self._queues = log, number, queues
         self._tensors: list[Tensor] = list(tensors)
         # torch holds the C++ side alone.
-        _alive[number] = self
+        _alive.add(self)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Let the current stream wait, or the host for a collective of its own."""
         queue = None if self._queues is None else self._queues.current.queue
         self._log.add(WorkWaited(*self._log.asking, self._number, queue))
         self._tensors.clear()
-        _alive.pop(self._number, None)
+        _alive.discard(self)
         return True
 
     def is_completed(self) -> bool:
@@ -143,7 +143,7 @@ class LoggedWork(Work):
         return True
 
 
-_alive: dict[int, LoggedWork] = {}
+_alive: set[LoggedWork] = set()
 
 
 def _is_group(arg: Any) -> bool:
@@ -177,4 +177,4 @@ def _roles(
             return [], list(args[0]), ranks[args[2]]
         case "barrier":
             return [], [], None
-    raise NotImplementedError(f"the collective {name} is not rehearsed")
+    raise ValueError(f"the collective {name} is not rehearsed")
