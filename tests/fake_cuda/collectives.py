@@ -55,7 +55,7 @@ class Collectives:
         self._batch = next(self._batches)
         try:
             calls: list[tuple[Callable[..., dist.Work | None], dist.P2POp]] = [(each.op, each) for each in transfers]
-            works = [call(each.tensor, group=each.group, group_peer=each.group_peer) for call, each in calls]
+            works = [call(each.tensor, group=each.group, **_peer(each)) for call, each in calls]
             return [work for work in works if work is not None]
         finally:
             self._batch = None
@@ -144,6 +144,10 @@ class LoggedWork(Work):
 
 
 _alive: set[LoggedWork] = set()
+
+
+def _peer(transfer: dist.P2POp) -> dict[str, int]:
+    return {"group_dst" if transfer.op is dist.isend else "group_src": transfer.group_peer}
 
 
 def _is_group(arg: Any) -> bool:
