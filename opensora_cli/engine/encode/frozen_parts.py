@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.core.dtypes import torch_dtype
@@ -11,9 +12,10 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
-from opensora_cli.engine.encode.encoding import Encoders
+from opensora_cli.engine.components.t5 import cast_later, load_t5, stored_t5_dtype, streamed_layers
+from opensora_cli.engine.encode.encoding import Encoders, TextEncoder
 from opensora_cli.engine.encode.inputs import require_frozen_parts
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
@@ -30,16 +32,30 @@ def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
     parts, chosen = require_frozen_parts(settings), settings.train_mmdit
     dtype = frozen_dtype(chosen, device)
     vae = load_autoencoder(settings.vae, parts.vae, device=device, dtype=dtype)
-    t5 = T5Encoder.from_folder(parts.t5, max_length=settings.text.t5_max_length, device=device, dtype=dtype)
+    t5 = _t5(parts.t5, max_length=settings.text.t5_max_length, device=device, dtype=dtype)
     clip = ClipEncoder.from_folder(parts.clip, max_length=settings.text.clip_max_length, device=device, dtype=dtype)
     return Encoders(
         vae,
-        t5=t5.encode,
+        t5=t5,
         clip=clip.encode,
         device=device,
         dtype=dtype,
         tiling=vae_tiling(settings.vae),
     )
+
+
+def _t5(folder: Path, *, max_length: int, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+    """Return what encodes captions; on a CPU with layers that stay mapped, and are cast one by one for each caption."""
+    streams = cast_later(device, dtype) and stored_t5_dtype(folder) not in (None, dtype)
+    t5 = load_t5(folder, max_length=max_length, device=device, dtype=dtype, layers_on_host=streams)
+    if not streams:
+        return t5.encode
+
+    def encode(captions: list[str]) -> Tensor:
+        with streamed_layers(t5, device=device, dtype=dtype):
+            return t5.encode(captions)
+
+    return encode
 
 
 def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> dict[str, str]:

@@ -4,7 +4,6 @@ A CPU computes with weights where they are mapped from their file, if they have 
 they are loaded, or block by block as they are needed. What is rearranged or dequantized is a copy in any case.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +17,7 @@ from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.t5 import T5_LAYER, stored_t5_dtype, text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
@@ -27,14 +27,10 @@ from opensora_cli.settings.generate import GenerateSettings
 RELEASED_DTYPE = torch.bfloat16
 """Of the released model's files, for plans that are made before they are downloaded."""
 
-_T5_LAYER = "encoder.block."
 _T5_IGNORED = ("decoder.", "lm_head.", "encoder.embed_tokens.")
 _T5_NUMBERS_OUTSIDE = 4096 * (32_128 + 1)
 _T5_LAYERS = 24
 _CLIP_IGNORED = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
-_TEXT_FILES = tuple(
-    f"{stem}{suffix}" for stem in ("model.safetensors", "pytorch_model.bin") for suffix in ("", ".index.json")
-)
 _KEPT_IN_FP32 = ".wo.weight"
 """Of a T5 that is loaded in float16: transformers casts these."""
 
@@ -111,18 +107,6 @@ def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool
     return bool(weights.in_blocks.stored) and not (is_text and dtype is torch.float16)
 
 
-def stored_t5_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype that most of a T5's layers have in its files; None if these cannot be read."""
-    try:
-        layers = [tensor for tensor in _text_tensors(folder, stamp_of(folder)) if tensor.key.startswith(_T5_LAYER)]
-    except CheckpointError:
-        return None
-    sizes: Counter[torch.dtype] = Counter()
-    for tensor in layers:
-        sizes[tensor.dtype] += tensor.numel
-    return sizes.most_common(1)[0][0] if sizes else None
-
-
 @lru_cache(maxsize=16)
 def _transformer(model: ModelSettings, path: Path | None, stamp: Stamp, dtype: torch.dtype) -> FileWeights:
     transformer = transformer_on_meta(model)
@@ -156,16 +140,16 @@ def _released(module: nn.Module, *, is_mapped: bool = True) -> list[PlannedTenso
 @lru_cache(maxsize=16)
 def _t5(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> FileWeights:
     def block_of(key: str) -> int | None:
-        index = key.removeprefix(_T5_LAYER).partition(".")[0]
-        return int(index) if key.startswith(_T5_LAYER) and index.isdigit() else None
+        index = key.removeprefix(T5_LAYER).partition(".")[0]
+        return int(index) if key.startswith(T5_LAYER) and index.isdigit() else None
 
     if path is None:
         layer = (count - _T5_NUMBERS_OUTSIDE) // _T5_LAYERS
-        tensors = [PlannedTensor(f"{_T5_LAYER}{index}.", layer, RELEASED_DTYPE, True) for index in range(_T5_LAYERS)]
+        tensors = [PlannedTensor(f"{T5_LAYER}{index}.", layer, RELEASED_DTYPE, True) for index in range(_T5_LAYERS)]
         tensors.append(PlannedTensor("", count - _T5_LAYERS * layer, RELEASED_DTYPE, True))
         return _grouped(tensors, dtype, block_of=block_of, count=_T5_LAYERS)
     try:
-        tensors = [each for each in _text_tensors(path, stamp) if not each.key.startswith(_T5_IGNORED)]
+        tensors = [each for each in text_tensors(path, stamp) if not each.key.startswith(_T5_IGNORED)]
     except CheckpointError:
         return FileWeights(FileBytes(copied=count * dtype.itemsize))
     stored = stored_t5_dtype(path)
@@ -187,18 +171,11 @@ def _whole(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> F
         tensors: Iterable[PlannedTensor] = [PlannedTensor("", count, RELEASED_DTYPE, True)]
     else:
         try:
-            tensors = _text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
+            tensors = text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
         except CheckpointError:
             return FileWeights(FileBytes(copied=count * dtype.itemsize))
     kept = (tensor for tensor in tensors if not tensor.key.startswith(_CLIP_IGNORED))
     return _grouped(kept, dtype, block_of=lambda _: None, count=0)
-
-
-@lru_cache(maxsize=16)
-def _text_tensors(folder: Path, stamp: Stamp) -> tuple[PlannedTensor, ...]:
-    """Return what is in the files of a folder that transformers reads, in the order of its preference."""
-    files = [folder / name for name in _TEXT_FILES if (folder / name).exists()]
-    return plan_tensors(files[0] if files else folder, dtype=torch.float32)
 
 
 def _grouped(

@@ -30,9 +30,6 @@ _CHUNK_FRAMES = 4
 _CAST_BLOCKS = 2
 """One computes while the next is cast."""
 
-STREAMED_LAYERS = 2
-"""Of T5, on the device at a time: one computes while the next one comes."""
-
 _WHOLE_MODELS = {
     OffloadChoice.AUTO: (OffloadMode.NONE, OffloadMode.MODEL),
     OffloadChoice.NONE: (OffloadMode.NONE,),
@@ -140,6 +137,8 @@ class Streamable:
     from_page_cache: bool = False
     """They come from a file that the page cache holds, in as much memory as resident blocks leave it: then only those
     are resident that are needed for casting one while another computes."""
+    text_first: bool = False
+    """T5's layers are streamed wherever that is possible: cast one by one, or all at once, is the same work."""
 
 
 _ALL = Streamable()
@@ -177,7 +176,8 @@ def choose_offload(
     # Where latents are only decoded, nothing is said of a transformer.
     if any(stage.name == DENOISE for stage in estimate(plan)):
         plan = first_fitting(_denoise_plans(plan, memory, num_blocks, streamable), DENOISE)
-    plan = first_fitting((plan, replace(plan, stream_text=streamable.text)), TEXT)
+    whole = () if streamable.text_first else (plan,)
+    plan = first_fitting((*whole, replace(plan, stream_text=streamable.text)), TEXT)
     return first_fitting(_decode_plans(plan) if streamable.frames else [plan], DECODE)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from opensora_cli.engine.components.parallelize import largest_share
+from opensora_cli.engine.components.t5 import STREAMED_LAYERS
 from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need
 from opensora_cli.engine.estimate.file_bytes import FileWeights
-from opensora_cli.engine.estimate.offload import STREAMED_LAYERS, TEXT, StageMemory
+from opensora_cli.engine.estimate.offload import TEXT, StageMemory
 from opensora_cli.memory.host_weights import aligned
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.text.folder import load_config

@@ -86,7 +86,9 @@ class Fitting:
         dtype = self.hardware.dtype
         blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not self.settings.memory.fp8_storage
         text = can_be_cast_later(self.files[Component.T5], dtype, is_text=True)
-        return Streamable(blocks=blocks, text=text, frames=frames, from_page_cache=True)
+        # Ranks that share T5's layers compute a part of them each, and those that stream them compute all.
+        alone = self.sizes.mesh.size == 1
+        return Streamable(blocks=blocks, text=text, frames=frames, from_page_cache=True, text_first=alone)
 
     @property
     def ignored(self) -> str | None:

@@ -15,14 +15,13 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES, Reporter
+from opensora_cli.engine.components import t5 as t5_encoder
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.file_bytes import stored_t5_dtype
-from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.memory.fp8_storage import store_in_fp8
@@ -47,22 +46,17 @@ def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T
     or broken is a CheckpointError.
     """
     streams, device, dtype = plan.offload.stream_text, plan.hardware.device, plan.hardware.dtype
-    folder = plan.weights.path(Component.T5)
-    on_host = streams or group is not None
-    # On a CPU, layers are cast when they are needed, or once shared. In float16 transformers keeps some in float32.
-    casts_later = on_host and device.type == "cpu" and dtype is not torch.float16
-    t5 = T5Encoder.from_folder(
-        folder,
+    t5 = t5_encoder.load_t5(
+        plan.weights.path(Component.T5),
         max_length=plan.settings.text.t5_max_length,
         device=device,
         dtype=dtype,
-        blocks_on_host=on_host,
-        blocks_dtype=stored_t5_dtype(folder) if casts_later else None,
+        layers_on_host=streams or group is not None,
     )
     if group is not None and not streams:
         if dist.get_world_size(group) <= t5.model.config.num_heads:
             shard_t5(t5, group)
-        t5.blocks.to(device=device, dtype=dtype if casts_later else None)
+        t5.blocks.to(device=device, dtype=dtype if t5_encoder.cast_later(device, dtype) else None)
     return t5
 
 
@@ -212,11 +206,7 @@ def stream(plan: ExecutionPlan, transformer: MMDiT, ends: ExitStack, reporter: R
 
 def streamed_layers(plan: ExecutionPlan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
     """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
-    device, dtype = plan.hardware.device, plan.hardware.dtype
-    casts = device.type == "cpu" and dtype is not torch.float16
-    return stream_blocks(
-        [t5.blocks], device=device, resident=STREAMED_LAYERS, source="mapped", dtype=dtype if casts else None
-    )
+    return t5_encoder.streamed_layers(t5, device=plan.hardware.device, dtype=plan.hardware.dtype)
 
 
 def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:

@@ -15,10 +15,11 @@ from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.t5 import STREAMED_LAYERS
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, StageMemory
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
 from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents

@@ -136,8 +136,17 @@ def test_blocks_that_are_cast_leave_the_memory_to_the_page_cache(budget, residen
     assert plan.resident_blocks == resident
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_text_that_is_streamed_at_no_cost_is_streamed_where_all_would_fit(first):
+    cast = Streamable(text_first=first)
+    plan = choose_offload(
+        MemorySettings(), estimate, budget=1000, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED, streamable=cast
+    )
+    assert plan == OffloadPlan(host_weights=HostWeights.MAPPED, stream_text=first)
+
+
 def test_what_is_computed_with_where_it_is_mapped_is_not_offloaded():
-    mapped = Streamable(blocks=False, text=False)
+    mapped = Streamable(blocks=False, text=False, text_first=True)
     plan = choose_offload(
         MemorySettings(offload="blocks"), estimate, budget=25, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED,
         streamable=mapped,

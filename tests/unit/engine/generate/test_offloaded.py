@@ -13,7 +13,7 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise, encoded_text, load
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
@@ -168,25 +168,21 @@ class TestSecondAttempt:
         # What rounding changes, compression spreads.
         assert (shown - again).abs().float().mean() < 2
 
-    def test_text_that_is_cast_is_cast_layer_by_layer(self, world, tmp_path, monkeypatch, reporter):
-        plan = make_plan(released_settings(with_t5_in(torch.bfloat16, world, tmp_path), tmp_path))
-        record, models = RunRecord(reporter), LoadedModels()
-        expected, encode_texts, calls = encoded_text.encode_text(plan, models, record), encoded_text.encode_texts, []
-
-        def failing(*args):
-            calls.append(args)
-            if len(calls) == 1:
-                raise OUT_OF_MEMORY
-            return encode_texts(*args)
-
-        monkeypatch.setattr(encoded_text, "encode_texts", failing)
-        embeds, stronger = retried(
-            lambda plan: encoded_text.encode_text(plan, models, record), plan, "text", models, record
+    def test_text_that_is_cast_is_cast_layer_by_layer_from_the_first_and_has_no_more_to_give_up(
+        self, world, tmp_path, reporter
+    ):
+        settings = released_settings(with_t5_in(torch.bfloat16, world, tmp_path), tmp_path)
+        plan, record = make_plan(settings), RunRecord(reporter)
+        assert plan.offload.stream_text
+        assert plan.with_stronger_offload("text") is None
+        embeds, expected = (
+            encoded_text.encode_text(replace(plan, offload=offload), LoadedModels(), record)
+            for offload in (plan.offload, replace(plan.offload, stream_text=False))
         )
-        assert stronger.offload == replace(plan.offload, stream_text=True)
-        assert reporter.warnings[-1].endswith("retrying with: T5 layer by layer")
         assert torch.equal(embeds.prompt_embeds_2LC, expected.prompt_embeds_2LC)
         assert torch.equal(embeds.pooled_prompt_embeds_2V, expected.pooled_prompt_embeds_2V)
+        # Two ranks compute a half of each layer.
+        assert not make_plan(settings.replace({"parallel.gpus": 2})).offload.stream_text
 
     def test_text_that_is_mapped_has_nothing_to_give_up(self, world, tmp_path):
         assert make_plan(released_settings(world, tmp_path)).with_stronger_offload("text") is None
