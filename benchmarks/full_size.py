@@ -6,8 +6,9 @@
 
 Random weights are made under the released names (34 GB; with the converted file 45 GB are asked for first), and then
 the commands run one after the other, each as a process of its own: `ckpt inspect`, `ckpt verify`, a conversion to 8
-bits, and `generate` at 256px, 1 frame in 2 steps, with the default plan and with 6 GiB. What is finished is in the log,
-and the same command goes on after it; `--only` runs a step again. Values of weights change neither memory nor time.
+bits, `generate` at 256px, 1 frame in 2 steps, with the default plan and with 6 GiB, and one step of an adapter's
+training on a picture of 256px, whose encoding is a command before it. What is finished is in the log, and the same
+command goes on after it; `--only` runs a step again. Values of weights change neither memory nor time.
 
 Private memory is the most that a process had for itself (`RssAnon`), mapped memory the most that was resident of the
 files it maps (`RssFile`), read is what came from the disk: all by Linux's account, looked at ten times a second.
@@ -39,6 +40,7 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.estimate.text import clip_model, t5_model
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.load import load_preset
 
 SCHEMA = "osora.bench.full_size/1"
@@ -48,6 +50,8 @@ _NOISE_NUMBERS = 2**24
 _PIECE_BYTES = 2**26
 _STD = 0.02
 _LOOK_S = 0.1
+_SIDE = 256
+_FIGURES = ("timings_s", "model_evaluations", "parameters", "encoded")
 TINY = {
     "model.hidden_size": "64",
     "model.num_heads": "2",
@@ -90,9 +94,19 @@ class Place:
         """In place of the user's own: so the first generation encodes its prompts, and the second reads them."""
         return self.folder / "caches"
 
+    @property
+    def data(self) -> Path:
+        """A picture and its table."""
+        return self.folder / "data"
+
+    @property
+    def training(self) -> Path:
+        """What is trained, and the encoded picture."""
+        return self.folder / "training"
+
     def clean(self) -> None:
         """Remove what a run has made, and the folder if nothing else is in it."""
-        for path in (self.weights, self.results, self.caches):
+        for path in (self.weights, self.results, self.caches, self.data, self.training):
             shutil.rmtree(path, ignore_errors=True)
         self.converted.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
@@ -184,6 +198,15 @@ def fill(path: Path, header: bytes, size: int, noise: memoryview) -> None:
     part.replace(path)
 
 
+def make_data(place: Place) -> None:
+    """Write a picture, and a table of it."""
+    place.data.mkdir(parents=True, exist_ok=True)
+    levels_1HWC = torch.arange(3 * _SIDE**2).mul(7).remainder(256).to(torch.uint8).view(1, _SIDE, _SIDE, 3)
+    write_media([levels_1HWC], place.data / "picture.png", fps=1.0, format="png")
+    rows = "path,text,num_frames,height,width,fps", f'picture.png,"{_PROMPT}",1,{_SIDE},{_SIDE},'
+    (place.data / "pictures.csv").write_text("\n".join(rows) + "\n")
+
+
 @dataclass(frozen=True)
 class Step:
     """A command that is run and measured."""
@@ -207,6 +230,30 @@ def _generate(name: str, *more: str) -> Callable[[Place, int], Sequence[str]]:
     return arguments
 
 
+def _training(*command: str) -> Callable[[Place, int], Sequence[str]]:
+    def arguments(place: Place, threads: int) -> Sequence[str]:
+        changes = {
+            "output": place.training / "run",
+            "weights": place.weights,
+            "init": _transformer(place),
+            "data.table": place.data / "pictures.csv",
+            "data.buckets": "{256px: {1: [1.0, 1]}}",
+            "data.workers": 0,
+            "train_mmdit.cache": place.training / "cache",
+            # Whose products a CPU without bf16 has kernels for.
+            "precision.compute": "fp32",
+            "optimizer.warmup_steps": 0,
+            "loop.steps": 1,
+            "loop.log_every": 1,
+            **(TINY if place.tiny else {}),
+        }
+        sets = (f"--set={key}={value}" for key, value in changes.items())
+        common = "--config=stage1_lora_16gib", "--device=cpu", f"--threads={threads}", "--json", "--quiet"
+        return *command, *common, *sets
+
+    return arguments
+
+
 def _transformer(place: Place) -> str:
     return str(place.weights / load_preset("256px", prompt=_PROMPT).files.transformer)
 
@@ -223,11 +270,14 @@ STEPS = (
     ),
     Step("generate", _generate("default"), is_planned=True),
     Step("generate in 6 GiB", _generate("limited", "--memory-limit=6GiB"), is_planned=True),
+    Step("encode for LoRA", _training("data", "cache")),
+    Step("LoRA", _training("train", "--overwrite"), is_planned=True),
 )
 
 
 def run(step: Step, place: Place, threads: int) -> dict[str, Any]:
     """Run a step, and return what it took beside its plan; a RuntimeError if it fails."""
+    make_data(place)
     arguments = step.arguments(place, threads)
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     environment |= {"XDG_CACHE_HOME": str(place.caches), "HF_HUB_OFFLINE": "1"}
@@ -244,13 +294,16 @@ def run(step: Step, place: Place, threads: int) -> dict[str, Any]:
         record["plan"] = _plan_of(json.loads(_output(planned)))
     measured, output = watched([sys.executable, "-m", "opensora_cli", *arguments], environment)
     record |= measured
-    if step.is_planned:
-        document = json.loads(output)
-        record |= {"timings_s": document["timings_s"], "model_evaluations": document["model_evaluations"]}
-    return record
+    document = json.loads(output)
+    return record | {key: document[key] for key in _FIGURES if key in document}
 
 
 def _plan_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plan of a generation has, or of a training, whose mapped memory is not planned."""
+    if "stages" not in document:
+        (rank,) = document["memory"]
+        kinds = {name.removesuffix("_bytes"): size / GIB for name, size in rank.items() if name.endswith("_bytes")}
+        return {"peak_gib": kinds.pop("peak"), "stages_gib": {}, "most_gib": kinds}
     stages = {each["name"]: {"private": each["total_gib"], "mapped": each["mapped_gib"]} for each in document["stages"]}
     names = "peak_gib", "free_gib", "reread_gib", "cached_text", "fits"
     return {"stages_gib": stages, **{name: document[name] for name in names}}
@@ -322,7 +375,8 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
         private, mapped = "", ""
         if plan is not None:
             private = f"{plan['peak_gib']:.2f}"
-            mapped = f"{max(stage['mapped'] for stage in plan['stages_gib'].values()):.2f}"
+            planned = [stage["mapped"] for stage in plan["stages_gib"].values()]
+            mapped = f"{max(planned):.2f}" if planned else ""
         cells = [f"{record[key]:.2f}" if key in record else "" for key in ("private_gib", "mapped_gib", "read_gb")]
         seconds = f"{record['seconds']:.0f}"
         lines.append(f"| {' | '.join([name, seconds, cells[0], private, cells[1], mapped, cells[2]])} |")

@@ -75,6 +75,7 @@ def test_the_space_is_asked_for_first(benchmark, place, monkeypatch):
 
 def test_clean_removes_what_the_run_has_made_alone(benchmark, place):
     benchmark.make_weights(place)
+    benchmark.make_data(place)
     place.converted.write_bytes(b"")
     mine = place.folder / "mine.txt"
     mine.write_text("")
@@ -87,13 +88,17 @@ def test_clean_removes_what_the_run_has_made_alone(benchmark, place):
 
 def test_the_table_has_what_was_measured_beside_the_plan(benchmark):
     plan = {"peak_gib": 3.0, "stages_gib": {"text": {"private": 3.0, "mapped": 8.9}}}
+    training = benchmark._plan_of({"memory": [{"rank": 0, "peak_bytes": 5 * 2**30, "weights_bytes": 2**30}]})
+    assert training["most_gib"] == {"weights": 1.0}
     records = {
         "weights": {"seconds": 100.4, "written_gb": 34.0},
         "generate": {"seconds": 9.6, "private_gib": 3.1, "mapped_gib": 9.0, "read_gb": 12.0, "plan": plan},
+        "LoRA": {"seconds": 20.0, "private_gib": 5.1, "mapped_gib": 9.0, "read_gb": 2.0, "plan": training},
     }
     assert benchmark.table(records).splitlines()[2:] == [
         "| weights | 100 |  |  |  |  |  |",
         "| generate | 10 | 3.10 | 3.00 | 9.00 | 8.90 | 12.00 |",
+        "| LoRA | 20 | 5.10 | 5.00 | 9.00 |  | 2.00 |",
     ]
 
 
@@ -107,7 +112,9 @@ def test_every_step_runs(benchmark, place, tmp_path, capsys):
     assert records["generate"]["model_evaluations"] == records["generate in 6 GiB"]["model_evaluations"] > 0
     assert not records["generate"]["plan"]["cached_text"]
     assert records["generate in 6 GiB"]["plan"]["cached_text"]
+    assert records["encode for LoRA"]["encoded"] == 1
+    assert records["LoRA"]["plan"]["peak_gib"] > 0 < records["LoRA"]["parameters"]
     lines = len(log.read_text().splitlines())
     benchmark.main(arguments)  # all of it is finished
     assert len(log.read_text().splitlines()) == lines
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| generate in 6 GiB |")
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| LoRA |")
