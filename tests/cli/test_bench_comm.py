@@ -18,6 +18,7 @@ QUICK = ["bench-comm", "--gpus", "2", "--device", "cpu", "--max-bytes", "32", "-
 ONE = ["--collective", "all_to_all"]
 
 
+@pytest.mark.slow
 def test_help_and_wrong_requests_need_no_torch() -> None:
     refused = ("--gpus 1", "--min-bytes 1KiB --max-bytes 8", "--json --csv")
     modules = modules_after("bench-comm --help", *(f"bench-comm {flags}" for flags in refused))

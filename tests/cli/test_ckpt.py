@@ -290,6 +290,7 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "merge-lora" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_and_wrong_requests_need_no_torch() -> None:
     code = (
         "import sys; from opensora_cli.cli.app import main\n"

@@ -113,6 +113,7 @@ def test_wrong_requests(
     assert message in err
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys; from opensora_cli.cli.app import main; code = main(['data', 'scan', '--help']);"

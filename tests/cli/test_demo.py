@@ -58,6 +58,7 @@ def test_is_small_enough_to_be_embedded():
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MOST_BYTES
 
 
+@pytest.mark.slow
 def test_a_picture_is_made_first_and_is_the_first_frame(tmp_path, capsys):
     out = tmp_path / "boat.mp4"
     small = ["--model", "demo", "--device", "cpu", "--num-frames", "5", "--steps", "8", "--out", str(out)]

@@ -41,6 +41,7 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_help_and_profiles_need_no_torch() -> None:
     modules = modules_after("env-check --help", "env-check --profile local --export", "env-check --export")
     assert "opensora_cli.engine.env_check.profiles" in modules
@@ -84,7 +85,10 @@ def test_a_problem_exits_with_4(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert err.startswith("error: 1 problem stops a run")
 
 
-@pytest.mark.parametrize(("name", "value"), [("TORCH_DISTRIBUTED_DEBUG", "1"), ("TORCH_LOGS", "nonsense")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TORCH_DISTRIBUTED_DEBUG", "1"), pytest.param("TORCH_LOGS", "nonsense", marks=pytest.mark.slow)],
+)
 def test_a_variable_that_torch_refuses_is_a_problem_and_hides_no_other_check(
     name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

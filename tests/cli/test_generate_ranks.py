@@ -308,7 +308,7 @@ def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_dry_run_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["generate", "raining, sea", "--gpus", "2", "--dry-run"]
+    command = ["generate", "raining, sea", "--gpus", "2", "--num-frames", "1", "--dry-run"]
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert "warning: this machine could not run it: gpus=2, and this machine has no usable NVIDIA GPU" in err

@@ -24,6 +24,7 @@ def recipe(settings: TrainSettings, folder: Path) -> str:
     return str(folder / "tiny.yaml")
 
 
+@pytest.mark.slow
 def test_help_and_wrong_requests_need_no_torch() -> None:
     refused = ("--set video.num_frams=5", "--config demoo", "--memory-limit 1GiB")
     modules = modules_after("mem-profile --help", *(f"mem-profile {flags}" for flags in refused))
@@ -73,6 +74,7 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
     assert names[:8] == kinds
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 has no collectives for fake tensors")
 def test_ranks_of_a_training_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tiny_training.mmdit_settings(tmp_path / "run").replace({"optimizer.name": "adamw", "strategy": "zero3"})

@@ -38,6 +38,7 @@ def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VAETask, "begin_step", begin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args", [["train", "--help"], ["train", "--config", "demo", "--set", "loop.stps=1"]], ids=" ".join
 )

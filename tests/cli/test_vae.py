@@ -21,6 +21,7 @@ def picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "boat.png"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["--help"], ["a.mp4", "--set", "vae.kin=dc_ae"]], ids=" ".join)
 def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
     code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"

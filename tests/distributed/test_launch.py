@@ -124,6 +124,7 @@ class TestDone:
         assert mkl == "None"
         assert (threads, marker) == ("3", "None") if named else threads == marker and int(marker) > 0
 
+    @pytest.mark.slow
     @pytest.mark.skipif(sys.platform != "linux", reason="only there the loopback has more than one address")
     def test_only_this_machine_reaches_the_ranks(self, tmp_path, capfd):
         run(tmp_path, "--gloo", "--rank", "1", "--stage", "decode", "--act", "ports")

@@ -124,6 +124,7 @@ def test_watching_changes_no_loss(pool: Pool, case: Case, frozen: Path, tmp_path
     assert pool(case.ranks).run(_unwatched, case, frozen, tmp_path) == [losses for losses, *_ in watched]
 
 
+@pytest.mark.slow
 def test_no_rank_hangs_if_videos_cannot_be_written(pool: Pool, frozen: Path, tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way of the folder")
     losses, _, _ = _expected(frozen, frozen / "alone")

@@ -215,6 +215,7 @@ class TestErrors:
             io.save(tmp_path, model, optimizer=optimizer)
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.slow
     def test_exit_waits_for_the_writing_and_prints_its_error(self, tmp_path, blocked):
         script = (
             "import sys, torch; from opensora_cli.checkpoint import save\n"

@@ -299,6 +299,7 @@ except (MemoryError, RuntimeError):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmData is read from Linux's /proc")
 def test_a_checkpoint_of_several_times_the_limit(tmp_path):
     """Stricter than the promise of twice the largest tensor and 256 MB, so that a smaller file proves it."""

@@ -103,6 +103,7 @@ def merged(base: Path, folder: Path, *adapters: tuple[Path, float]) -> Path:
 
 @pytest.mark.usefixtures("without_estimates")
 class TestAddLoras:
+    @pytest.mark.slow
     def test_one_and_two_equal_the_merged_checkpoint(self, style, everything, base, tmp_path):
         folder = merged(base, tmp_path, (style, 0.8), (everything, -0.5))
         one, both = f"{style}:0.8", f"{everything}/adapter_model.safetensors:-0.5"

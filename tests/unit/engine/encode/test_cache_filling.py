@@ -193,6 +193,7 @@ def test_a_run_on_a_cache_resumes_bit_for_bit(filled, tmp_path):
     assert exported[0] == exported[1]
 
 
+@pytest.mark.slow
 def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
     settings, left = settings_of(weights, tmp_path / "cache"), [3]
     read = cache_filling.read_clip

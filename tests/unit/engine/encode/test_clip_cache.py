@@ -299,6 +299,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(folder):
         is_cache_of(folder, IDENTITY)
 
 
+@pytest.mark.slow
 def test_killed_while_it_is_filled_it_has_whole_clips_and_goes_on(tmp_path):
     assert found_after_kills(tmp_path, 4) == {-1, 0, 2, 4}
 

@@ -214,7 +214,7 @@ def test_denoising_takes_what_was_estimated(name: str, tokens: int | None):
     ("name", "frames"),
     [
         ("the demo", 4),
-        ("high compression, in tiles", None),
+        pytest.param("high compression, in tiles", None, marks=SLOW),
         # Convolutions in bf16 take minutes on most CPUs.
         *(pytest.param(name, None, marks=SLOW) for name in VARIANTS if VARIANTS[name] is not HIGH_COMPRESSION),
         pytest.param("distilled, bfloat16", 8, marks=SLOW),
@@ -227,6 +227,7 @@ def test_decoding_takes_what_was_estimated(name: str, frames: int | None):
     )
 
 
+@SLOW
 def test_a_batch_takes_what_was_estimated():
     plan = plan_of(VARIANTS["a picture"])
     offload = OffloadPlan(batch_size=3, decode_batch_size=3)

@@ -67,7 +67,7 @@ def needs_of(preset, changes, monkeypatch, *, device_type, mesh=None, chunk_fram
 @pytest.mark.parametrize(
     ("preset", "changes", "device_type", "mesh", "chunk_frames"),
     [
-        ("demo", {**SMALL, **REFERENCES}, "cpu", None, 4),
+        pytest.param("demo", {**SMALL, **REFERENCES}, "cpu", None, 4, marks=SLOW),
         ("demo", {**SMALL, **REFERENCES, "runtime.dtype": "bfloat16"}, "cuda", MeshShape(ulysses=2, ring=2), None),
         *(
             pytest.param(preset, {**changes, "runtime.dtype": dtype}, device_type, mesh, chunk, marks=SLOW)

@@ -34,12 +34,12 @@ def planned(preset: str, device: str, free: int, **changes: object) -> Execution
     ("preset", "device", "gib"),
     [
         ("demo", "cpu", 4),
-        ("256px", "cpu", 24),
+        pytest.param("256px", "cpu", 24, marks=pytest.mark.slow),
         ("256px", "cuda", 24),
-        ("768px", "cpu", 1),
+        pytest.param("768px", "cpu", 1, marks=pytest.mark.slow),
         ("768px", "cuda", 24),
-        ("high_compression", "cuda", 80),
-        ("t2i2v_256px", "cuda", 24),
+        pytest.param("high_compression", "cuda", 80, marks=pytest.mark.slow),
+        pytest.param("t2i2v_256px", "cuda", 24, marks=pytest.mark.slow),
     ],
 )
 def test_a_preset_is_planned_without_counting(preset: str, device: str, gib: int, table: dict[str, Need]) -> None:

@@ -87,6 +87,7 @@ def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
     assert after == before
 
 
+@pytest.mark.slow
 def test_more_seeds_and_more_steps_begin_what_is_missing(world, tmp_path):
     generate(demo_settings(world, tmp_path / "out", **{**EXPLORED, "sampling__num_samples": "1"}))
     more = generate(demo_settings(world, tmp_path / "out", **EXPLORED))
@@ -98,6 +99,7 @@ def test_more_seeds_and_more_steps_begin_what_is_missing(world, tmp_path):
     assert (fewer.model_evaluations, [seed.steps for seed in fewer.explored]) == (0, [2, 2])
 
 
+@pytest.mark.slow
 def test_named_files_and_pictures_made_first(world, tmp_path):
     settings = picture_first_settings(world, tmp_path / "out" / "boat.mp4", **EXPLORED)
     result = generate(settings)

@@ -151,6 +151,7 @@ class TestMade:
         }
         assert {"picture denoise", "denoise", "picture decode"} <= sidecar["timings_s"].keys()
 
+    @pytest.mark.slow
     def test_it_is_made_again_from_the_sidecars_and_not_twice(self, world, tmp_path, reporter):
         settings = picture_first_settings(world, tmp_path / "first", picture__save="true")
         [video] = generate(settings).videos
@@ -179,6 +180,7 @@ class TestMade:
         [video] = generate(settings.replace({"output.overwrite": True})).videos
         assert video.picture.file.read_bytes() != b"mine"
 
+    @pytest.mark.slow
     def test_the_demo_makes_it_by_itself(self, world, tmp_path):
         settings = demo_settings(world, tmp_path / "sea.gif", picture__first="true", picture__save="true")
         [video] = generate(settings).videos
@@ -187,6 +189,7 @@ class TestMade:
         assert video.picture.file == tmp_path / "sea.picture.png"
         assert video.picture.file.read_bytes() == alone.path.read_bytes()
 
+    @pytest.mark.slow
     def test_saved_latents_are_decoded_without_it(self, world, tmp_path, monkeypatch, reporter):
         settings = picture_first_settings(world, tmp_path / "made")
         whole = generate(settings).videos[0].path.read_bytes()

@@ -70,6 +70,7 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     assert "missing   Open_Sora_v2.safetensors" in document.lines()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("large_gpu")
 def test_preset_of_high_compression_without_weights(tmp_path):
     settings = load_preset("high_compression", prompt="sea").replace({"runtime.weights": str(tmp_path / "none")})
@@ -194,6 +195,7 @@ def on_machine_with(free_bytes, monkeypatch, dtype=torch.float32):
 HEAVY = {"model__depth_single_blocks": "12"}
 
 
+@pytest.mark.slow
 def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
     on_machine_with(200_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path))

@@ -72,6 +72,7 @@ def test_previews_change_no_bit_and_are_kept_beside_the_video(world, tmp_path, c
     ]
 
 
+@pytest.mark.slow
 def test_what_was_fitted_once_is_taken_from_the_cache(world, tmp_path, cache):
     settings = demo_settings(world, tmp_path, **EVERY)
 

@@ -78,6 +78,7 @@ def test_the_same_command_goes_on_and_can_be_stopped_again(world, tmp_path, whol
     assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
 
 
+@pytest.mark.slow
 def test_a_picture_that_is_given_is_given_again(world, tmp_path):
     settings = released_settings(world, tmp_path / "whole", condition__references=str(world.picture), **T2V)
     whole = generate(settings).videos[0].path.read_bytes()
@@ -86,6 +87,7 @@ def test_a_picture_that_is_given_is_given_again(world, tmp_path):
     assert result.videos[0].path.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_one_of_several_samples(world, tmp_path):
     settings = demo_settings(world, tmp_path / "out", **T2V, sampling__num_samples="3")
     words = stopped(settings, STEPS + 1)
@@ -130,6 +132,7 @@ def test_overwriting_goes_on_only_where_it_is_asked_for(world, tmp_path, whole):
     assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
 
 
+@pytest.mark.slow
 def test_a_result_elsewhere_leaves_the_state(world, tmp_path, whole):
     stopped(demo_settings(world, tmp_path / "a", **T2V), 2)
     result, _ = go_on(tmp_path / "a" / STATE, output__path=str(tmp_path / "b.mp4"))
@@ -269,6 +272,7 @@ def test_the_same_command_without_the_stop_goes_on(world, tmp_path, whole):
     assert names(tmp_path) == ["clip.mp4", "clip.mp4.json", "clip_step2.mp4", "clip_step2.mp4.json"]
 
 
+@pytest.mark.slow
 def test_one_of_several_drafts_goes_on(world, tmp_path):
     settings = stopping(world, tmp_path, sampling__num_samples="3")
     generate(settings)
@@ -278,6 +282,7 @@ def test_one_of_several_drafts_goes_on(world, tmp_path):
     assert result.videos[0].path.read_bytes() == alone.path.read_bytes()
 
 
+@pytest.mark.slow
 def test_what_has_stopped_once_stops_later_and_not_earlier(world, tmp_path, whole):
     generate(stopping(world, tmp_path))
     result = generate(stopping(world, tmp_path, sampling__stop_at="3"))

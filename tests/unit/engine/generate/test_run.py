@@ -315,6 +315,7 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     assert again.videos[0].path.read_bytes() == video.path.read_bytes()
 
 
+@pytest.mark.slow
 def test_sidecar_without_what_took_no_part_makes_the_same_file_again(world, tmp_path):
     idle = {"sampling__image_guidance_scale": "9", "condition__fit": "pad", "condition__video_latent_frames": "3"}
     settings = released_settings(world, tmp_path / "a", vae__sample_tsize="16", sampling__embedded_guidance="1", **idle)
@@ -377,6 +378,7 @@ def nothing_is_loaded(monkeypatch):
         monkeypatch.setattr(load, name, lambda *_, **__: pytest.fail("nothing may be loaded"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["raining-sea_seed43.mp4", "raining-sea_seed43.mp4.json"])
 def test_files_that_others_made_stay(world, tmp_path, which):
     (tmp_path / which).write_text("mine")
@@ -475,7 +477,7 @@ def test_a_png_sequence_is_made_before(world, tmp_path):
     assert generate(settings).lines() == [str(tmp_path / "raining-sea_seed42_2")]
 
 
-@pytest.mark.parametrize("target", ["", "boat.mp4"], ids=["folder", "named"])
+@pytest.mark.parametrize("target", [pytest.param("", marks=pytest.mark.slow), "boat.mp4"], ids=["folder", "named"])
 def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, reporter, target):
     """A kill may leave one: no request counts it as made, any takes its name without a flag, and `--from` takes it."""
     settings = released_settings(world, tmp_path / target)
@@ -495,6 +497,7 @@ def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, re
     assert not [note for note in reporter.notes if "exists already" in note or "made before" in note]
 
 
+@pytest.mark.slow
 def test_overwriting_finds_the_unfinished_result_of_its_own_request(world, tmp_path):
     """Not that of another one, whose name comes first."""
     settings = released_settings(world, tmp_path)

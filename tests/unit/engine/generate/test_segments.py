@@ -97,6 +97,7 @@ def test_each_segment_goes_on_from_the_frames_before(world, tmp_path):
     assert not torch.equal(again.frames_THWC[17:], video.frames_THWC[17:])
 
 
+@pytest.mark.slow
 def test_the_sidecar_has_every_segment_and_makes_the_same_again(world, tmp_path):
     settings = demo_settings(world, tmp_path / "one", **EXTENDED, sampling__num_samples="2")
     reporter = RecordingReporter()
@@ -143,6 +144,7 @@ def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path,
     assert not (tmp_path / STATE).exists()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(world, tmp_path, monkeypatch, whole):
     def full(*args, **options):
         raise OutputError("the disk is full")
@@ -206,6 +208,7 @@ def test_the_demo_does_not_flash_at_a_seam(seed):
     assert max(steps[index] for index in seams) <= elsewhere + 0.1
 
 
+@pytest.mark.slow
 def test_a_picture_comes_first_and_is_given_to_the_first_segment_alone(world, tmp_path):
     settings = demo_settings(world, tmp_path, **EXTENDED, picture__first="true", picture__save="true")
     result = generate(settings)

@@ -60,6 +60,7 @@ def test_a_copy_is_compiled_too():
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_for_each_kind():
     plain = transformer()
     expected = gradients(plain, inputs(plain))

@@ -34,8 +34,8 @@ def slow(target: str, changes: dict[str, object], name: str) -> object:
 @pytest.mark.parametrize(
     ("target", "changes"),
     [
-        pytest.param("mmdit", OFFLOADED, id="mmdit offloaded"),
-        pytest.param("text", {**ADAMW, "text.batch_size": 5}, id="text"),
+        slow("mmdit", OFFLOADED, "offloaded"),
+        slow("text", {**ADAMW, "text.batch_size": 5}, "as it is"),
         pytest.param("mmdit", STREAMED, id="mmdit streamed"),
         slow("mmdit", {**STREAMED, "memory.fp8_storage": True}, "streamed in 8 bits"),
         slow("mmdit", {**STREAMED, "memory.resident_blocks": 3, "precision.compute": "fp32"}, "streamed in float32"),
@@ -87,6 +87,7 @@ def test_the_last_phase_of_an_autoencoder_is_among_the_steps(
     assert measured_steps(settings_of("vae", tmp_path, changes)) == steps
 
 
+@pytest.mark.slow
 def test_bytes_add_up_by_weight_and_text_encoders_have_the_sizes_in_their_folders(tmp_path: Path) -> None:
     folder = str(tiny_frozen.save_frozen_parts(tmp_path))
     alone = {**ADAMW, **RELEASED_WIDTHS, "weights": [folder], "data.scenes.batch_size": 1}

@@ -86,10 +86,11 @@ def run(tmp_path: Path, short: Path) -> Path:
     return Path(shutil.copytree(short, tmp_path / "run"))
 
 
-def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole):
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole, workers):
     run = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt, match=r"step 4 of 6 is saved in .*: continue with --resume"):
-        train(clips(run, **{"data.workers": 2}), reporter=tiny_training.StopAfter(4))
+        train(clips(run, **{"data.workers": workers}), reporter=tiny_training.StopAfter(4))
     # Mid-epoch: of seven micro-batches an epoch, eight are done.
     assert hashes(run, 4) == hashes(whole, 4)
     result = train(clips(run), resume=Resume())
@@ -274,6 +275,7 @@ def test_a_log_that_cannot_be_read_is_refused(run):
         train(clips(run, **{"loop.steps": 3}), resume=Resume())
 
 
+@pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     train(clips(run), resume=Resume(folder=next(run.glob("epoch*-global_step4"))))

@@ -97,6 +97,7 @@ class TestVae:
         assert vae.decode(torch.zeros(1, 4, 2, 8, 8)).shape == (1, 3, 5, 32, 32)
         assert len((vae_folder / "log.jsonl").read_text().splitlines()) == 4
 
+    @pytest.mark.slow
     def test_a_run_resumed_between_phases_exports_the_same_bytes(self, tmp_path, vae_folder):
         settings = tiny_training.vae_settings(tmp_path)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):

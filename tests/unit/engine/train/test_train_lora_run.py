@@ -180,6 +180,7 @@ def log_of(output: Path) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_from_another_as_from_the_model_it_is_merged_into(trained, tmp_path):
     base = converted(DEMO / "transformer.safetensors", tmp_path / "base.safetensors", dtype="fp32")
     merged = tmp_path / "merged.safetensors"

@@ -34,6 +34,7 @@ def test_offloaded_states_change_no_bit(tmp_path):
     assert offloaded == plain
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_and_without_offloaded_moments(tmp_path):
     whole = run(tmp_path / "whole")
     folder = tmp_path / "changing"

@@ -90,6 +90,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_videos_have_their_size_and_tags(watched: Path) -> None:
     files = sorted((watched / "samples").rglob("*"))
     assert [str(path.relative_to(watched / "samples")) for path in files] == [
@@ -121,6 +122,7 @@ def test_losses_and_weights_are_those_of_a_run_without_samples(watched: Path, pl
     assert len(weights(plain)) == 2
 
 
+@pytest.mark.slow
 def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_a_resumed_run(
     tmp_path: Path, frozen: Path, plain: Path, watched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

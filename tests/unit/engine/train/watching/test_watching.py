@@ -397,6 +397,7 @@ class TestOpening:
         truncate_records(tmp_path, step=0)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_each_line_once(tmp_path):
     pytest.importorskip("tensorboard")
     settings = (
