@@ -1,6 +1,6 @@
 """What must hold of the logs of all ranks; each check returns what does not, a line each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -74,12 +74,11 @@ def copy_faults(log: Log) -> Iterator[str]:
                 yield f"{entry.where}: a copy that does not block, of memory that is not pinned"
 
 
-def sync_faults(log: Log, *, stage: str, allowed: Iterable[str]) -> Iterator[str]:
+def sync_faults(log: Log, *, stage: str, allowed: Container[str] = ()) -> Iterator[str]:
     """Find where the main thread waits for the device between the first and the last unit of work of a stage.
 
-    `allowed` are the beginnings of lines of the engine that may.
+    `allowed` are the lines of the engine that may.
     """
-    allowed = tuple(allowed)
     for entry in _between_advances(log, stage):
         if isinstance(entry, Synchronised):
             what = entry.what
@@ -87,7 +86,7 @@ def sync_faults(log: Log, *, stage: str, allowed: Iterable[str]) -> Iterator[str
             what = f"a blocking copy ({entry.name})"
         else:
             continue
-        if entry.thread == MAIN and not entry.where.startswith(allowed):
+        if entry.thread == MAIN and entry.where not in allowed:
             yield f"{entry.where}: {what} waits for the device inside the stage {stage}"
 
 
@@ -286,7 +285,7 @@ def _message_faults(logs: Mapping[int, Log]) -> Iterator[str]:
                 )
 
 
-def faults(log: Log, device: torch.device, *, stage: str, allowed: Iterable[str] = ()) -> list[str]:
+def faults(log: Log, device: torch.device, *, stage: str, allowed: Container[str] = ()) -> list[str]:
     """Return all that is wrong with what one rank did, but for its memory."""
     found = [
         *dtype_faults(log),

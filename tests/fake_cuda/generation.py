@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from fake_cuda.collectives import World
 from fake_cuda.device import GPU
-from fake_cuda.log import Advanced, Began, Ended, Log
+from fake_cuda.log import Advanced, Began, Ended, Log, lines_of
 from fake_cuda.session import Rehearsal, rehearsal
 from sparse_weights import save_sparse
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,6 +34,9 @@ from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.generate.work import Work
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
+
+MAY_WAIT = lines_of(denoise._Saver.step)
+"""Of several ranks one keeps the latents of each step on the host: another that ends would take its GPU along."""
 
 
 @dataclass(frozen=True, slots=True)

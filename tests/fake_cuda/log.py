@@ -1,7 +1,8 @@
 """One log of all that a process asks of its device, in the order in which it asks: what `checks` reads."""
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,6 +224,13 @@ class Log:
             yield
         finally:
             self.thread = before
+
+
+def lines_of(function: Callable[..., object]) -> frozenset[str]:
+    """Return the lines of a function of the engine, as `where` names them."""
+    lines, first = inspect.getsourcelines(function)
+    file = inspect.getsourcefile(function) or ""
+    return frozenset(f"{file[len(_PACKAGE) + 1 :]}:{first + index}" for index in range(len(lines)))
 
 
 def where() -> str:

@@ -1,0 +1,334 @@
+"""The checks are checked: each fault planted in the engine is found, and by the check alone that is meant for it."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda.checks import (
+    collective_faults,
+    copy_faults,
+    device_faults,
+    dtype_faults,
+    memory_faults,
+    order_faults,
+    sync_faults,
+)
+from fake_cuda.collectives import World
+from fake_cuda.generation import MAY_WAIT, full_size, rehearse
+
+from opensora_cli.engine.generate import denoise as generate_denoise
+from opensora_cli.engine.generate import ranks as generate_ranks
+from opensora_cli.memory import host_weights
+from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.parallel import ring, sequence
+from opensora_cli.parallel.collectives import Parts
+from opensora_cli.parallel.scheduling import CommunicationScheduler
+from opensora_cli.sampling import denoise as sampling_denoise
+
+SMALL = {
+    "video__num_frames": 5,
+    "sampling__num_inference_steps": 2,
+    "sampling__guidance_scale": 1.0,
+    "text__t5_max_length": 17,
+    "model__hidden_size": 128,
+    "model__num_heads": 2,
+    "model__axes_dim": [16, 24, 24],
+    "model__context_in_dim": 64,
+    "model__vec_in_dim": 64,
+    "model__depth": 1,
+    "model__depth_single_blocks": 2,
+    "vae__block_out_channels": [32, 32, 32, 32],
+    "vae__layers_per_block": 1,
+}
+OFFLOADED = {"memory__offload": "blocks", "memory__resident_blocks": 2}
+SCENES = {
+    "one GPU": {"model__depth_single_blocks": 0},
+    "pinned": {**OFFLOADED, "memory__host_weights": "pinned"},
+    "mapped": {**OFFLOADED, "memory__host_weights": "mapped"},
+    "ulysses": {"model__depth_single_blocks": 0, "parallel__ulysses_degree": 2},
+    "chunks": {"model__depth_single_blocks": 0, "model__num_heads": 4, "model__axes_dim": [8, 12, 12]}
+    | {"parallel__ulysses_degree": 2, "parallel__ulysses_chunks": 2},
+    "ring": {"model__depth_single_blocks": 0, "parallel__ring_degree": 2},
+    "guidance": {"model__depth_single_blocks": 0, "parallel__cfg_parallel_degree": 2, "sampling__guidance_scale": 7.5},
+}
+"""With two ranks where something is shared."""
+
+
+def found(turns):
+    """Return what each check finds in the turns of all ranks, those that find nothing left out."""
+    lines = {"collectives": [*collective_faults({rank: turn.log for rank, turn in turns.items()})]}
+    for turn in turns.values():
+        log, planned = turn.log, {stage.name: stage.total_bytes for stage in turn.plan.stages}
+        for name, faults in {
+            "dtypes": dtype_faults(log),
+            "devices": device_faults(log, turn.device),
+            "copies": copy_faults(log),
+            "waits": sync_faults(log, stage="denoise", allowed=MAY_WAIT),
+            "order": order_faults(log),
+            "memory": memory_faults(log, planned),
+        }.items():
+            lines.setdefault(name, []).extend(faults)
+    return {name: each for name, each in lines.items() if each}
+
+
+@dataclass(frozen=True)
+class Scene:
+    settings: object
+    size: int
+    world: World
+    turns: dict
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory):
+    """Return what makes a scene: its settings, and what its ranks do where nothing is planted."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            changes = {**SMALL, **SCENES[name]}
+            size = 2 if any("parallel" in key for key in changes) else 1
+            settings = full_size(tmp_path_factory.mktemp("scene"), "256px", **changes, parallel__gpus=size)
+            world = World(size)
+            made[name] = Scene(settings, size, world, {rank: rehearse(settings, world, rank) for rank in range(size)})
+        return made[name]
+
+    return make
+
+
+def changed(owner, name, made):
+    """Plant what `made` makes of a function of the engine."""
+    return mock.patch.object(owner, name, made(getattr(owner, name)))
+
+
+def step(does: Callable[[torch.Tensor], object]):
+    """Plant something that is done with the velocity at each step."""
+
+    def made(original):
+        def euler_step(latents, velocity_BND, **times):
+            does(velocity_BND)
+            return original(latents, velocity_BND, **times)
+
+        return euler_step
+
+    return changed(sampling_denoise, "euler_step", made)
+
+
+def block_does_not_wait():
+    """A block computes while its weights are still on their way."""
+
+    def wait(self, mark):
+        if torch.cuda.current_stream() is not torch.cuda.default_stream():
+            torch.cuda.current_stream().wait_event(mark)
+
+    return mock.patch.object(SideStream, "wait", wait)
+
+
+def copying_does_not_wait():
+    """The next weights are copied over those that are still computed with."""
+
+    @contextmanager
+    def after(self, mark):
+        with torch.cuda.stream(self._stream):
+            yield
+
+    return mock.patch.object(SideStream, "after", after)
+
+
+def staging_does_not_wait():
+    """The thread writes to a buffer from which the device still copies."""
+
+    def copy_piece(self, piece, target):
+        staged = self._buffers[next(self._turns)][: piece.nbytes].view(piece.dtype)
+        staged.copy_(piece)
+        target.copy_(staged, non_blocking=True)
+
+    return mock.patch.object(host_weights._MappedWeights, "_copy_piece", copy_piece)
+
+
+@contextmanager
+def unlocked_early():
+    """Memory is unlocked while the device copies from it."""
+
+    def release(self):
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    with mock.patch.object(PageLock, "release", release), mock.patch.object(SideStream, "synchronise"):
+        yield
+
+
+def not_locked():
+    """Weights wait in memory that was never page-locked."""
+    return mock.patch.object(host_weights._LockedMemory, "allocate", lambda self, nbytes: page_aligned(nbytes))
+
+
+def ring_does_not_wait():
+    """Keys are attended to while they are still coming."""
+
+    def made(wait):
+        def elsewhere(self):
+            with torch.cuda.stream(torch.cuda.Stream()):  # which waits in place of the one that computes
+                return wait(self)
+
+        return elsewhere
+
+    return changed(ring._Coming, "wait", made)
+
+
+def exchange_does_not_wait():
+    """Heads are attended to while they are still coming."""
+
+    def finish(self, queued):
+        while queued.work is None:
+            self._issue()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            queued.work.wait()
+        return queued.result
+
+    return mock.patch.object(CommunicationScheduler, "finish", finish)
+
+
+def split_wrongly(by: tuple[int, int]):
+    """One rank sends other parts than the other expects."""
+
+    def made(sent):
+        return lambda self, rank: [length + more for length, more in zip(sent(self, rank), by, strict=True)]
+
+    return changed(Parts, "sent", made)
+
+
+def other_order():
+    """One rank takes the branches of guidance in another order."""
+    return mock.patch.object(generate_ranks, "enumerate", lambda things: reversed([*enumerate(things)]), create=True)
+
+
+def other_dtype():
+    """One rank sends and gets the velocity in fp32."""
+
+    def broadcast(tensor, **where):
+        return real(tensor.float() if tensor.is_cuda else tensor, **where)
+
+    real = dist.broadcast
+    return mock.patch.object(generate_ranks.dist, "broadcast", broadcast)
+
+
+def one_fewer():
+    """One rank does not take part in gathering what all have computed."""
+
+    def made(_):
+        return lambda tensor, dim, group, *, sizes: torch.cat([tensor] * 2, dim).narrow(dim, 0, sum(sizes)).clone()
+
+    return changed(sequence, "gather_forward_split_backward", made)
+
+
+def no_receiver():
+    """One rank asks for one message fewer than it is sent."""
+
+    def made(pass_on):
+        def without_last(*arguments):
+            together = dist.batch_isend_irecv
+            with mock.patch.object(dist, "batch_isend_irecv", lambda transfers: together(transfers[:-1])):
+                return pass_on(*arguments)
+
+        return without_last
+
+    return changed(ring, "_pass_on", made)
+
+
+def other_gpu():
+    """Something is made on the first GPU, whichever this rank has."""
+
+    def made(position_ids):
+        return lambda *sizes, device: position_ids(*sizes, device="cuda:0").to(device, non_blocking=True)
+
+    return changed(generate_denoise, "position_ids", made)
+
+
+def index_of_host():
+    """A tensor of the device is indexed by one of the host."""
+
+    def made(pack):
+        def packed(*given):
+            packed_BND = pack(*given)
+            return packed_BND[:, torch.arange(packed_BND.shape[1])]
+
+        return packed
+
+    return changed(generate_denoise, "pack_latents", made)
+
+
+def two_dtypes():
+    """A weight of a bf16 model is left in fp32."""
+
+    def made(forward):
+        def with_one(self, *given, **inputs):
+            self.txt_in.weight = torch.nn.Parameter(self.txt_in.weight.float())
+            return forward(self, *given, **inputs)
+
+        return with_one
+
+    return changed(MMDiT, "forward", made)
+
+
+def largest(velocity_BND):
+    """Return a number, for which the host waits."""
+    return velocity_BND.max().item()
+
+
+def kept_too_long():
+    """Something is kept of every step."""
+    kept = []
+    return step(lambda velocity_BND: kept.append(velocity_BND.new_empty(2**20)))
+
+
+FAULTS = {
+    "a block computes before its weights have come": (
+        "pinned",
+        computing_does_not_wait,
+        "order",
+        "may not have written",
+    ),
+    "weights are copied over those in use": ("pinned", copying_does_not_wait, "order", "may not have read"),
+    "a staging buffer is filled before it is fetched": ("mapped", staging_does_not_wait, "order", "may not have read"),
+    "memory is unlocked before it is fetched": ("pinned", unlocked_early, "order", "is unlocked"),
+    "weights wait in memory that is not pinned": ("pinned", not_locked, "copies", "not pinned"),
+    "keys are used before they have come": ("ring", ring_does_not_wait, "order", "may not have written"),
+    "heads are used before they have come": ("chunks", exchange_does_not_wait, "order", "may not have written"),
+    "parts of an all-to-all do not fit": ("ulysses", partial(split_wrongly, (2, -2)), "collectives", "expects"),
+    "parts of an all-to-all do not add up": ("ulysses", partial(split_wrongly, (2, 0)), "collectives", "rank 1 sends"),
+    "collectives in another order": ("guidance", other_order, "collectives", "not the same"),
+    "a collective of another dtype": ("guidance", other_dtype, "collectives", "bfloat16, float32"),
+    "a collective is left out": ("ulysses", one_fewer, "collectives", "call {0: "),
+    "a message that nobody expects": ("ring", no_receiver, "collectives", "messages to rank 1, which expects"),
+    "a tensor on the GPU of another rank": ("ulysses", other_gpu, "devices", "this rank has cuda:1"),
+    "a tensor of the host among those of the GPU": ("one GPU", index_of_host, "devices", "between cpu, cuda"),
+    "a product of bf16 and fp32": ("one GPU", two_dtypes, "dtypes", "bfloat16, float32"),
+    "a number of the GPU is asked for in the loop": ("one GPU", partial(step, largest), "waits", "_local_scalar_dense"),
+    "a blocking copy in the loop": ("one GPU", partial(step, torch.Tensor.cpu), "waits", "a blocking copy"),
+    "memory that is not planned": ("one GPU", kept_too_long, "memory", "are planned"),
+}
+"""Of each the scene, what is planted on the last rank, the check that finds it, and what it says."""
+FEW = [name for name, (of, *_) in FAULTS.items() if of == "one GPU"]
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(each, marks=pytest.mark.slow) for each in FAULTS if each not in FEW)]
+)
+def test_a_planted_fault_is_found_by_its_check_alone(scene, name):
+    of, plant, check, says = FAULTS[name]
+    own = scene(of)
+    assert found(own.turns) == {}
+    last = own.size - 1
+    with plant():
+        turns = {**own.turns, last: rehearse(own.settings, own.world, last)}
+    faults = found(turns)
+    assert list(faults) == [check]
+    assert any(says in line for line in faults[check]), faults
