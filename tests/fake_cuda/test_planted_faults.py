@@ -292,7 +292,7 @@ def kept_too_long():
 FAULTS = {
     "a block computes before its weights have come": (
         "pinned",
-        computing_does_not_wait,
+        block_does_not_wait,
         "order",
         "may not have written",
     ),
