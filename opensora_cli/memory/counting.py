@@ -1,11 +1,11 @@
 """Counting the bytes that tensors hold: live, at their peak, over time, and by the modules that made them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 NO_OWNER = ""
 """The owner of what no watched module made."""
+
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,38 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         """Return what was alive at a mark, owner to bytes."""
         return self._by_owner(mark.position)
 
+    def storages_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of the storages of those tensors that are counted."""
+        found = (self._counted.get(tensor.untyped_storage()._cdata) for tensor in _tensors(list(tensors)))
+        return {counted.number for counted in found if counted is not None}
+
+    def live_at(self, position: int) -> dict[int, int]:
+        """Return what was alive after so many changes, number of a storage to bytes."""
+        return self._live(position, lambda number: number)
+
+    def repeated(self, times: Mapping[int, int], *, one_by_one: Iterable[Sequence[int]] = ()) -> "TensorBytes":
+        """Return the timeline on which storages, by their numbers, are there so many times.
+
+        In the spans of positions `one_by_one` the first of them comes or goes, and at the end of the span the others,
+        releases first.
+        """
+        spans = {end: (begin, end) for begin, end in one_by_one}
+        single = {position for span in spans.values() for position in range(*span)}
+        marks, found = list(self.marks), TensorBytes()
+        found._owners = list(self._owners)
+        for position in range(len(self.changes) + 1):
+            net: dict[int, int] = {}
+            for change in self.changes[slice(*spans.get(position, (0, 0)))]:
+                net[change.storage] = net.get(change.storage, 0) + change.num_bytes
+            for storage, num_bytes in sorted(net.items(), key=lambda item: item[1]):
+                found._change(storage, (times.get(storage, 1) - 1) * num_bytes)
+            while marks and marks[0].position == position:
+                found.mark(marks.pop(0).name)
+            for change in self.changes[position : position + 1]:
+                count = 1 if position in single else times.get(change.storage, 1)
+                found._change(change.storage, count * change.num_bytes)
+        return found
+
     def most_of(self, counts: Callable[[str], bool]) -> int:
         """Return the most bytes that those owners had at any time for whom `counts` is true."""
         live = most = 0
@@ -214,9 +248,12 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return self._owners[change.storage]
 
     def _by_owner(self, position: int) -> dict[str, int]:
-        totals: dict[str, int] = {}
+        return self._live(position, self._owners.__getitem__)
+
+    def _live(self, position: int, key: Callable[[int], KeyT]) -> dict[KeyT, int]:
+        totals: dict[KeyT, int] = {}
         for change in self.changes[:position]:
-            name = self._owners[change.storage]
+            name = key(change.storage)
             totals[name] = totals.get(name, 0) + change.num_bytes
         return {name: total for name, total in totals.items() if total}
 

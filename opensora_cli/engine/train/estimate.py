@@ -2,9 +2,10 @@
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from opensora_cli.engine.train.activations import (
     saved_activations,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeReplicated, fake_rank
+from opensora_cli.engine.train.few_blocks import StandIns, with_few_blocks
 from opensora_cli.engine.train.frozen_weights import (
     FrozenWeights,
     fake_slots,
@@ -65,7 +67,8 @@ class TrainingMemory:
     activations_by_module: dict[str, int]
     """Of the activations at the peak, those that a module's forward pass made, by its name; backward has no name."""
     by_weight: dict[str, tuple[int, int, int, int]]
-    """Name -> number of parameters, and bytes of weight, gradient and what the optimizer keeps for it."""
+    """Name -> number of parameters, and bytes of weight, gradient and what the optimizer keeps for it; a block that
+    stands for others has theirs."""
     held_for_backward: int
     """Activations when the forward pass of the last step has ended."""
     buffer_bytes: int
@@ -83,10 +86,11 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
     plan, weights = plan_activations(settings), plan_frozen_weights(settings)
+    few, plan, times = with_few_blocks(settings, plan)
     with torch.device("meta"):
-        task, frozen = bare_task(settings)
+        task, frozen = bare_task(few)
     with (
-        fake_rank(settings, rank) as distribution,
+        fake_rank(few, rank) as distribution,
         fake_tensors("cpu", gradients=True) as device,
         warnings.catch_warnings(),
     ):
@@ -96,7 +100,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
             give_fake_weights(module, device=device)
             if module is not task.module and isinstance(module, Autoencoder):
                 module.encoder = cast(Any, Repeated(module.encoder))
-        return _steps(settings, plan, weights, task, frozen, distribution=distribution, is_fake=True)
+        return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
@@ -159,9 +163,13 @@ def _steps(
     *,
     distribution: Distribution,
     limit: int | None = None,
-    is_fake: bool = False,
+    times: Mapping[str, int] | None = None,
 ) -> TrainingMemory:
-    """Do the steps; on fake tensors the transformer's first one is left out, and the moments are made before."""
+    """Do the steps; on fake tensors the transformer's first one is left out, and the moments are made before.
+
+    `times`: path of a block -> how many it stands for; None: no tensor is fake.
+    """
+    is_fake = times is not None
     if weights is not None and weights.fp8_storage:
         for path in stack_paths(settings):
             store_in_fp8(task.module.get_submodule(path), frozen=True)
@@ -187,10 +195,11 @@ def _steps(
         counter.add(_kept(trainer), OPTIMIZER)
         counter.add(_staging(trainer), OFFLOADED)
         if isinstance(distribution, FakeReplicated):
-            counter.add(distribution.buckets, GRADIENTS)
+            counter.add(list(distribution.buckets.values()), GRADIENTS)
         for module in frozen:
             counter.add(module, FROZEN)
-        with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"):
+        stand_ins = StandIns(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
+        with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"), stand_ins.watch():
             if manager is not None:
                 counter.add(manager.buffers(), OFFLOADED)
             for step in steps:
@@ -199,7 +208,8 @@ def _steps(
                 counter.add(_gradients(trainer), GRADIENTS)
                 counter.add(_kept(trainer), OPTIMIZER)
                 counter.add(_staging(trainer), OFFLOADED)
-    return _memory(settings, counter, trainer, plan, manager)
+    counted = stand_ins.counted() if times else counter
+    return _memory(settings, counted, trainer, plan, manager, times=times or {})
 
 
 def _streamed(
@@ -230,6 +240,8 @@ def _memory(
     trainer: Trainer[Any],
     plan: ActivationPlan | None,
     manager: ActivationManager | None,
+    *,
+    times: Mapping[str, int],
 ) -> TrainingMemory:
     owners = counter.peak_by_owner()
     kept = {name: owners.pop(name, 0) for name in _KEPT}
@@ -246,10 +258,10 @@ def _memory(
         },
         device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
         activations_by_module={name: size for name, size in owners.items() if name},
-        by_weight=_by_weight(trainer),
+        by_weight=_by_weight(trainer, times),
         held_for_backward=sum(size for name, size in before_backward.items() if name not in (*kept, BUFFERS)),
         buffer_bytes=0 if plan is None or manager is None else plan.buffer_bytes,
-        buffer_used_bytes=0 if manager is None else manager.peak_bytes,
+        buffer_used_bytes=0 if plan is None or manager is None else plan.needed_bytes if times else manager.peak_bytes,
         counter=counter,
     )
 
@@ -310,18 +322,28 @@ def _optimizers(trainer: Trainer[Any]) -> list[torch.optim.Optimizer]:
     return [optimizer for learner in trainer.learners.values() for optimizer in learner.optimizers]
 
 
-def _by_weight(trainer: Trainer[Any]) -> dict[str, tuple[int, int, int, int]]:
+def _kept_all_the_time(trainer: Trainer[Any], block: str) -> Iterator[Tensor]:
+    """Yield the weights of a block, and what is kept for them from step to step."""
+    module = trainer.task.module.get_submodule(block)
+    yield from module.buffers()
+    yield from (tensor for name, tensor in (trainer.ema or {}).items() if name.startswith(f"{block}."))
+    weights = {id(weight): weight for weight in module.parameters()}
+    yield from weights.values()
+    for optimizer in _optimizers(trainer):
+        yield from (tensor for weight, tensor in kept_tensors(optimizer) if id(weight) in weights)
+    if isinstance(trainer.distribution, FakeReplicated):
+        yield from (piece for weight, piece in trainer.distribution.buckets.items() if id(weight) in weights)
+
+
+def _by_weight(trainer: Trainer[Any], times: Mapping[str, int]) -> dict[str, tuple[int, int, int, int]]:
     kept: dict[int, int] = {}
     for optimizer in _optimizers(trainer):
         for weight, tensor in kept_tensors(optimizer):
             kept[id(weight)] = kept.get(id(weight), 0) + local(tensor).nbytes
-    own = ((name, weight, local(weight)) for name, weight in trainer.task.module.named_parameters())
-    return {
-        name: (
-            part.numel(),
-            part.nbytes,
-            0 if weight.grad is None else local(weight.grad).nbytes,
-            kept.get(id(weight), 0),
-        )
-        for name, weight, part in own
-    }
+    found = {}
+    for name, weight in trainer.task.module.named_parameters():
+        own, gradient = local(weight), 0 if weight.grad is None else local(weight.grad).nbytes
+        count = next((count for path, count in times.items() if name.startswith(f"{path}.")), 1)
+        sizes = own.numel(), own.nbytes, gradient, kept.get(id(weight), 0)
+        found[name] = (count * sizes[0], count * sizes[1], count * sizes[2], count * sizes[3])
+    return found

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -81,18 +80,15 @@ class FakeReplicated(_Alone):
 
     def __init__(self, device: torch.device, mesh: ParallelMesh) -> None:
         super().__init__(device, mesh)
-        self.buckets: list[Tensor] = []
+        self.buckets: dict[nn.Parameter, Tensor] = {}
+        """Weight -> its piece of a bucket."""
         self._is_last = True
 
     def shard(self, module: nn.Module) -> nn.Module:
-        trained = [weight for weight in module.parameters() if weight.requires_grad]
-        for dtype in {weight.dtype for weight in trained}:
-            alike = [weight for weight in trained if weight.dtype == dtype]
-            bucket = torch.empty(sum(weight.numel() for weight in alike), dtype=dtype, device=alike[0].device)
-            for weight, piece in zip(alike, torch.split(bucket, [weight.numel() for weight in alike]), strict=True):
-                hook = partial(self._move, piece=piece)
-                weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self.buckets.append(bucket)
+        for weight in module.parameters():
+            if weight.requires_grad:
+                self.buckets[weight] = torch.empty_like(weight, requires_grad=False)
+                weight.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
         return module
 
     @contextmanager
@@ -100,13 +96,10 @@ class FakeReplicated(_Alone):
         self._is_last = last
         yield
 
-    def _move(self, weight: Tensor, *, piece: Tensor) -> None:
+    def _move(self, weight: nn.Parameter) -> None:
         """Copy a gradient of an update's last micro-batch into its bucket, unless it lies there."""
-        gradient = weight.grad
-        if not self._is_last or gradient is None:
-            return
-        if gradient.untyped_storage()._cdata != piece.untyped_storage()._cdata:
-            weight.grad = piece.as_strided(weight.shape, weight.stride(), piece.storage_offset()).copy_(gradient)
+        if self._is_last and weight.grad is not None and weight.grad is not self.buckets[weight]:
+            weight.grad = self.buckets[weight].copy_(weight.grad)
 
 
 class ExchangeOwners(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped

@@ -110,7 +110,12 @@ class TrainPlan(Document):
             *(["", *rank_lines(self.memory)] if self.memory else []),
             *([self._fit_line()] if self.fits is not None else []),
             *(self.predicted.lines() if self.predicted is not None else []),
+            *([f"predicted   no time: that of a step of {self.target} is not predicted"] if self._has_no_time else []),
         ]
+
+    @property
+    def _has_no_time(self) -> bool:
+        return self.free_bytes is not None and self.predicted is None
 
     def _fit_line(self) -> str:
         most, free = max(each.device_peak_bytes for each in self.memory), self.free_bytes or 0

@@ -23,6 +23,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     COPIES,
     ENCODING,
     TEXT,
+    TRAFFIC,
     UPDATE,
     PredictedTime,
     Seconds,
@@ -53,14 +54,19 @@ _UPDATE_BYTES = 40
 """What AdamW reads and writes of a number that is trained, in fp32: its weight and both moments twice, its gradient,
 and that once more twice to clip it."""
 _FP32 = 4
+_STAGED_BYTES = 3 * _FP32
+"""What goes through the host's link for a number whose moments are there: gradient and weight, and the weight back."""
+_ON_CPU = ", updating weights on the CPU"
+_DEQUANTIZED_BYTES = 3
+"""A weight in 8 bits is read, and written in 16."""
 
 
 def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | None:
     """Return the seconds of a step, all of whose micro-batches are the largest, on GPUs of this kind.
 
-    None where times are not predicted: of autoencoders and text encoders, and with moments on the host.
+    None of autoencoders and text encoders, whose times are not predicted.
     """
-    if settings.target is not TrainTarget.MMDIT or settings.optimizer.offload_states:
+    if settings.target is not TrainTarget.MMDIT:
         return None
     shape = largest_batch_shape(settings)
     data_ranks = settings.parallel.data_ranks(settings.strategy)
@@ -70,7 +76,7 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
         ENCODE: times(_encoding(settings, gpu), rounds),
         PASSES: times(passes, rounds),
         SHARING: _sharing(settings, gpu, computed=total(passes), rounds=rounds),
-        STEP: {UPDATE: gpu.memory_rate.seconds(_UPDATE_BYTES * _own_numbers(settings))},
+        STEP: _update(settings, gpu),
     }
     clips = f"{shape.batch_size} clips of {shape.num_frames} frames, {shape.width}x{shape.height}"
     return PredictedTime.of_stages(
@@ -78,7 +84,7 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
         gpu,
         devices=settings.parallel.world_size,
         of=f"a step of {rounds * data_ranks} micro-batches, each {clips}",
-        left_out="reading clips, checkpoints",
+        left_out="reading clips, checkpoints" + _ON_CPU * settings.optimizer.offload_states,
     )
 
 
@@ -110,6 +116,10 @@ def _passes(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
     if plan is not None and plan.needed_bytes:
         there_and_back = copied(gpu, 2 * plan.needed_bytes, pinned=True)
         found = added(found, {COPIES: max(0.0, there_and_back - computed)})
+    if weights is not None and weights.fp8_storage:
+        # At each forward pass through a block; the backward pass has the weights of the last one.
+        dequantized = (1 if plan is None else 2) * _DEQUANTIZED_BYTES * _all_numbers(settings)
+        found = added(found, {TRAFFIC: gpu.memory_rate.seconds(dequantized)})
     if weights is not None and weights.host_weights is not None:
         # For forward, and again for backward.
         pinned = weights.host_weights is HostWeights.PINNED
@@ -155,9 +165,7 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     """Return how long an update waits for weights and gradients, which travel while `computed` seconds go by."""
     strategy, mesh = settings.strategy, mesh_shape(settings.strategy, settings.parallel)
     trained = count_parameters(settings) / mesh.tensor
-    held = trained
-    if settings.lora.is_on:
-        held = sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters()) / mesh.tensor
+    held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
     sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
     gathers = 2 * rounds if strategy in (Strategy.ZERO3, Strategy.HYBRID) else 1
     scatters = 1 if strategy in (Strategy.ZERO1, Strategy.DDP) else rounds
@@ -189,6 +197,18 @@ def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
         ENCODING: shape.batch_size * total(kernel_seconds(of_clip, gpu, dtype)),
         TEXT: total(kernel_seconds(of_captions, gpu, dtype)),
     }
+
+
+def _update(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
+    """Return how long a rank updates its weights; with moments on the host, how long these wait for the link."""
+    if settings.optimizer.offload_states:
+        return {COPIES: copied(gpu, _STAGED_BYTES * _own_numbers(settings), pinned=True)}
+    return {UPDATE: gpu.memory_rate.seconds(_UPDATE_BYTES * _own_numbers(settings))}
+
+
+def _all_numbers(settings: TrainSettings) -> int:
+    """Return the numbers of a transformer's weights, trained or not."""
+    return sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters())
 
 
 def _own_numbers(settings: TrainSettings) -> float:
