@@ -43,9 +43,13 @@ def with_few_blocks(
     changes = dict(zip(("model.depth", "model.depth_single_blocks"), depths, strict=True))
     if plan is None:
         return settings.replace(changes), None, times
-    names = ("memory.checkpoint_double_blocks", "memory.checkpoint_single_blocks")
-    few = settings.replace({**changes, **dict(zip(names, checkpointed.values(), strict=True))})
-    return few, plan.model_copy(update={"checkpointed_blocks": checkpointed}), times
+    for name, count in zip(
+        ("checkpoint_double_blocks", "checkpoint_single_blocks"), checkpointed.values(), strict=True
+    ):
+        # Without a number it is all of them, as streamed blocks need it.
+        if getattr(settings.memory, name) is not None:
+            changes[f"memory.{name}"] = count
+    return settings.replace(changes), plan.model_copy(update={"checkpointed_blocks": checkpointed}), times
 
 
 class StandIns:

@@ -41,7 +41,7 @@ def _sums(memory: TrainingMemory) -> list[int]:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({**TINY, "model.depth_single_blocks": 4, "memory.checkpointing": True}, id="one stack"),
+        pytest.param({**TINY, **LORA, "model.depth_single_blocks": 4, "memory.offload": "blocks"}, id="one stack"),
         slow("as it is", {}),
         slow("checkpointed", CHECKPOINTED),
         slow("two micro-batches", {**CHECKPOINTED, "loop.micro_batches": 2}),
