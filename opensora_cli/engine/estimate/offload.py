@@ -138,7 +138,7 @@ class Streamable:
     """They come from a file that the page cache holds, in as much memory as resident blocks leave it: then only those
     are resident that are needed for casting one while another computes."""
     text_first: bool = False
-    """T5's layers are streamed wherever that is possible: cast one by one, or all at once, is the same work."""
+    """T5's layers are streamed wherever that is possible: casting them for each text costs little."""
 
 
 _ALL = Streamable()

@@ -18,6 +18,7 @@ from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.estimate.transformer import bytes_of_blocks
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.transformer import weights_dtype
+from opensora_cli.memory.host_memory import freed_at_once
 from opensora_cli.memory.streaming import kept_blocks, stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.enums import HostWeights
@@ -121,6 +122,8 @@ def streamed_weights(
         trains=True,
     )
     with ExitStack() as ends:
+        if device.type == "cpu":
+            ends.enter_context(freed_at_once())
         try:
             figures = ends.enter_context(options(source=plan.host_weights.value))
         except HardwareError as error:
