@@ -1,11 +1,12 @@
 """Predicted times beside published ones, and the tables of the page "Before you rent": nothing here is measured.
 
 `python benchmarks/predict.py --fit` fits the efficiencies of products and attention to two of the five times that are
-published for the reference implementation, and predicts the other three; `--tables` and `--memory` print the tables.
+published for the reference implementation, and predicts the other three; `--tables` prints the tables.
 """
 
 import argparse
 import itertools
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,16 +20,23 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
+from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.hardware import GpuSettings, read_machine
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train import load_train_settings
 
 EVALUATIONS = 150
 """Of the reference: 50 steps, with three branches of guidance in each."""
 GPUS = ("4090", "A100-80GB", "H100", "H200")
-STAGES = (("image", 8), ("stage1", 8), ("stage2", 8), ("stage2", 64))
+STAGES = ("image", "stage1", "stage2")
+COUNTS = (1, 2, 4, 8)
+CARD_OF_16_GIB = """extends: hardware/4090
+name: 16GiB
+memory: 16384MiB
+"""
+"""A GPU of one's own: an RTX 4090 with less memory."""
 
 
 @dataclass(frozen=True)
@@ -154,48 +162,54 @@ def generation_row(resolution: str, machine: str) -> str:
 
 def generation_table(resolution: str) -> list[str]:
     """Return the rows of a preset."""
-    machines = (f"{count}x{gpu}" for gpu in GPUS for count in (1, 2, 4, 8))
+    machines = (f"{count}x{gpu}" for gpu in GPUS for count in COUNTS)
     head = _row(("command", "memory of a GPU", "offload", "predicted", "most of it"))
     return [head, _row(["---"] * 5), *(generation_row(resolution, machine) for machine in machines)]
 
 
-def train_settings(recipe: str, ranks: int) -> TrainSettings:
-    """Return a stage for so many GPUs."""
-    machines = max(1, ranks // 8)
-    counts = {"parallel.gpus": ranks // machines, "parallel.nnodes": machines}
-    given = {key: Given(value, "--on") for key, value in counts.items()}
-    return load_train_settings(
+def train_plan(recipe: str, machine: str, changes: Mapping[str, object]) -> TrainPlan:
+    """Return the plan of a recipe on hardware as `--on` names it; its memory is not estimated yet."""
+    planned = read_machine(machine)
+    given = {**planned.counts(()), **{key: Given(value, "--set") for key, value in changes.items()}}
+    settings = load_train_settings(
         config=Path(recipe), overrides=given, environment={}, saved=None, report=lambda line: None
     )
+    return plan_training(settings, overwrite=True, machine=planned)
 
 
-def training_row(recipe: str, ranks: int, gpu: str) -> str:
-    """Return what a step of a stage takes on hardware."""
-    found = predict_step(train_settings(recipe, ranks), read_machine(gpu).gpu)
-    assert found is not None
-    return _row((f"`osora train --config {recipe} --dry-run --on {ranks}x{gpu}`", *_time_cells(found)))
+@cache
+def step_bytes(recipe: str, ranks: int, changes: tuple[tuple[str, object], ...]) -> int:
+    """Return what the first rank needs on its GPU, which is the same on all that have page-locked memory enough."""
+    settings = train_plan(recipe, f"{ranks}x{GPUS[-1]}", dict(changes)).settings
+    return estimate_training(settings).device_peak_bytes
+
+
+def training_row(recipe: str, ranks: int, gpu: str, *, shown: str | None = None) -> str:
+    """Return what a step of a recipe needs on hardware, with the command that prints it; `shown`: what names that."""
+    # As many GPUs share a clip as there are.
+    changes: dict[str, object] = {}
+    if recipe == "stage2" and ranks < 4:
+        changes = {"parallel.ring_degree": 2} if ranks == 2 else {"strategy": "zero3", "parallel.ring_degree": "none"}
+    machine = f"{ranks}x{gpu}"
+    given = "".join(f" --set {key}={value}" for key, value in changes.items())
+    needed, free = step_bytes(recipe, ranks, tuple(changes.items())), read_machine(machine).gpu.free_bytes
+    cells = f"{needed / GIB:.1f} of {free / GIB:.1f} GiB, does not fit", "-", "-"
+    if needed <= free:
+        found = predict_step(train_plan(recipe, machine, changes).settings, read_machine(machine).gpu)
+        cells = (f"{needed / GIB:.1f} of {free / GIB:.1f} GiB", *_time_cells(found))
+    return _row((f"`osora train --config {recipe}{given} --dry-run --on {shown or machine}`", *cells))
 
 
 def training_table() -> list[str]:
-    """Return the rows of the training stages."""
-    rows = (training_row(*stage, gpu) for stage in STAGES for gpu in GPUS)
-    return [_row(("command", "a step, predicted", "most of it")), _row(["---"] * 3), *rows]
-
-
-def memory_row(recipe: str, ranks: int) -> str:
-    """Return what a rank of a stage needs, and on which GPUs it has that; it takes minutes."""
-    settings = train_settings(recipe, ranks)
-    # As they are on a GPU.
-    settings = settings.replace({"device": "cuda", "train_mmdit.frozen_dtype": "bfloat16"})
-    peak = estimate_training(settings).device_peak_bytes
-    fits = [gpu for gpu in GPUS if peak <= read_machine(gpu).gpu.free_bytes]
-    return _row((recipe, str(ranks), f"{peak / GIB:.1f} GiB", ", ".join(fits) or "none"))
-
-
-def memory_table() -> list[str]:
-    """Return the memory of the training stages."""
-    head = _row(("stage", "GPUs", "memory of a GPU, predicted", "fits on"))
-    return [head, _row(["---"] * 4), *(memory_row(*stage) for stage in STAGES)]
+    """Return the rows of the training stages, and of an adapter."""
+    rows = [training_row(stage, count, gpu) for stage in STAGES for gpu in GPUS for count in COUNTS]
+    rows += [training_row("stage2", 64, gpu) for gpu in GPUS]
+    with tempfile.TemporaryDirectory() as folder:
+        card = Path(folder, "16GiB.yaml")
+        card.write_text(CARD_OF_16_GIB, encoding="utf-8")
+        rows.append(training_row("stage1_lora_16gib", 1, str(card), shown="1x16GiB.yaml"))
+    rows += [training_row("stage1_lora_16gib", 1, gpu) for gpu in GPUS]
+    return [_row(("command", "memory of a GPU", "a step, predicted", "most of it")), _row(["---"] * 4), *rows]
 
 
 def _time_cells(found: PredictedTime) -> tuple[str, str]:
@@ -212,7 +226,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit efficiencies to each two of the published times")
     parser.add_argument("--tables", action="store_true", help="print the tables of the page")
-    parser.add_argument("--memory", action="store_true", help="print what training stages need: minutes for each")
     asked = parser.parse_args()
     h100 = read_machine("H100").gpu
     print("\n".join(truth_table(h100)))
@@ -226,8 +239,6 @@ def main() -> None:
         for resolution in ("256px", "768px"):
             print("", *generation_table(resolution), sep="\n")
         print("", *training_table(), sep="\n")
-    if asked.memory:
-        print("", *memory_table(), sep="\n")
 
 
 if __name__ == "__main__":

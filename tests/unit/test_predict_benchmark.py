@@ -10,7 +10,9 @@ from opensora_cli.settings.hardware import ATTENTION_EFFICIENCY, PRODUCT_EFFICIE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "before_you_rent.md").read_text(encoding="utf-8")
 GENERATED = re.findall(r"^\| `osora generate .*? --res (\w+) --dry-run --on (\w[\w-]*)` \|", PAGE, re.MULTILINE)
-TRAINED = re.findall(r"^\| `osora train --config (\w+) --dry-run --on (\d+)x([\w-]+)` \|", PAGE, re.MULTILINE)
+TRAINED = re.findall(
+    r"^\| `osora train --config (\w+)(?: --set \S+)* --dry-run --on (\d+)x([\w.-]+)` \|", PAGE, re.MULTILINE
+)
 CHEAP = {("256px", "1xH100"), ("256px", "8xH100")}
 
 
@@ -30,7 +32,9 @@ def test_the_page_has_every_row() -> None:
         (resolution, f"{n}x{gpu}") for resolution in ("256px", "768px") for gpu in predict.GPUS for n in (1, 2, 4, 8)
     ]
     assert presets == GENERATED
-    stages = [(recipe, str(ranks), gpu) for recipe, ranks in predict.STAGES for gpu in predict.GPUS]
+    stages = [(recipe, n, gpu) for recipe in predict.STAGES for gpu in predict.GPUS for n in ("1", "2", "4", "8")]
+    stages += [("stage2", "64", gpu) for gpu in predict.GPUS]
+    stages += [("stage1_lora_16gib", "1", gpu) for gpu in ("16GiB.yaml", *predict.GPUS)]
     assert stages == TRAINED
 
 
@@ -42,15 +46,8 @@ def test_a_row_of_the_page_is_what_the_code_predicts(resolution: str, machine: s
     assert predict.generation_row(resolution, machine) in PAGE.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "ranks", "gpu"),
-    [pytest.param(*row, marks=[] if row == ("stage2", "64", "H200") else pytest.mark.slow) for row in TRAINED],
-)
-def test_a_training_row_of_the_page_is_what_the_code_predicts(recipe: str, ranks: str, gpu: str) -> None:
-    assert predict.training_row(recipe, int(ranks), gpu) in PAGE.splitlines()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", predict.STAGES, ids=str)
-def test_the_memory_of_a_stage_is_what_the_code_estimates(stage: tuple[str, int]) -> None:
-    assert predict.memory_row(*stage) in PAGE.splitlines()
+def test_training_rows_of_the_page_are_what_the_code_predicts() -> None:
+    assert predict.CARD_OF_16_GIB in PAGE
+    table = predict.training_table()
+    assert table == [line for line in PAGE.splitlines() if line in table]
