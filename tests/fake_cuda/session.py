@@ -14,11 +14,12 @@ from fake_cuda.device import GPU, fake_gpu
 from fake_cuda.log import Log
 from fake_cuda.storages import Storages
 from fake_cuda.streams import InlineExecutor, Queues
-from fake_cuda.tensors import DeviceFunctions, LoggedTensors, of_memory
+from fake_cuda.tensors import DeviceFunctions, LoggedTensors, moved, of_memory
 from fake_cuda.values import value_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.launch import rank as launch_rank
@@ -69,6 +70,7 @@ def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = No
         (FakeTensor, "data_ptr", storages.address),
         (FakeTensor, "numpy", _numpy),
         (FakeTensor, "set_", of_memory),
+        (nn.Module, "to", moved),
         (fake_tensor, "init_gpu_context", lambda device: None),
         (dist, "batch_isend_irecv", collectives.together),
         # Messages of the host go by gloo, tensors of the device by NCCL.
@@ -79,7 +81,7 @@ def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = No
     with ExitStack() as stack:
         for owner, name, stand_in in patched:
             # A function that is to be a method, too.
-            value = _method(stand_in) if owner is FakeTensor else stand_in
+            value = _method(stand_in) if owner in (FakeTensor, nn.Module) else stand_in
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         stack.enter_context(mock.patch("socket.gethostname", return_value=world.machine(rank)))
         stack.enter_context(fake_gpu(gpu, log, storages, queues))
@@ -95,10 +97,12 @@ def _method(function: Any) -> Any:
 
 
 def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"can't convert {tensor.device} device type tensor to numpy")
     value = value_of(tensor)
-    if value is None:
-        raise RuntimeError(f"nobody knows the values of {tensor}")
-    return value.numpy()
+    with _disable_current_modes():
+        # Pixels and weights, which nobody knows, are zeros.
+        return (torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value).numpy()
 
 
 def _join(device_type: str, *, rank: int, world_size: int, **_: object) -> None:

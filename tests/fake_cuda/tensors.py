@@ -10,7 +10,7 @@ from fake_cuda.log import Copy, Log, Operand, Operation, Synchronised
 from fake_cuda.storages import Storages
 from fake_cuda.streams import Queues
 from fake_cuda.values import UNKNOWN, compute, give, value_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _COPIES = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
+_UPSAMPLING = {_aten.upsample_nearest2d.vec: _aten.upsample_nearest2d.default}
+"""One kernel, which torch would take apart into several that need more memory."""
 _FLASH_HEAD_DIM = 256
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -47,7 +49,11 @@ class LoggedTensors(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor takes itself apart
-        if torch.is_inference_mode_enabled() and func._can_decompose():
+        if func in _UPSAMPLING:
+            func, args, kwargs = _with_sizes(
+                func, **dict(zip(("input", "output_size", "scale_factors"), args, strict=False)), **kwargs
+            )
+        elif torch.is_inference_mode_enabled() and func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -189,6 +195,30 @@ def of_memory(tensor: Tensor, source: Any, *layout: Any) -> Tensor:
         return Tensor.set_(tensor, source, *layout)
     with _disable_current_modes():
         return torch.empty(0, dtype=tensor.dtype).set_(source)
+
+
+def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+    """Stand in for `nn.Module.to`, which cannot give a fake parameter another device in place."""
+    device, dtype, *_ = torch._C._nn._parse_to(*arguments, **options)
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, old in held.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = old.detach().to(device, dtype if old.is_floating_point() else None)
+                    made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                held[name] = made[id(old)]
+    return module
+
+
+def _with_sizes(
+    func: Any, input: Tensor, output_size: list[int] | None, scale_factors: list[float] | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    factors = scale_factors or [None, None]
+    size = output_size or [int(length * factor) for length, factor in zip(input.shape[2:], factors, strict=True)]
+    return _UPSAMPLING[func], (input, size, *factors), {}
 
 
 def _is_fake(tensor: Tensor) -> bool:

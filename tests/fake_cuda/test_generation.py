@@ -1,30 +1,117 @@
 """Generation on GPUs that are not there: what every rank asks of its device is logged, and checked."""
 
-import torch
+from dataclasses import dataclass, field
+
+import pytest
 from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
-from fake_cuda.generation import full_size, rehearse
+from fake_cuda.device import GIB, GPU
+from fake_cuda.generation import MAY_WAIT, rehearse
+from fake_cuda.weights import full_size_settings
 
-FEW_BLOCKS = {"video__num_frames": 33, "model__depth": 2, "model__depth_single_blocks": 3}
+FEW_BLOCKS = {"video__num_frames": 33, "model__depth": 1, "model__depth_single_blocks": 1}
 """Of full width: what differs from block to block is nothing."""
+ONE_BRANCH = {"sampling__guidance_scale": 1.0}
+NO_DOUBLE_BLOCK = {"model__depth": 0, **ONE_BRANCH}
+PICTURE = {"picture__model__depth": 1, "picture__model__depth_single_blocks": 1}
+PINNED = {"memory__offload": "blocks", "memory__resident_blocks": 1, "memory__host_weights": "pinned"}
+MAPPED = {**PINNED, "memory__host_weights": "mapped"}
+FP8 = {"memory__fp8_storage": True}
 
 
-def wrong(turns):
-    """Return what is wrong with the turns of the ranks of a world."""
-    found = []
-    for rank, turn in turns.items():
-        found += [f"rank {rank}: {fault}" for fault in faults(turn.log, turn.device, stage="denoise")]
-    return [*found, *collective_faults({rank: turn.log for rank, turn in turns.items()})]
+@dataclass(frozen=True)
+class Row:
+    """A run: its preset, how many ranks it has, and what else differs from the preset."""
+
+    preset: str
+    size: int = 1
+    mode: str = "t2v"
+    changes: dict = field(default_factory=dict)
+    given: tuple = ()
+    """`adapter`, or `text` encoders."""
+    does: tuple = ()
+    """What is rehearsed beside sampling: `encodes`, `decodes`."""
+    memory_bytes: int = 80 * GIB
 
 
-def planned(turn):
-    """Return the bytes that each stage is planned to take."""
-    return {stage.name: stage.total_bytes for stage in turn.plan.stages}
+def along(**degrees):
+    """Return ranks along these axes, which compute one branch."""
+    return {**{f"parallel__{name}_degree": degree for name, degree in degrees.items()}, **ONE_BRANCH}
 
 
-def test_an_evaluation_of_one_of_8_ranks(tmp_path):
-    settings = full_size(tmp_path, "768px", **FEW_BLOCKS)
-    turn = rehearse(settings, World(8), 0)
-    assert turn.device == torch.device("cuda", 0)
-    assert wrong({0: turn}) == []
-    assert list(memory_faults(turn.log, planned(turn))) == []
+FAST = {
+    "tensor parallel": Row("256px", 2, changes=along(tensor_parallel=2)),
+}
+SLOW = {
+    # presets
+    "768px": Row("768px"),
+    "256px on another GPU": Row("256px", changes={"runtime__device": "cuda:3"}),
+    "256px from a picture": Row("t2i2v_256px", mode="i2v_head", changes=PICTURE),
+    "768px from a picture": Row("t2i2v_768px", mode="i2v_head", changes=PICTURE),
+    "a picture": Row("flux1_dev", changes={"video__num_frames": 1}),
+    "demo": Row("demo", changes={"video__num_frames": 17}),
+    # conditions and offload
+    "first frame, one model at a time": Row("256px", mode="i2v_head", changes={"memory__offload": "model"}),
+    "last frame, pinned": Row("256px", mode="i2v_tail", changes=PINNED),
+    "first frames, mapped": Row("256px", mode="v2v_head", changes={"video__num_frames": 65, **MAPPED}),
+    "last frames, 8 bits": Row("256px", mode="v2v_tail", changes={"video__num_frames": 65, **FP8}),
+    "more first frames, adapter": Row(
+        "256px", mode="v2v_head_easy", changes={"video__num_frames": 97}, given=("adapter",)
+    ),
+    "more last frames, adapter, 8 bits, mapped": Row(
+        "256px", mode="v2v_tail_easy", changes={"video__num_frames": 97, **FP8, **MAPPED}, given=("adapter",)
+    ),
+    # meshes
+    "Ulysses, both ends": Row("256px", 2, "i2v_loop", {"parallel__ulysses_degree": 2}),
+    "ring": Row("768px", 2, changes=along(ring=2)),
+    "branches": Row("256px", 2, changes={"parallel__cfg_parallel_degree": 2}),
+    "three branches": Row("256px", 3, "i2v_loop", {"parallel__cfg_parallel_degree": 3}),
+    "Ulysses and ring": Row("256px", 4, changes=along(ulysses=2, ring=2)),
+    "tensor parallel and Ulysses, adapter, 8 bits": Row(
+        "768px", 4, changes=along(tensor_parallel=2, ulysses=2) | FP8 | {"video__num_frames": 129}, given=("adapter",)
+    ),
+    "branches, ring and Ulysses": Row(
+        "256px", 8, changes={"parallel__cfg_parallel_degree": 2, "parallel__ring_degree": 2}
+    ),
+    "8 bits on the way": Row("256px", 2, changes=along(ulysses=2) | {"parallel__compression": "fp8"}),
+    "chunks of heads": Row("256px", 2, changes=along(ulysses=2) | {"parallel__ulysses_chunks": 3}),
+    "Ulysses, pinned": Row("256px", 2, changes=along(ulysses=2) | PINNED),
+    "Ulysses in two stages on 2 machines": Row(
+        "256px", 16, changes=along(ulysses=16) | {"parallel__all_to_all": "hierarchical"}
+    ),
+    # other stages
+    "texts": Row("256px", changes=NO_DOUBLE_BLOCK, given=("text",), does=("encodes",)),
+    "texts on little memory": Row(
+        "256px", changes=NO_DOUBLE_BLOCK | PINNED, given=("text",), does=("encodes",), memory_bytes=8 * GIB
+    ),
+    "frames": Row("256px", changes=NO_DOUBLE_BLOCK, does=("decodes",)),
+    # of many tiles, so that each rank has a whole one
+    "frames of 2 ranks": Row("768px", 2, changes=NO_DOUBLE_BLOCK | {"video__num_frames": 5}, does=("decodes",)),
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*(pytest.param(row, id=name) for name, row in FAST.items())]
+    + [pytest.param(row, id=name, marks=pytest.mark.slow) for name, row in SLOW.items()],
+)
+def test_every_rank_asks_for_what_it_may_and_takes_the_memory_that_is_planned(tmp_path, row):
+    machines = -(-row.size // 8)
+    blocks = {} if row.preset == "demo" else FEW_BLOCKS
+    settings = full_size_settings(
+        tmp_path,
+        row.preset,
+        parallel__gpus=row.size // machines,
+        parallel__nnodes=machines,
+        condition__mode=None if row.preset.startswith(("t2i2v", "flux")) else row.mode,
+        **dict.fromkeys(row.given, True),
+        **blocks | row.changes,
+    )
+    world, logs = World(row.size), {}
+    for rank in range(row.size):
+        gpu = GPU(memory_bytes=row.memory_bytes)
+        turn = rehearse(settings, world, rank, gpu=gpu, **dict.fromkeys(row.does, True))
+        assert faults(turn.log, turn.device, stage="denoise", allowed=MAY_WAIT) == []
+        assert list(memory_faults(turn.log, turn.planned)) == []
+        logs[rank] = turn.log
+    assert list(collective_faults(logs)) == []

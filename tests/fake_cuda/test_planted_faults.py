@@ -19,7 +19,8 @@ from fake_cuda.checks import (
     sync_faults,
 )
 from fake_cuda.collectives import World
-from fake_cuda.generation import MAY_WAIT, full_size, rehearse
+from fake_cuda.generation import MAY_WAIT, rehearse
+from fake_cuda.weights import full_size_settings
 
 from opensora_cli.engine.generate import denoise as generate_denoise
 from opensora_cli.engine.generate import ranks as generate_ranks
@@ -94,7 +95,7 @@ def scene(tmp_path_factory):
         if name not in made:
             changes = {**SMALL, **SCENES[name]}
             size = 2 if any("parallel" in key for key in changes) else 1
-            settings = full_size(tmp_path_factory.mktemp("scene"), "256px", **changes, parallel__gpus=size)
+            settings = full_size_settings(tmp_path_factory.mktemp("scene"), "256px", **changes, parallel__gpus=size)
             world = World(size)
             made[name] = Scene(settings, size, world, {rank: rehearse(settings, world, rank) for rank in range(size)})
         return made[name]

@@ -35,6 +35,7 @@ from opensora_cli.engine.estimate.transformer import (
     FakeSequenceParallel,
     dequantized_bytes,
     fake_attention,
+    keep_largest_share,
     transformer_bytes,
     transformer_on_cpu,
 )
@@ -120,7 +121,7 @@ def estimate_generation(
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
     denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal)
-    workspace = dequantized_bytes(config, dtype) if offload.fp8_storage else 0
+    workspace = dequantized_bytes(config, dtype, tensor=sizes.mesh.tensor) if offload.fp8_storage else 0
     frames = reference_frames(settings, sizes)
     kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
     tensor, loras, mapped = sizes.mesh.tensor, sizes.loras, 0
@@ -176,7 +177,7 @@ def _denoising(
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = fake_attention(sizes.mesh, attention_stand_in(sizes.attention), exchange=sizes.exchange)
         transformer = fake_module(
-            lambda: _with_loras(MMDiT(with_depth(config, 2), attention=attention), sizes.loras),
+            lambda: _on_rank(MMDiT(with_depth(config, 2), attention=attention), sizes),
             device=device,
             dtype=dtype,
         )
@@ -269,8 +270,10 @@ def _encoding(
             return need
 
 
-def _with_loras(transformer: MMDiT, loras: LoraRanks) -> MMDiT:
-    add_fake_loras(transformer, loras.of_one_block())
+def _on_rank(transformer: MMDiT, sizes: GenerationSizes) -> MMDiT:
+    if sizes.mesh.tensor > 1:
+        keep_largest_share(transformer, sizes.mesh.tensor)
+    add_fake_loras(transformer, sizes.loras.of_one_block())
     return transformer
 
 

@@ -17,6 +17,7 @@ from opensora_cli.memory.host_weights import aligned, slot_bytes
 from opensora_cli.memory.streaming import kept_blocks, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, RepeatedBlocks, repeated_blocks
 from opensora_cli.parallel.all_to_all import ExchangePlan, compressed
@@ -116,12 +117,39 @@ def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, *, fp8: bool) -> li
     return [_slot_bytes(block, fp8=fp8) for stack, block in _stacks(config, dtype) for _ in range(stack.count)]
 
 
-def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest weight of a linear layer of the blocks: so much is multiplied out at a time."""
-    return max(
-        (weight.nbytes for _, block in _stacks(config, dtype) for weight in block.parameters() if weight.ndim == 2),
-        default=0,
-    )
+def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, *, tensor: int) -> int:
+    """Return the bytes of the largest weight of a linear layer of the blocks that one of `tensor` ranks has: so much is
+    multiplied out at a time.
+    """
+    sizes = [0]
+    for stack, block in _stacks(config, dtype):
+        parts = {linear.path: largest_share(linear, tensor) for linear in stack.linears}
+        linears = ((path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear))
+        sizes += [round(module.weight.nbytes * parts.get(path, 1)) for path, module in linears]
+    return max(sizes)
+
+
+def keep_largest_share(transformer: MMDiT, ranks: int) -> None:
+    """Leave a transformer without weights, of its blocks, what the rank has that has the most of them."""
+    for stack in repeated_blocks(transformer.config):
+        for block in transformer.get_submodule(stack.module_path).children():
+            for linear in stack.linears:
+                whole = block.get_submodule(linear.path)
+                assert isinstance(whole, nn.Linear)
+                features, has_bias = round(sum(linear.pieces) * largest_share(linear, ranks)), whole.bias is not None
+                if linear.split is Split.COLUMN:
+                    share = nn.Linear(whole.in_features, features, has_bias)
+                else:
+                    share = _FakeRowLinear(features, whole.out_features, has_bias)
+                block.set_submodule(linear.path, share)
+
+
+class _FakeRowLinear(nn.Linear):
+    """Allocates what `RowLinear` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.functional.linear(x, self.weight).clone()
+        return out if self.bias is None else out + self.bias
 
 
 @lru_cache(maxsize=16)
