@@ -17,6 +17,7 @@ from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.encode.clip_conditions import cut_part
+from opensora_cli.memory.host_memory import queued_copy
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
@@ -92,7 +93,7 @@ class Encoders:
     @torch.no_grad()
     def latents(self, pixels_THWC: Tensor) -> Tensor:
         """Return the latents (C,T,H,W) of frames in uint8; a RequestError for a shape that cannot be encoded."""
-        pixels_CTHW = pixels_THWC.permute(3, 0, 1, 2).to(self._device)
+        pixels_CTHW = queued_copy(pixels_THWC, self._device).permute(3, 0, 1, 2)
         pixels_BCTHW = (pixels_CTHW[None].float() / 127.5 - 1.0).to(self._dtype)
         with torch.autocast(self._device.type, enabled=False):
             return self._vae.encode(pixels_BCTHW, tiling=self._tiling)[0]

@@ -15,6 +15,7 @@ from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
 from opensora_cli.engine.encode.frozen_parts import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.text import clip_model, t5_model
+from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import BatchShape, largest_batch_shape
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
@@ -57,7 +58,7 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
     if settings.train_mmdit.cache is None:
         frozen = [new_autoencoder(settings.vae), *_text_encoders(settings)]
     for module in frozen:
-        module.requires_grad_(False).eval().to(frozen_dtype(settings.train_mmdit, torch.device("cpu")))
+        module.requires_grad_(False).eval().to(_frozen_dtype(settings))
     task = MMDiTTask(
         transformer,
         settings=settings.train_mmdit,
@@ -76,8 +77,11 @@ def _encoders(settings: TrainSettings, vae: Autoencoder) -> Encoders:
     def clip(captions: list[str]) -> Tensor:
         return torch.stack([_pooled_prompt_embeds(settings)] * len(captions))
 
-    dtype = frozen_dtype(settings.train_mmdit, torch.device("cpu"))
-    return Encoders(vae, t5=t5, clip=clip, dtype=dtype, tiling=vae_tiling(settings.vae))
+    return Encoders(vae, t5=t5, clip=clip, dtype=_frozen_dtype(settings), tiling=vae_tiling(settings.vae))
+
+
+def _frozen_dtype(settings: TrainSettings) -> torch.dtype:
+    return frozen_dtype(settings.train_mmdit, torch.device(device_type(settings.device_name)))
 
 
 def _prompt_embeds(settings: TrainSettings) -> Tensor:
@@ -108,7 +112,7 @@ class _CachedBlackClip:
         return _pooled_prompt_embeds(self.settings)
 
     def _latents(self, num_frames: int) -> Tensor:
-        grid, dtype = self.settings.vae.grid, frozen_dtype(self.settings.train_mmdit, torch.device("cpu"))
+        grid, dtype = self.settings.vae.grid, _frozen_dtype(self.settings)
         size = grid.latent_size(self.shape.height, self.shape.width)
         return torch.zeros(grid.latent_channels, grid.latent_frames(num_frames), *size, dtype=dtype)
 

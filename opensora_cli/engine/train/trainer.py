@@ -70,24 +70,40 @@ _LOSS_OF = {"model": "loss", "adversary": "adversary_loss"}
 _NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done:
+    """A micro-batch whose gradients are added, or will be when the device comes to it."""
+
+    number: int
+    paths: tuple[str, ...]
+    samples: int
+    tokens: int
+    losses: Mapping[str, Tensor]
+    """Of each learner, on the device."""
+    figures: Mapping[str, float]
+
+
 @dataclass
 class _Sums:
     """Sums over the micro-batches of an update, on this rank."""
 
     figures: dict[str, float] = field(default_factory=dict)
-    learning: set[str] = field(default_factory=set)
-    """Names of the learners that have a loss."""
     samples: int = 0
     tokens: int = 0
     paths: list[str] = field(default_factory=list)
     suspects: list[str] = field(default_factory=list)
     """Paths of micro-batches whose own loss was not finite."""
 
-    def add(self, losses: Mapping[str, float], figures: Mapping[str, float], *, share: float) -> None:
-        """Add the figures of a micro-batch to the means."""
-        self.learning |= losses.keys()
-        for name, value in {**figures, **{_LOSS_OF[learner]: loss for learner, loss in losses.items()}}.items():
+    def add(self, done: _Done, *, share: float) -> None:
+        """Wait for the losses of a micro-batch, and add its figures to the means."""
+        losses = {_LOSS_OF[learner]: float(loss) for learner, loss in done.losses.items()}
+        for name, value in {**done.figures, **losses}.items():
             self.figures[name] = self.figures.get(name, 0.0) + share * value
+        self.samples += done.samples
+        self.tokens += done.tokens
+        self.paths += done.paths
+        if not all(math.isfinite(loss) for loss in losses.values()):
+            self.suspects += done.paths or (f"micro-batch {done.number}",)
 
 
 class Trainer(Generic[BatchT]):
@@ -146,8 +162,14 @@ class Trainer(Generic[BatchT]):
         Raises TrainingError if loss or gradient was not finite several steps in a row.
         """
         self.task.begin_step(self.step, self.ema)
-        sums = self._find_gradients()
-        norms = {name: self.learners[name].clip(self.precision) for name in self.learners if name in sums.learning}
+        done = self._find_gradients()
+        learning = {name for each in done for name in each.losses}
+        clipped = {name: self.learners[name].clip(self.precision) for name in self.learners if name in learning}
+        sums = _Sums()
+        # Here the host waits for the device, which has all work up to the update by now.
+        for each in done:
+            sums.add(each, share=1 / len(done))
+        norms = {name: float(norm) for name, norm in clipped.items()}
         with self._clock.part("exchange"):
             has_finite_loss = not self.distribution.any(bool(sums.suspects))
         # The norms are over all ranks already.
@@ -185,25 +207,29 @@ class Trainer(Generic[BatchT]):
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
         return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
 
-    def _find_gradients(self) -> _Sums:
+    def _find_gradients(self) -> list[_Done]:
         for learner in self.learners.values():
             learner.zero_grad()
-        sums = _Sums()
+        done = []
         count = self.micro_batches // self.distribution.data_ranks
         for index in range(count):
             with self._clock.part("data"):
                 batch = self.batches.next()
             with self.distribution.accumulating(last=index == count - 1):
                 losses, figures = self._backward(batch, share=1 / count)
-            sums.add(losses, figures, share=1 / count)
-            sums.paths += batch.paths
-            if not all(math.isfinite(loss) for loss in losses.values()):
-                sums.suspects += batch.paths or (f"micro-batch {batch.number}",)
-            sums.samples += self.task.samples(batch)
-            sums.tokens += self.task.tokens(batch)
-        return sums
+            done.append(
+                _Done(
+                    number=batch.number,
+                    paths=batch.paths,
+                    samples=self.task.samples(batch),
+                    tokens=self.task.tokens(batch),
+                    losses=losses,
+                    figures=figures,
+                )
+            )
+        return done
 
-    def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, float], dict[str, float]]:
+    def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Add a micro-batch's gradients; return the loss of each learner, and figures for the log."""
         rng = SampleRng.of(self._loop.seed, batch.number)
         # For dropout inside modules: the same for a micro-batch on any rank, at any time.
@@ -221,10 +247,10 @@ class Trainer(Generic[BatchT]):
                 figures = {**figures, **more}
         return losses, figures
 
-    def _add_gradients(self, loss: Tensor, share: float) -> float:
+    def _add_gradients(self, loss: Tensor, share: float) -> Tensor:
         with self._clock.part("backward"):
             self.precision.scale(loss * share).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
+        return loss.detach()
 
     def _update(self, learning: Iterable[str]) -> None:
         for name in learning:
@@ -232,7 +258,7 @@ class Trainer(Generic[BatchT]):
         if self.ema is not None and self._loop.ema_decay is not None:
             update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
 
-    def _report(self, sums: _Sums, norms: Mapping[str, Tensor], *, skipped: bool) -> StepReport:
+    def _report(self, sums: _Sums, norms: Mapping[str, float], *, skipped: bool) -> StepReport:
         ranks = self.distribution.data_ranks
         with self._clock.part("exchange"):
             means = self.distribution.mean({**sums.figures, "samples": sums.samples, "tokens": sums.tokens})
@@ -240,7 +266,7 @@ class Trainer(Generic[BatchT]):
         samples, tokens = round(means.pop("samples") * ranks), round(means.pop("tokens") * ranks)
         figures = {
             **{name: means.pop(name) for name in _LOSS_OF.values() if name in means},
-            **{_NORM_OF[name]: float(norm) for name, norm in norms.items()},
+            **{_NORM_OF[name]: norm for name, norm in norms.items()},
             **means,
             **self.precision.figures(),
         }

@@ -7,6 +7,7 @@ the key names of the released checkpoints.
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -69,8 +70,13 @@ class ChunkModulation(NamedTuple):
 
 
 def modulated_norm(x_BND: Tensor, *, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return LayerNorm(x)·(1 + scale) + shift; the norm has no weights of its own."""
-    return functional.layer_norm(x_BND, x_BND.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift
+    """Return LayerNorm(x)·(1 + scale) + shift, in the dtype of x; the norm has no weights of its own."""
+    device_type = x_BND.device.type
+    # Autocast of CUDA, but not of a CPU, would hand on twice the bytes, in fp32: kernels sum up in that anyway.
+    plain = torch.autocast(device_type, enabled=False) if device_type == "cuda" else nullcontext()
+    with plain:
+        normed_BND = functional.layer_norm(x_BND, x_BND.shape[-1:], eps=NORM_EPS)
+    return normed_BND * (1 + scale) + shift
 
 
 class Modulation(nn.Module):

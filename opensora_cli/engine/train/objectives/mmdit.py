@@ -25,6 +25,7 @@ from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.task import SampleRng
+from opensora_cli.memory.host_memory import queued_copy
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
@@ -175,7 +176,7 @@ class MMDiTTask:
         mask_1THW, reference_CTHW = condition_clip(
             latents_CTHW,
             mode,
-            clip.part,
+            lambda part: self._placed(clip.part(part)),
             causal=self._grid.is_causal,
             temporal_compression=self._grid.time_compression_ratio,
             lengths=self._lengths,
@@ -196,7 +197,7 @@ class MMDiTTask:
 
     def _placed(self, tensor: Tensor) -> Tensor:
         # Transferred before the cast: half the bytes.
-        return tensor.to(self._device).float()
+        return queued_copy(tensor, self._device).float()
 
     def _conditioning(self, samples: Sequence[_Sample], masks_B1THW: Tensor) -> Tensor | None:
         if not self._config.cond_embed:
