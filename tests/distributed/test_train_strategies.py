@@ -102,7 +102,11 @@ def trained(pool: Pool) -> Callable[[Case], list[tuple[Figures, int]]]:
     return cache(lambda case: pool(case.ranks).run(_figures_of_rank, case))
 
 
-@_slow_but({*FAST, Case("zero1", 2)})
+WHOLE_COPIES = Case("zero2", 2, (("dp_replicate_degree", 2),))
+"""Nothing is divided, though the strategy would."""
+
+
+@_slow_but({*FAST, Case("zero1", 2), WHOLE_COPIES}, (*DATA, *HYBRID, WHOLE_COPIES))
 def test_losses_are_those_of_one_process(trained: Trained, case: Case) -> None:
     _assert_as_alone(trained(case), _expected(case.micro_batches))
 

@@ -105,9 +105,12 @@ class ShardedDistribution(Distribution):
         group = fully_shard(
             module, mesh=self._fsdp_mesh, reshard_after_forward=gathers_twice, mp_policy=self._precision
         )
-        # Ranks that share a sample have summands of its gradient. As a sum and a scaling: gloo has no mean.
-        group.set_gradient_divide_factor(float(self.data_ranks))
+        # As a sum and a scaling: gloo has no mean.
         group.set_force_sum_reduction_for_comms(True)
+        # Ranks that share a sample have summands of its gradient. Without them torch divides by the right number itself,
+        # and by a number that is set twice (2.13).
+        if self._rows.size() > 1:
+            group.set_gradient_divide_factor(float(self.data_ranks))
         self._groups.append(group)
 
     def _with_divided_tokens(self, module: MMDiT) -> Callable[..., Tensor]:
