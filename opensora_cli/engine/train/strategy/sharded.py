@@ -107,8 +107,8 @@ class ShardedDistribution(Distribution):
         )
         # As a sum and a scaling: gloo has no mean.
         group.set_force_sum_reduction_for_comms(True)
-        # Ranks that share a sample have summands of its gradient. Without them torch divides by the right number itself,
-        # and by a number that is set twice (2.13).
+        # Ranks that share a sample have summands of its gradient. Where none are divided, torch (2.13) would divide by
+        # this number twice, and does so once without it.
         if self._rows.size() > 1:
             group.set_gradient_divide_factor(float(self.data_ranks))
         self._groups.append(group)
