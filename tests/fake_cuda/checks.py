@@ -16,6 +16,7 @@ from fake_cuda.log import (
     Ended,
     Entry,
     Freed,
+    Lent,
     Log,
     Operand,
     Operation,
@@ -117,15 +118,18 @@ def order_faults(log: Log) -> Iterator[str]:
     clocks = Clocks()
     accesses: dict[int, list[_Access]] = {}
     makers: dict[int, str] = {}
+    lent: dict[int, set[str]] = {}
     for entry in log.entries:
         clocks.pass_(entry)
         match entry:
             case Allocated() if entry.queue is not None:
                 makers[entry.storage] = entry.queue
+            case Lent():
+                lent.setdefault(entry.storage, set()).add(entry.queue)
             case Freed():
-                yield from _freed(
-                    clocks, accesses.pop(entry.storage, []), entry.thread, makers.pop(entry.storage, None)
-                )
+                waits_for = lent.pop(entry.storage, set())
+                used = [each for each in accesses.pop(entry.storage, []) if each.agent not in waits_for]
+                yield from _freed(clocks, used, entry.thread, makers.pop(entry.storage, None))
             case Unlocked():
                 yield from _unlocked(clocks, accesses.get(entry.storage, []), entry)
             case Operation():

@@ -135,6 +135,9 @@ class _Functions:
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
         self._fraction = fraction
 
+    def manual_seed_all(self, seed: int) -> None:
+        return None
+
     def empty_cache(self) -> None:
         return None
 

@@ -163,6 +163,14 @@ class Freed(Entry):
 
 
 @dataclass(frozen=True, slots=True)
+class Lent(Entry):
+    """A storage whose memory others get only when what is queued on a stream before it is freed is done."""
+
+    storage: int
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unlocked(Entry):
     """A storage of the host is not page-locked any more."""
 

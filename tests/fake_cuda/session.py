@@ -25,6 +25,8 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.launch import rank as launch_rank
 from opensora_cli.memory import host_weights
 
+_go_back = torch.autograd._engine_run_backward
+
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
@@ -67,6 +69,9 @@ def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = No
     collectives = Collectives(world, log, storages, queues)
     mode = LoggedTensors(log, storages, queues, collectives, gpu.memory_bytes)
     patched = (
+        (torch.autograd, "_engine_run_backward", _backwards),
+        (torch.UntypedStorage, "resize_", _followed(storages, queues)),
+        (FakeTensor, "record_stream", lambda tensor, stream: storages.lend(tensor, stream.queue)),
         (FakeTensor, "data_ptr", storages.address),
         (FakeTensor, "numpy", _numpy),
         (FakeTensor, "set_", of_memory),
@@ -86,10 +91,28 @@ def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = No
         stack.enter_context(mock.patch("socket.gethostname", return_value=world.machine(rank)))
         stack.enter_context(fake_gpu(gpu, log, storages, queues))
         stack.callback(_leave)
+        stack.callback(storages.end)
         torch.cuda.set_device(device)
         stack.enter_context(mode)
         stack.enter_context(DeviceFunctions())
         yield Rehearsal(world, rank, log, queues, mode)
+
+
+def _backwards(*arguments: Any, **options: Any) -> Any:
+    # torch leaves the mode before it goes back, where blocks are computed again.
+    with DeviceFunctions():
+        return _go_back(*arguments, **options)
+
+
+def _followed(storages: Storages, queues: Queues) -> Any:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        storages.resized(storage, queue=queues.current.queue)
+        return result
+
+    return resize_
 
 
 def _method(function: Any) -> Any:

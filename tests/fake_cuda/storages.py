@@ -5,7 +5,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
-from fake_cuda.log import Allocated, Freed, Log, Operand, Unlocked
+from fake_cuda.log import Allocated, Freed, Lent, Log, Operand, Unlocked
 from torch import Tensor
 
 _FIRST_ADDRESS = 2**46
@@ -34,6 +34,11 @@ class Storages:
         self._next_address = _FIRST_ADDRESS
         self._locked: dict[int, int] = {}
         """Address of locked memory -> one behind its last byte."""
+        self._is_over = False
+
+    def end(self) -> None:
+        """Log nothing any more: what is freed from now on is what the rehearsal leaves."""
+        self._is_over = True
 
     def see(self, tensor: Tensor, *, queue: str | None = None, pinned: bool = False) -> _Known:
         """Return what is known of a tensor's storage; a new one is logged."""
@@ -47,13 +52,30 @@ class Storages:
 
         def forget(_: object) -> None:
             gone = self._known.pop(key)
-            self._log.add(Freed(self._log.thread, "", gone.number, gone.device, gone.num_bytes))
+            if not self._is_over:
+                self._log.add(Freed(self._log.thread, "", gone.number, gone.device, gone.num_bytes))
 
         known = _Known(self._count, size, device, weakref.ref(storage, forget), is_pinned=pinned)
         self._known[key] = known
         self._count += 1
         self._log.add(Allocated(*self._log.asking, known.number, device, size, queue))
         return known
+
+    def resized(self, storage: torch.UntypedStorage, *, queue: str) -> None:
+        """Log that a storage was emptied or filled, as FSDP2 does: what it holds from then on has another number."""
+        known = self._known.get(storage._cdata)
+        if known is None:
+            return
+        if known.num_bytes:
+            self._log.add(Freed(*self._log.asking, known.number, known.device, known.num_bytes))
+        known.number, known.num_bytes = self._count, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        self._count += 1
+        if known.num_bytes:
+            self._log.add(Allocated(*self._log.asking, known.number, known.device, known.num_bytes, queue))
+
+    def lend(self, tensor: Tensor, queue: str) -> None:
+        """Log what `record_stream` asks for."""
+        self._log.add(Lent(*self._log.asking, self.see(tensor).number, queue))
 
     def operand(self, tensor: Tensor, *, queue: str | None = None) -> Operand:
         """Return a tensor as it is logged."""

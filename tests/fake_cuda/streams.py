@@ -18,7 +18,8 @@ class Queues:
     def __init__(self, log: Log, device: torch.device) -> None:
         self.log = log
         self.device = device
-        self.names: list[str] = []
+        self.all: list[FakeStream] = []
+        self._of_autograd: list[FakeEvent] = []
         self.events = count()
         self.tasks = count()
         # Types, as those of torch are: annotations name them.
@@ -49,9 +50,26 @@ class Queues:
         """Make a stream the current one of this thread."""
         self._current[self.log.thread] = stream
 
+    def autograd_current(self) -> int:
+        """Return the number of the current stream: this and the next three are what autograd asks for."""
+        return self.current.cuda_stream
+
+    def autograd_use(self, stream: int) -> None:
+        """Make a stream the current one."""
+        self.use(self.all[stream])
+
+    def autograd_record(self, stream: int) -> int:
+        """Return the number of a new event, after what is queued on a stream."""
+        self._of_autograd.append(self.all[stream].record_event())
+        return len(self._of_autograd) - 1
+
+    def autograd_wait(self, event: int, stream: int) -> None:
+        """Let what is queued on a stream from now on wait for an event."""
+        self._of_autograd[event].wait(self.all[stream])
+
     def synchronise(self) -> None:
         """Wait for all that is queued."""
-        self.log.add(Synchronised(*self.log.asking, "device", None, tuple(self.names)))
+        self.log.add(Synchronised(*self.log.asking, "device", None, tuple(each.queue for each in self.all)))
 
 
 class FakeStream:
@@ -62,9 +80,9 @@ class FakeStream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         asked = torch.device("cuda" if device is None else device)
         self.device = self.queues.device if asked.index is None else asked
-        self.cuda_stream = len(self.queues.names)
+        self.cuda_stream = len(self.queues.all)
         self.queue = f"{self.device}/{self.cuda_stream}"
-        self.queues.names.append(self.queue)
+        self.queues.all.append(self)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
         """Return an event after what is queued here."""

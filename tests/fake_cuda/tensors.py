@@ -21,6 +21,7 @@ _aten = torch.ops.aten
 _COPIES = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
 _UPSAMPLING = {_aten.upsample_nearest2d.vec: _aten.upsample_nearest2d.default}
 """One kernel, which torch would take apart into several that need more memory."""
+_SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 _FLASH_HEAD_DIM = 256
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -110,7 +111,8 @@ class LoggedTensors(FakeTensorMode):
         mutated = list(_mutated(func, args, kwargs))
         changed = {id(tensor) for tensor in mutated}
         # What only names a shape is not read.
-        read = [] if "empty" in func._opname else [tensor for tensor in given if id(tensor) not in changed]
+        names_shape = "empty" in func._opname or func._opname in _SHAPED
+        read = [] if names_shape else [tensor for tensor in given if id(tensor) not in changed]
         own = {id(tensor) for tensor in given}
         reads = tuple(map(self._storages.operand, read))
         fresh = [tensor for tensor in made if id(tensor) not in own]
@@ -197,14 +199,14 @@ def of_memory(tensor: Tensor, source: Any, *layout: Any) -> Tensor:
         return torch.empty(0, dtype=tensor.dtype).set_(source)
 
 
-def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+def moved(module: nn.Module, *arguments: Any, leaves_frozen: bool = False, **options: Any) -> nn.Module:
     """Stand in for `nn.Module.to`, which cannot give a fake parameter another device in place."""
     device, dtype, *_ = torch._C._nn._parse_to(*arguments, **options)
     made: dict[int, Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, old in held.items():
-                if old is None:
+                if old is None or (leaves_frozen and isinstance(old, nn.Parameter) and not old.requires_grad):
                     continue
                 if id(old) not in made:
                     new = old.detach().to(device, dtype if old.is_floating_point() else None)

@@ -1,0 +1,153 @@
+"""Training, rehearsed: a step of the engine's own trainer as one rank, at full size, without weights or clips.
+
+What is not the engine's own: captions are not encoded, and instead of the reducer of DistributedDataParallel, which is
+C++ and takes no fake tensors, there is `FakeReplicated`, which exchanges nothing: of `ddp` the gradients' sums are not
+rehearsed.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from fake_cuda.collectives import World
+from fake_cuda.device import GPU
+from fake_cuda.generation import LoggedReporter
+from fake_cuda.guard import accelerator
+from fake_cuda.log import Log, lines_of
+from fake_cuda.session import Rehearsal, rehearsal
+from fake_cuda.tensors import moved
+from sparse_weights import save_sparse
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
+from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
+from opensora_cli.engine.encode.frozen_parts import frozen_dtype
+from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
+from opensora_cli.engine.train import build, estimate, ranks, stand_ins
+from opensora_cli.engine.train.activations import plan_activations, saved_activations
+from opensora_cli.engine.train.fake_ranks import FakeReplicated
+from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
+from opensora_cli.engine.train.objectives import mmdit
+from opensora_cli.engine.train.offloaded_adamw import _Stage
+from opensora_cli.engine.train.strategy import distribution as alone
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.trainer import Trainer, _Sums
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+STEP = "a step"
+MAY_WAIT = lines_of(_Sums.add) | lines_of(Trainer.do_step) | lines_of(_Stage.passing)
+"""Losses and norms, once an update, which depends on them; and the host updates the pieces that were copied there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one rank did."""
+
+    rehearsal: Rehearsal
+    settings: TrainSettings
+
+    @property
+    def log(self) -> Log:
+        """All that it asked of its device."""
+        return self.rehearsal.log
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return self.rehearsal.device
+
+
+def recipe(name: str, **changes: object) -> TrainSettings:
+    """Return a packaged recipe; `section__key=value` changes it."""
+    settings = load_train_settings(config=Path(name), overrides={}, environment={})
+    return settings.replace({"device": "cuda", **{key.replace("__", "."): value for key, value in changes.items()}})
+
+
+def with_weights(folder: Path, settings: TrainSettings) -> TrainSettings:
+    """Return settings whose first weights are in a sparse file, which takes no disk: mapped, as those of a run are."""
+    weights = transformer_on_meta(settings.model).state_dict()
+    path = folder / f"{len(weights)}.safetensors"
+    if not path.exists():
+        save_sparse(path, weights, dtype=torch.bfloat16)
+    return settings.replace({"init": str(path)})
+
+
+def rehearse(settings: TrainSettings, world: World | None = None, rank: int = 0, *, gpu: GPU | None = None) -> Turn:
+    """Be one rank of a training for a step of two micro-batches of the largest shape, with moments of earlier steps."""
+    world = world or World()
+    if rank and not world.said:
+        # What it is told by rank 0, which is not looked at otherwise.
+        with rehearsal(world, gpu=gpu) as first, ranks.joined_ranks(settings, first.context):
+            pass
+    with _disable_current_modes():
+        activations, frozen = plan_activations(settings), plan_frozen_weights(settings)
+    with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
+        stack.enter_context(accelerator(turn.queues))
+        stack.enter_context(mock.patch.object(alone, "_moved", partial(moved, leaves_frozen=True)))
+        replicated = partial(ranks.open_distribution, replicated=FakeReplicated)
+        stack.enter_context(mock.patch.object(ranks, "open_distribution", replicated))
+        distribution = Distribution(turn.device)
+        if world.size > 1:
+            settings, distribution = stack.enter_context(ranks.joined_ranks(settings, turn.context))
+        reporter = LoggedReporter(turn.log)
+        trainer = estimate._trainer(settings, _task(settings, distribution, reporter), distribution)
+        estimate._make_moments(trainer)
+        module = trainer.task.module
+        stack.enter_context(streamed_weights(module, frozen, settings, device=turn.device, reporter=reporter))
+        with saved_activations(module, activations), reporter.stage(STEP):
+            trainer.step = 1
+            trainer.do_step()
+            reporter.advance()
+        return Turn(turn, settings)
+
+
+def _task(settings: TrainSettings, distribution: Distribution, reporter: LoggedReporter) -> Any:
+    attention = partial(build.plan_attention, tries_device=False)
+    clips: Any = _Cache(settings) if settings.train_mmdit.cache is not None else None
+    with (
+        mock.patch.object(build, "plan_attention", attention),
+        mock.patch.object(mmdit, "load_encoders", _encoders),
+    ):
+        return build.build_task(settings, distribution=distribution, clips=clips, reporter=reporter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Stands in for a cache of encoded clips; those of the micro-batches are `largest_batches`'."""
+
+    settings: TrainSettings
+
+    def empty_prompt(self) -> EmptyPrompt:
+        text, model = self.settings.text, self.settings.model
+        return EmptyPrompt(torch.zeros(text.t5_max_length, model.context_in_dim), torch.zeros(model.vec_in_dim))
+
+
+def _encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
+    """Return the frozen parts on the device, the text encoders of which are there and encode nothing."""
+    dtype, empty = frozen_dtype(settings.train_mmdit, device), partial(torch.zeros, device=device)
+    with _disable_current_modes(), torch.device("meta"):
+        vae = autoencoder_on_meta(settings.vae)
+        texts = stand_ins._text_encoders(settings)
+    frozen = nn.ModuleList([vae, *texts]).requires_grad_(False).eval()
+    give_fake_weights(frozen, device=device, dtype=dtype)
+    vae.encoder = Repeated(vae.encoder)
+    length, model = settings.text.t5_max_length, settings.model
+
+    def t5(captions: list[str]) -> torch.Tensor:
+        assert len(texts) == 2  # they are held here
+        return empty(len(captions), length, model.context_in_dim)
+
+    return Encoders(
+        vae,
+        t5=t5,
+        clip=lambda captions: empty(len(captions), model.vec_in_dim),
+        device=device,
+        dtype=dtype,
+        tiling=vae_tiling(settings.vae),
+    )
