@@ -19,7 +19,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, resolve
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
-from opensora_cli.engine.generate.execution_plan import PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.make import computing, denoised_clips, make_videos
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import Ranks, planned_on_ranks
@@ -54,11 +54,9 @@ class Turn:
     @property
     def planned(self) -> dict[str, int]:
         """The bytes that each stage is planned to take, less those of models that rank 0 alone has by then."""
-        plans = {"": self.plan} if self.plan.picture is None else {"": self.plan, f"{PICTURE} ": self.plan.picture}
         return {
-            f"{of}{stage.name}": stage.total_bytes - sum(size for _, size in stage.kept if self.rehearsal.rank)
-            for of, plan in plans.items()
-            for stage in plan.stages
+            stage.name: stage.total_bytes - sum(size for _, size in stage.kept if self.rehearsal.rank)
+            for stage in self.plan.all_stages
         }
 
 

@@ -19,8 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _COPIES = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
-_UPSAMPLING = {_aten.upsample_nearest2d.vec: _aten.upsample_nearest2d.default}
-"""One kernel, which torch would take apart into several that need more memory."""
+_UPSAMPLING = {
+    _aten.upsample_nearest2d.vec: _aten.upsample_nearest2d.default,
+    _aten.upsample_nearest3d.vec: _aten.upsample_nearest3d.default,
+}
+"""One kernel each, which torch would take apart into several that need more memory."""
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 _FLASH_HEAD_DIM = 256
 _HALF = (torch.float16, torch.bfloat16)

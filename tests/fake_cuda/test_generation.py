@@ -12,6 +12,7 @@ from fake_cuda.weights import full_size_settings
 FEW_BLOCKS = {"video__num_frames": 33, "model__depth": 1, "model__depth_single_blocks": 1}
 """Of full width: what differs from block to block is nothing."""
 ONE_BRANCH = {"sampling__guidance_scale": 1.0}
+ALL_BLOCKS = {"video__num_frames": 129, "model__depth": 19, "model__depth_single_blocks": 38, **ONE_BRANCH}
 NO_DOUBLE_BLOCK = {"model__depth": 0, **ONE_BRANCH}
 PICTURE = {"picture__model__depth": 1, "picture__model__depth_single_blocks": 1}
 PINNED = {"memory__offload": "blocks", "memory__resident_blocks": 1, "memory__host_weights": "pinned"}
@@ -32,6 +33,8 @@ class Row:
     does: tuple = ()
     """What is rehearsed beside sampling: `encodes`, `decodes`."""
     memory_bytes: int = 80 * GIB
+    turns: tuple[int, ...] | None = None
+    """The ranks that take one, rank 0 first; None: all."""
 
 
 def along(**degrees):
@@ -48,6 +51,7 @@ SLOW = {
     "256px on another GPU": Row("256px", changes={"runtime__device": "cuda:3"}),
     "256px from a picture": Row("t2i2v_256px", mode="i2v_head", changes=PICTURE),
     "768px from a picture": Row("t2i2v_768px", mode="i2v_head", changes=PICTURE),
+    "high compression": Row("high_compression", changes={**PICTURE, "video__num_frames": 32}, does=("decodes",)),
     "a picture": Row("flux1_dev", changes={"video__num_frames": 1}),
     "demo": Row("demo", changes={"video__num_frames": 17}),
     # conditions and offload
@@ -79,7 +83,14 @@ SLOW = {
     "Ulysses in two stages on 2 machines": Row(
         "256px", 16, changes=along(ulysses=16) | {"parallel__all_to_all": "hierarchical"}
     ),
+    "bf16 on the way": Row(
+        "256px", 2, changes=along(ulysses=2) | {"runtime__dtype": "float32", "parallel__compression": "bf16"}
+    ),
+    # of full depth
+    "256px, all blocks": Row("256px", changes=ALL_BLOCKS),
+    "256px, all blocks, one of 8 ranks": Row("256px", 8, changes=ALL_BLOCKS, turns=(0,)),
     # other stages
+    "draft": Row("768px", changes={"draft__resolution": "256px"}),
     "texts": Row("256px", changes=NO_DOUBLE_BLOCK, given=("text",), does=("encodes",)),
     "texts on little memory": Row(
         "256px", changes=NO_DOUBLE_BLOCK | PINNED, given=("text",), does=("encodes",), memory_bytes=8 * GIB
@@ -103,12 +114,12 @@ def test_every_rank_asks_for_what_it_may_and_takes_the_memory_that_is_planned(tm
         row.preset,
         parallel__gpus=row.size // machines,
         parallel__nnodes=machines,
-        condition__mode=None if row.preset.startswith(("t2i2v", "flux")) else row.mode,
+        condition__mode=None if row.preset.startswith(("t2i2v", "high", "flux")) else row.mode,
         **dict.fromkeys(row.given, True),
         **blocks | row.changes,
     )
     world, logs = World(row.size), {}
-    for rank in range(row.size):
+    for rank in row.turns or range(row.size):
         gpu = GPU(memory_bytes=row.memory_bytes)
         turn = rehearse(settings, world, rank, gpu=gpu, **dict.fromkeys(row.does, True))
         assert faults(turn.log, turn.device, stage="denoise", allowed=MAY_WAIT) == []
