@@ -7,7 +7,7 @@ published for the reference implementation, and predicts the other three; `--tab
 import argparse
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,7 +82,7 @@ def of_reference(time: Published, gpu: GpuSettings) -> float:
 
 
 def fit(two: Sequence[Published], gpu: GpuSettings) -> GpuSettings:
-    """Return the GPU with the efficiencies with which both times are as published.
+    """Return the GPU with the efficiencies, to three digits, with which both times are as published.
 
     Times are linear in the inverse of both as long as nothing else hides them, so that a few of Newton's steps will do.
     Raises ValueError if there are none between 0 and 1.
@@ -104,7 +104,7 @@ def fit(two: Sequence[Published], gpu: GpuSettings) -> GpuSettings:
         inverse[1] -= (a * now[1] - c * now[0]) / determinant
         if min(inverse) < 1:
             raise ValueError("an efficiency would be over 1")
-    return _with(gpu, inverse)
+    return _with(gpu, [1 / round(1 / value, 3) for value in inverse])
 
 
 def _missed(two: Sequence[Published], gpu: GpuSettings, inverse: Sequence[float]) -> list[float]:
@@ -121,14 +121,20 @@ def errors(gpu: GpuSettings, left_out: Sequence[Published] = ()) -> Mapping[Publ
     return {time: of_reference(time, gpu) / time.seconds - 1 for time in PUBLISHED if time not in left_out}
 
 
-def fits(gpu: GpuSettings) -> Iterator[tuple[tuple[Published, Published], GpuSettings, float]]:
-    """Yield all pairs of times to which efficiencies can be fitted, with the largest error of the other three."""
+def fit_table(gpu: GpuSettings) -> list[str]:
+    """Return all pairs of times to which efficiencies can be fitted, that with the smallest error of the rest first."""
+    found = []
     for two in itertools.combinations(PUBLISHED, 2):
         try:
             fitted = fit(two, gpu)
         except ValueError:
             continue
-        yield two, fitted, max(map(abs, errors(fitted, two).values()))
+        worst = max(map(abs, errors(fitted, two).values()))
+        reached = (f"{part:.1%}" for part in (fitted.product_efficiency, fitted.attention_efficiency))
+        times_of = " and ".join(f"{time.resolution} on {time.gpus}" for time in two)
+        found.append((worst, _row((times_of, *reached, f"{worst:.1%}"))))
+    head = _row(("fitted to", "products reach", "attention reaches", "largest error of the other three"))
+    return [head, _row(["---"] * 4), *(row for _, row in sorted(found))]
 
 
 def truth_table(gpu: GpuSettings) -> list[str]:
@@ -230,11 +236,7 @@ def main() -> None:
     h100 = read_machine("H100").gpu
     print("\n".join(truth_table(h100)))
     if asked.fit:
-        print()
-        for two, fitted, worst in fits(h100):
-            names = " and ".join(f"{time.resolution} on {time.gpus}" for time in two)
-            parts = f"products {fitted.product_efficiency:.3f}, attention {fitted.attention_efficiency:.3f}"
-            print(f"fitted to {names}: {parts}; the others within {worst:.1%}")
+        print("", *fit_table(h100), sep="\n")
     if asked.tables:
         for resolution in ("256px", "768px"):
             print("", *generation_table(resolution), sep="\n")

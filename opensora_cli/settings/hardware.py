@@ -12,10 +12,11 @@ from typing import Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import first_few
 from opensora_cli.settings.base import ByteSize, Section
 from opensora_cli.settings.explain import Given, nearest
-from opensora_cli.settings.files import list_presets, presets_folder, read_yaml
-from opensora_cli.settings.layers import read_sections, validate
+from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_yaml
+from opensora_cli.settings.layers import all_keys, read_sections, validate
 
 PRODUCT_EFFICIENCY = 0.724
 ATTENTION_EFFICIENCY = 0.427
@@ -156,4 +157,12 @@ def _read_gpu(name: str) -> GpuSettings:
         close = parts[0] if parts else nearest(name, known.values(), cutoff=0.5)
         hint = f"did you mean {close}?" if close else "or name a YAML file of your own, as configs/hardware/ has them"
         raise RequestError(f"hardware {name!r} is not one of {', '.join(sorted(known.values()))}", hint=hint)
-    return validate(GpuSettings, read_sections(GpuSettings, read_yaml(path), source=str(path)))
+    given = read_sections(GpuSettings, read_yaml(path), source=str(path))
+    fields = GpuSettings.model_fields
+    required = (key for key in all_keys(GpuSettings) if fields[key.partition(".")[0]].is_required())
+    if missing := [key for key in required if key not in given]:
+        raise RequestError(
+            f"{path} must give {first_few(missing)}",
+            hint=f"`{EXTENDS}: {_KIND}/H100` takes from that GPU what the file does not give",
+        )
+    return validate(GpuSettings, given)

@@ -47,6 +47,13 @@ def test_a_row_of_the_page_is_what_the_code_predicts(resolution: str, machine: s
 
 
 @pytest.mark.slow
+def test_the_page_has_what_every_two_published_times_give() -> None:
+    table = predict.fit_table(read_machine("H100").gpu)
+    assert len(table) == 6
+    assert "\n".join(table) in PAGE
+
+
+@pytest.mark.slow
 def test_training_rows_of_the_page_are_what_the_code_predicts() -> None:
     assert predict.CARD_OF_16_GIB in PAGE
     table = predict.training_table()

@@ -104,12 +104,22 @@ def test_nonsense_in_a_file_is_refused(change: str, says: str, tmp_path: Path, m
     assert len(raised.value.message.splitlines()) == 1
 
 
-def test_every_figure_must_be_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"cuda_name": None}, "cuda_name"),
+        ({"memory_rate": None}, "memory_rate.peak_gb_per_s, memory_rate.attainable_gb_per_s"),
+        ({"gpu_link": {"peak_gb_per_s": 32}}, "gpu_link.attainable_gb_per_s"),
+    ],
+)
+def test_every_figure_must_be_given(change: dict[str, object], missing: str, tmp_path: Path) -> None:
     path = tmp_path / "rig.yaml"
-    path.write_text(yaml.safe_dump({"name": "rig"}))
-    with pytest.raises(OsoraError, match="memory_rate must be given") as raised:
+    figures = read_machine("4090").gpu.model_dump() | change
+    path.write_text(yaml.safe_dump({key: value for key, value in figures.items() if value is not None}))
+    with pytest.raises(OsoraError) as raised:
         read_machine(str(path))
-    assert raised.value.exit_code == 2
+    assert (raised.value.exit_code, raised.value.message) == (2, f"{path} must give {missing}")
+    assert raised.value.hint == "`extends: hardware/H100` takes from that GPU what the file does not give"
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
