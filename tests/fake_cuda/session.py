@@ -18,7 +18,7 @@ from fake_cuda.tensors import DeviceFunctions, LoggedTensors, moved, of_memory
 from fake_cuda.values import value_of
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.core.ranks import RankContext
@@ -63,6 +63,8 @@ def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = No
     `init_with_retry`, with which ranks join, makes a process group that sends nothing.
     """
     world, gpu = world or World(), gpu or GPU()
+    # Of results on `cuda` it remembers which GPU that was.
+    FakeTensorMode.cache_clear()
     log = Log(rank)
     device = torch.device("cuda", rank % world.per_machine)
     storages, queues = Storages(log), Queues(log, device)

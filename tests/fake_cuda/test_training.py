@@ -17,14 +17,9 @@ from opensora_cli.memory.streaming import _Streamer
 
 pytestmark = pytest.mark.skipif(why_no_backward() is not None, reason=str(why_no_backward()))
 
-CACHED = {
-    # Blocks of full width: what differs from block to block is nothing.
-    "model__depth": 1,
-    "model__depth_single_blocks": 2,
-    "memory__checkpoint_double_blocks": None,
-    "train_mmdit__cache": "cache",
-    "data__buckets": {"256px": {33: [1.0, 1]}},
-}
+FEW = {"model__depth": 1, "model__depth_single_blocks": 2, "memory__checkpoint_double_blocks": None}
+"""Blocks, of full width: what differs from block to block is nothing."""
+CACHED = {**FEW, "train_mmdit__cache": "cache", "data__buckets": {"256px": {33: [1.0, 1]}}}
 LORA = {**CACHED, "memory__host_weights": "pinned"}
 
 
@@ -82,6 +77,45 @@ def test_an_adapter_of_the_11b_model_in_16_gib(tmp_path, frames, changes):
     turn = rehearse(with_weights(tmp_path, settings))
     assert wrong({0: turn}) == []
     assert memory_is_as_planned(turn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpus", "strategy", "changes"),
+    [
+        (2, "ddp", {}),
+        (2, "zero1", {"loop__micro_batches": 4}),
+        (2, "zero2", {"loop__micro_batches": 4, "optimizer__offload_states": True}),
+        (4, "zero3", {"loop__micro_batches": 8}),
+        (4, "hybrid", {"parallel__ring_degree": 2, "parallel__ulysses_degree": 2}),
+        (4, "hybrid", {"parallel__tensor_parallel_degree": 2, "parallel__ulysses_degree": 2}),
+    ],
+)
+def test_every_rank_of_a_strategy(gpus, strategy, changes):
+    settings = recipe("stage1", strategy=strategy, parallel__gpus=gpus, **CACHED, **changes)
+    world = World(gpus)
+    turns = {rank: rehearse(settings, world, rank) for rank in range(gpus)}
+    assert wrong(turns) == []
+    assert memory_is_as_planned(turns[0])
+    assert memory_is_as_planned(turns[gpus - 1], gpus - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["image", "stage1", "stage1_i2v", "stage2", "stage2_i2v"])
+def test_a_rank_of_a_recipe_with_its_largest_micro_batch(name):
+    changes = {} if name.startswith("stage2") else {"parallel__gpus": 8}
+    turn = rehearse(recipe(name, **FEW, **changes), World(8), 5)
+    assert wrong({5: turn}) == []
+    assert memory_is_as_planned(turn, 5)
+
+
+@pytest.mark.slow
+def test_ranks_of_8_machines():
+    settings = recipe("stage2", **CACHED, parallel__nnodes=8)
+    world = World(64)
+    turns = {rank: rehearse(settings, world, rank) for rank in (0, 1, 63)}
+    assert wrong(turns) == []
+    assert memory_is_as_planned(turns[63], 63)
 
 
 def _float_loss(*arguments, plain=mmdit.get_batch_loss):
