@@ -92,13 +92,20 @@ def sync_faults(log: Log, *, stage: str, allowed: Container[str] = ()) -> Iterat
 
 
 def _between_advances(log: Log, stage: str) -> list[Entry]:
-    positions = [
-        index for index, entry in enumerate(log.entries) if isinstance(entry, Advanced) and entry.stage == stage
-    ]
-    starts = [index for index, entry in enumerate(log.entries) if isinstance(entry, Began) and entry.stage == stage]
-    if not positions:
+    found: list[Entry] = []
+    start = stop = None
+    for index, entry in enumerate(log.entries):
+        match entry:
+            case Began() if entry.stage == stage:
+                start = index
+            case Advanced() if entry.stage == stage:
+                stop = index
+            case Ended() if entry.stage == stage and stop is not None:
+                found += log.entries[start:stop]
+                stop = None
+    if not found:
         raise ValueError(f"nothing was done in a stage {stage}")
-    return log.entries[starts[0] : positions[-1]]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

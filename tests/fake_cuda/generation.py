@@ -19,7 +19,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, resolve
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import EXTENSION, ExecutionPlan
 from opensora_cli.engine.generate.make import computing, denoised_clips, make_videos
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import Ranks, planned_on_ranks
@@ -54,10 +54,13 @@ class Turn:
     @property
     def planned(self) -> dict[str, int]:
         """The bytes that each stage is planned to take, less those of models that rank 0 alone has by then."""
-        return {
-            stage.name: stage.total_bytes - sum(size for _, size in stage.kept if self.rehearsal.rank)
-            for stage in self.plan.all_stages
-        }
+        planned: dict[str, int] = {}
+        for stage in self.plan.all_stages:
+            size = stage.total_bytes - sum(size for _, size in stage.kept if self.rehearsal.rank)
+            # A run shows the stages of all segments as those of the first.
+            name = stage.name.removeprefix(f"{EXTENSION} ")
+            planned[name] = max(size, planned.get(name, 0))
+        return planned
 
 
 class LoggedReporter(SilentReporter):
@@ -127,7 +130,7 @@ def _make(plan: ExecutionPlan, run: Run, turn: Rehearsal, *, encodes: bool, deco
     with _disable_current_modes():
         references = references_of(plan, run.reporter) if run.is_main else []
     with computing(plan, run.reporter), run.lending() as models:
-        given = () if encodes else (_embeds(plan),)
+        given = () if encodes else (_embeds(plan),) * len(plan.segments)
         work = Work(plan, files, references, embeds=given, picture_embeds=given)
         record = RunRecord(run.reporter)
         if decodes:

@@ -3,11 +3,17 @@
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
 from fake_cuda.device import GIB, GPU
 from fake_cuda.generation import MAY_WAIT, rehearse
+from fake_cuda.log import Collective, Copy, Log, lines_of
 from fake_cuda.weights import full_size_settings
+
+from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.estimate.text import t5_model
+from opensora_cli.memory.host_weights import _MappedWeights
 
 FEW_BLOCKS = {"video__num_frames": 33, "model__depth": 1, "model__depth_single_blocks": 1}
 """Of full width: what differs from block to block is nothing."""
@@ -86,15 +92,22 @@ SLOW = {
     "bf16 on the way": Row(
         "256px", 2, changes=along(ulysses=2) | {"runtime__dtype": "float32", "parallel__compression": "bf16"}
     ),
+    "8 ranks": Row("768px", 8),
+    # Ulysses 8 x ring 8: the ranks of two machines, and the first two of each
+    "64 ranks": Row(
+        "768px",
+        64,
+        changes={"video__num_frames": 5},
+        turns=tuple(rank for rank in range(64) if rank < 16 or rank % 8 < 2),
+    ),
     # of full depth
     "256px, all blocks": Row("256px", changes=ALL_BLOCKS),
     "256px, all blocks, one of 8 ranks": Row("256px", 8, changes=ALL_BLOCKS, turns=(0,)),
+    "768px, all blocks, one of 8 ranks": Row("768px", 8, changes=ALL_BLOCKS, turns=(0,)),
     # other stages
     "draft": Row("768px", changes={"draft__resolution": "256px"}),
+    "extended": Row("256px", changes={"video__extend": 1, "video__num_frames": 37}, does=("decodes",)),
     "texts": Row("256px", changes=NO_DOUBLE_BLOCK, given=("text",), does=("encodes",)),
-    "texts on little memory": Row(
-        "256px", changes=NO_DOUBLE_BLOCK | PINNED, given=("text",), does=("encodes",), memory_bytes=8 * GIB
-    ),
     "frames": Row("256px", changes=NO_DOUBLE_BLOCK, does=("decodes",)),
     # of many tiles, so that each rank has a whole one
     "frames of 2 ranks": Row("768px", 2, changes=NO_DOUBLE_BLOCK | {"video__num_frames": 5}, does=("decodes",)),
@@ -107,10 +120,29 @@ SLOW = {
     + [pytest.param(row, id=name, marks=pytest.mark.slow) for name, row in SLOW.items()],
 )
 def test_every_rank_asks_for_what_it_may_and_takes_the_memory_that_is_planned(tmp_path, row):
+    """Of 64 ranks those take a turn that are two whole groups along each axis of the mesh; at full depth rank 0."""
+    rehearsed_without_faults(tmp_path, row)
+
+
+@pytest.mark.slow
+def test_t5_comes_layer_by_layer_where_it_has_no_room(tmp_path):
+    row = Row("256px", changes=NO_DOUBLE_BLOCK | PINNED, given=("text",), does=("encodes",), memory_bytes=8 * GIB)
+    turn = rehearsed_without_faults(tmp_path, row)
+    assert turn.plan.offload.stream_text
+    with on_meta():
+        layers = t5_model(None).encoder.block.parameters()
+    pieces = lines_of(_MappedWeights._copy_piece)
+    copied = [entry for entry in turn.log.entries if isinstance(entry, Copy) and entry.where in pieces]
+    layers_bytes = torch.bfloat16.itemsize * sum(map(torch.numel, layers))
+    assert sum(entry.reads[0].stop - entry.reads[0].start for entry in copied) >= layers_bytes
+
+
+def rehearsed_without_faults(folder, row):
+    """Return the turn of the last rank of a run of which nothing is to be said."""
     machines = -(-row.size // 8)
     blocks = {} if row.preset == "demo" else FEW_BLOCKS
     settings = full_size_settings(
-        tmp_path,
+        folder,
         row.preset,
         parallel__gpus=row.size // machines,
         parallel__nnodes=machines,
@@ -124,5 +156,7 @@ def test_every_rank_asks_for_what_it_may_and_takes_the_memory_that_is_planned(tm
         turn = rehearse(settings, world, rank, gpu=gpu, **dict.fromkeys(row.does, True))
         assert faults(turn.log, turn.device, stage="denoise", allowed=MAY_WAIT) == []
         assert list(memory_faults(turn.log, turn.planned)) == []
-        logs[rank] = turn.log
+        # The rest of the logs of many ranks would take gigabytes.
+        logs[rank] = Log(rank, [entry for entry in turn.log.entries if isinstance(entry, Collective)])
     assert list(collective_faults(logs)) == []
+    return turn
