@@ -28,8 +28,8 @@ from torch import nn
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import GIB, release_memory
+from opensora_cli.engine.components.t5 import STREAMED_LAYERS
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
