@@ -110,12 +110,13 @@ def test_a_rank_of_a_recipe_with_its_largest_micro_batch(name):
 
 
 @pytest.mark.slow
-def test_ranks_of_8_machines():
-    settings = recipe("stage2", **CACHED, parallel__nnodes=8)
-    world = World(64)
-    turns = {rank: rehearse(settings, world, rank) for rank in (0, 1, 63)}
+@pytest.mark.parametrize(("nodes", "ranks"), [(8, (0, 1, 63)), (128, (777,))])
+def test_ranks_of_many_machines(nodes, ranks):
+    settings = recipe("stage2", **CACHED, parallel__nnodes=nodes)
+    world = World(8 * nodes)
+    turns = {rank: rehearse(settings, world, rank) for rank in ranks}
     assert wrong(turns) == []
-    assert memory_is_as_planned(turns[63], 63)
+    assert memory_is_as_planned(turns[ranks[-1]], ranks[-1])
 
 
 def _float_loss(*arguments, plain=mmdit.get_batch_loss):
