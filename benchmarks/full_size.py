@@ -277,7 +277,6 @@ STEPS = (
 
 def run(step: Step, place: Place, threads: int) -> dict[str, Any]:
     """Run a step, and return what it took beside its plan; a RuntimeError if it fails."""
-    make_data(place)
     arguments = step.arguments(place, threads)
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     environment |= {"XDG_CACHE_HOME": str(place.caches), "HF_HUB_OFFLINE": "1"}
@@ -406,7 +405,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name} ...", flush=True)
         step = next((each for each in STEPS if each.name == name), None)
         try:
-            record = make_weights(place) if step is None else run(step, place, given.threads)
+            if step is None:
+                record = make_weights(place)
+                make_data(place)
+            else:
+                record = run(step, place, given.threads)
         except (OsoraError, RuntimeError) as error:
             sys.exit(str(error))
         if name == "weights" and name in there and not given.only:

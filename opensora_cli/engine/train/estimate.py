@@ -19,7 +19,7 @@ from opensora_cli.engine.train.activations import (
     saved_activations,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeReplicated, fake_rank
-from opensora_cli.engine.train.few_blocks import StandIns, with_few_blocks
+from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.frozen_weights import (
     FrozenWeights,
     fake_slots,
@@ -198,8 +198,8 @@ def _steps(
             counter.add(list(distribution.buckets.values()), GRADIENTS)
         for module in frozen:
             counter.add(module, FROZEN)
-        stand_ins = StandIns(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
-        with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"), stand_ins.watch():
+        few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
+        with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"), few_blocks.watch():
             if manager is not None:
                 counter.add(manager.buffers(), OFFLOADED)
             for step in steps:
@@ -208,7 +208,7 @@ def _steps(
                 counter.add(_gradients(trainer), GRADIENTS)
                 counter.add(_kept(trainer), OPTIMIZER)
                 counter.add(_staging(trainer), OFFLOADED)
-    counted = stand_ins.counted() if times else counter
+    counted = few_blocks.counted() if times else counter
     return _memory(settings, counted, trainer, plan, manager, times=times or {})
 
 

@@ -52,7 +52,7 @@ def with_few_blocks(
     return settings.replace(changes), plan.model_copy(update={"checkpointed_blocks": checkpointed}), times
 
 
-class StandIns:
+class FewBlocks:
     """Counts the bytes of blocks that stand for others as often as there are these.
 
     Args:
