@@ -19,6 +19,7 @@ from fake_cuda.values import value_of
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.core.ranks import RankContext
@@ -26,6 +27,7 @@ from opensora_cli.engine.launch import rank as launch_rank
 from opensora_cli.memory import host_weights
 
 _go_back = torch.autograd._engine_run_backward
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,15 @@ def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = No
         (dist, "batch_isend_irecv", collectives.together),
         # Messages of the host go by gloo, tensors of the device by NCCL.
         (dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl"),
+        # It would make the whole of what is divided, to find out what a result is like.
+        (ShardingPropagator, _PROPAGATE, mode.unlogged(getattr(ShardingPropagator, _PROPAGATE))),
         (launch_rank, "init_with_retry", _join),
         (host_weights, "ThreadPoolExecutor", partial(InlineExecutor, queues)),
     )
     with ExitStack() as stack:
         for owner, name, stand_in in patched:
             # A function that is to be a method, too.
-            value = _method(stand_in) if owner in (FakeTensor, nn.Module) else stand_in
+            value = _method(stand_in) if owner in (FakeTensor, nn.Module, ShardingPropagator) else stand_in
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         stack.enter_context(mock.patch("socket.gethostname", return_value=world.machine(rank)))
         stack.enter_context(fake_gpu(gpu, log, storages, queues))

@@ -1,6 +1,6 @@
 """Tensors of a GPU that is not there: torch's fake ones, each operation of which is logged."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -68,6 +68,18 @@ class LoggedTensors(FakeTensorMode):
         if func.namespace == "c10d":
             return self._collectives.run(func, args, kwargs)
         return self._logged(func, types, args, kwargs)
+
+    def unlogged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function inside of which nothing is logged: it asks only for shapes."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            was_inside, self._is_inside = self._is_inside, True
+            try:
+                return function(*arguments, **options)
+            finally:
+                self._is_inside = was_inside
+
+        return run
 
     def _faked(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or _is_fake(leaf):

@@ -8,7 +8,7 @@ from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
 from fake_cuda.device import GIB, GPU
 from fake_cuda.generation import MAY_WAIT, rehearse
-from fake_cuda.log import Collective, Copy, Log, lines_of
+from fake_cuda.log import Began, Collective, Copy, Log, lines_of
 from fake_cuda.weights import full_size_settings
 
 from opensora_cli.engine.components.on_meta import on_meta
@@ -60,6 +60,7 @@ SLOW = {
     "high compression": Row("high_compression", changes={**PICTURE, "video__num_frames": 32}, does=("decodes",)),
     "a picture": Row("flux1_dev", changes={"video__num_frames": 1}),
     "demo": Row("demo", changes={"video__num_frames": 17}),
+    "two samples at once": Row("256px", changes={"sampling__num_samples": 2, "sampling__batch_size": 2}),
     # conditions and offload
     "first frame, one model at a time": Row("256px", mode="i2v_head", changes={"memory__offload": "model"}),
     "last frame, pinned": Row("256px", mode="i2v_tail", changes=PINNED),
@@ -137,6 +138,12 @@ def test_t5_comes_layer_by_layer_where_it_has_no_room(tmp_path):
     assert sum(entry.reads[0].stop - entry.reads[0].start for entry in copied) >= layers_bytes
 
 
+def sampling_stages(log):
+    """Return those of a run and of its draft or first picture."""
+    stages = {entry.stage for entry in log.entries if isinstance(entry, Began)}
+    return sorted(stage for stage in stages if stage.endswith("denoise"))
+
+
 def rehearsed_without_faults(folder, row):
     """Return the turn of the last rank of a run of which nothing is to be said."""
     machines = -(-row.size // 8)
@@ -154,7 +161,8 @@ def rehearsed_without_faults(folder, row):
     for rank in row.turns or range(row.size):
         gpu = GPU(memory_bytes=row.memory_bytes)
         turn = rehearse(settings, world, rank, gpu=gpu, **dict.fromkeys(row.does, True))
-        assert faults(turn.log, turn.device, stage="denoise", allowed=MAY_WAIT) == []
+        for stage in sampling_stages(turn.log):
+            assert faults(turn.log, turn.device, stage=stage, allowed=MAY_WAIT) == [], stage
         assert list(memory_faults(turn.log, turn.planned)) == []
         # The rest of the logs of many ranks would take gigabytes.
         logs[rank] = Log(rank, [entry for entry in turn.log.entries if isinstance(entry, Collective)])

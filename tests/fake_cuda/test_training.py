@@ -89,6 +89,7 @@ def test_an_adapter_of_the_11b_model_in_16_gib(tmp_path, frames, changes):
         (4, "zero3", {"loop__micro_batches": 8}),
         (4, "hybrid", {"parallel__ring_degree": 2, "parallel__ulysses_degree": 2}),
         (4, "hybrid", {"parallel__tensor_parallel_degree": 2, "parallel__ulysses_degree": 2}),
+        (8, "hybrid", {"parallel__tensor_parallel_degree": 2, "parallel__ring_degree": 2}),
     ],
 )
 def test_every_rank_of_a_strategy(gpus, strategy, changes):
@@ -101,12 +102,27 @@ def test_every_rank_of_a_strategy(gpus, strategy, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["image", "stage1", "stage1_i2v", "stage2", "stage2_i2v"])
+@pytest.mark.parametrize("name", ["image", "stage1", "stage1_i2v", "stage2", "stage2_i2v", "high_compression"])
 def test_a_rank_of_a_recipe_with_its_largest_micro_batch(name):
     changes = {} if name.startswith("stage2") else {"parallel__gpus": 8}
     turn = rehearse(recipe(name, **FEW, **changes), World(8), 5)
     assert wrong({5: turn}) == []
     assert memory_is_as_planned(turn, 5)
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_recipe_with_all_of_its_blocks():
+    turn = rehearse(recipe("stage2"), World(8), 3)
+    assert wrong({3: turn}) == []
+    assert memory_is_as_planned(turn, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vae_hunyuan", "vae_dc_ae", "vae_dc_ae_disc"])
+def test_an_autoencoder_in_the_last_phase_of_its_recipe(name):
+    turn = rehearse(recipe(name, init=None, parallel__gpus=2), World(2))
+    assert wrong({0: turn}) == []
+    assert memory_is_as_planned(turn)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def rehearse(settings: TrainSettings, world: World | None = None, rank: int = 0,
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
         stack.enter_context(mock.patch.object(alone, "_moved", partial(moved, leaves_frozen=True)))
-        replicated = partial(ranks.open_distribution, replicated=FakeReplicated)
+        replicated = partial(ranks.open_distribution, replicated=_Replicated)
         stack.enter_context(mock.patch.object(ranks, "open_distribution", replicated))
         distribution = Distribution(turn.device)
         if world.size > 1:
@@ -101,10 +101,17 @@ def rehearse(settings: TrainSettings, world: World | None = None, rank: int = 0,
         module = trainer.task.module
         stack.enter_context(streamed_weights(module, frozen, settings, device=turn.device, reporter=reporter))
         with saved_activations(module, activations), reporter.stage(STEP):
-            trainer.step = 1
+            trainer.step = estimate.measured_steps(settings)[-1]
             trainer.do_step()
             reporter.advance()
         return Turn(turn, settings)
+
+
+class _Replicated(FakeReplicated):
+    """Brings modules to its device first, as `DistributedDataParallel` needs them."""
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        return super().shard(moved(module, self.device, leaves_frozen=True))
 
 
 def _task(settings: TrainSettings, distribution: Distribution, reporter: LoggedReporter) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor
 from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.transfers import queued_copy
 from opensora_cli.engine.encode.clip_conditions import cut_part
-from opensora_cli.memory.host_memory import queued_copy
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings

@@ -280,7 +280,7 @@ class _MarkingTask:
         self._task = task
         self._counter = counter
 
-    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the task's loss."""
         # Those of the micro-batches before.
         self._counter.add([weight.grad for weight in self.module.parameters() if weight.grad is not None], GRADIENTS)

@@ -79,8 +79,8 @@ class _Done:
     samples: int
     tokens: int
     losses: Mapping[str, Tensor]
-    """Of each learner, on the device."""
-    figures: Mapping[str, float]
+    """Of each learner."""
+    figures: Mapping[str, Tensor]
 
 
 @dataclass
@@ -95,9 +95,10 @@ class _Sums:
     """Paths of micro-batches whose own loss was not finite."""
 
     def add(self, done: _Done, *, share: float) -> None:
-        """Wait for the losses of a micro-batch, and add its figures to the means."""
+        """Wait for losses and figures of a micro-batch, and add them to the means."""
         losses = {_LOSS_OF[learner]: float(loss) for learner, loss in done.losses.items()}
-        for name, value in {**done.figures, **losses}.items():
+        figures = {name: float(value) for name, value in done.figures.items()}
+        for name, value in {**figures, **losses}.items():
             self.figures[name] = self.figures.get(name, 0.0) + share * value
         self.samples += done.samples
         self.tokens += done.tokens
@@ -229,7 +230,7 @@ class Trainer(Generic[BatchT]):
             )
         return done
 
-    def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Add a micro-batch's gradients; return the loss of each learner, and figures for the log."""
         rng = SampleRng.of(self._loop.seed, batch.number)
         # For dropout inside modules: the same for a micro-batch on any rank, at any time.

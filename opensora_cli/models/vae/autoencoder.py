@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.transfers import queued_copy
 from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, joined_in_time, run_tiled, tiled_pieces
 
 
@@ -223,5 +224,5 @@ class PosteriorAutoencoder(Autoencoder):
         sample_BCTHW = mean_BCTHW
         if generator is not None:
             noise_BCTHW = torch.randn(mean_BCTHW.shape, generator=generator, device=generator.device)
-            sample_BCTHW = mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW.to(mean_BCTHW.device)
+            sample_BCTHW = mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * queued_copy(noise_BCTHW, mean_BCTHW.device)
         return Reconstruction(self.decode(self.scale_latents(sample_BCTHW)), mean_BCTHW, logvar_BCTHW)

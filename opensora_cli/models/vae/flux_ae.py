@@ -11,6 +11,7 @@ from torch.nn import functional
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder
+from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.models.vae.tiling import TileAxis, TileGrid, check_tiles, tile_axes
 
 NORM_GROUPS = 32
@@ -299,8 +300,8 @@ def _resnets(in_channels: int, out_channels: int, *, num_blocks: int) -> nn.Modu
     return nn.ModuleList(ResnetBlock(width, out_channels) for width in widths)
 
 
-def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(NORM_GROUPS, channels, eps=_NORM_EPS)
+def _norm(channels: int) -> GroupNorm:
+    return GroupNorm(NORM_GROUPS, channels, eps=_NORM_EPS)
 
 
 def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:

@@ -12,6 +12,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder
 from opensora_cli.models.vae.chunked import decode_in_chunks
+from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.models.vae.hunyuan_blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
 from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, check_tiles, tile_axes, tiled_pieces
 
@@ -133,7 +134,7 @@ class Encoder(nn.Module):
             for before, after, (time, space) in zip((widths[0], *widths), widths, config.level_factors, strict=False)
         )
         self.mid_block = MidBlock(widths[-1], num_groups=groups)
-        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], eps=NORM_EPS)
+        self.conv_norm_out = GroupNorm(groups, widths[-1], eps=NORM_EPS)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels)
 
     def forward(self, pixels_BCTHW: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ class Decoder(nn.Module):
             UpBlock(before, after, num_layers=config.layers_per_block + 1, num_groups=groups, time=time, space=space)
             for before, after, (time, space) in zip((widths[0], *widths), widths, config.level_factors, strict=False)
         )
-        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], eps=NORM_EPS)
+        self.conv_norm_out = GroupNorm(groups, widths[-1], eps=NORM_EPS)
         self.conv_out = CausalConv3d(widths[-1], config.out_channels)
 
     def forward(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.models.vae.resample import CarriedFrames, conv_of_upsampled, fast_layout, replicate_pad
 
 NORM_EPS = 1e-6
@@ -38,9 +39,9 @@ class ResnetBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, num_groups: int) -> None:
         super().__init__()
-        self.norm1 = nn.GroupNorm(num_groups, in_channels, eps=NORM_EPS)
+        self.norm1 = GroupNorm(num_groups, in_channels, eps=NORM_EPS)
         self.conv1 = CausalConv3d(in_channels, out_channels)
-        self.norm2 = nn.GroupNorm(num_groups, out_channels, eps=NORM_EPS)
+        self.norm2 = GroupNorm(num_groups, out_channels, eps=NORM_EPS)
         self.conv2 = CausalConv3d(out_channels, out_channels)
         self.conv_shortcut: CausalConv3d | None = None
         if in_channels != out_channels:
@@ -65,7 +66,7 @@ class FrameCausalAttention(nn.Module):
 
     def __init__(self, channels: int, *, num_groups: int) -> None:
         super().__init__()
-        self.group_norm = nn.GroupNorm(num_groups, channels, eps=NORM_EPS)
+        self.group_norm = GroupNorm(num_groups, channels, eps=NORM_EPS)
         self.to_q = nn.Linear(channels, channels)
         self.to_k = nn.Linear(channels, channels)
         self.to_v = nn.Linear(channels, channels)

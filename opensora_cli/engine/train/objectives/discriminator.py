@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
+from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
 from opensora_cli.settings.train_objectives import DiscriminatorSettings
 
@@ -34,7 +35,7 @@ class PatchDiscriminator3d(nn.Module):
         for layer in range(1, layers + 1):
             stack += [
                 _conv(widths[layer - 1], widths[layer], stride=2 if layer < layers else 1, bias=False),
-                nn.GroupNorm(widths[layer] // _CHANNELS_PER_GROUP, widths[layer]),
+                GroupNorm(widths[layer] // _CHANNELS_PER_GROUP, widths[layer]),
                 nn.LeakyReLU(_SLOPE),
             ]
         self.layers = nn.Sequential(*stack, _conv(widths[-1], 1))
@@ -83,14 +84,14 @@ class PatchAdversary:
         """Keep clips and their reconstructions for the next `loss`."""
         self._shown = real_BCTHW.detach(), made_BCTHW.detach()
 
-    def loss(self) -> tuple[Tensor, dict[str, float]] | None:
+    def loss(self) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Return the hinge loss on the clips since the last call, with the mean logits; None: there were none."""
         if self._shown is None:
             return None
         shown, self._shown = self._shown, None
         # One pass for both: DDP needs one forward for each backward.
         real, made = self.forward(torch.cat(shown)).float().chunk(2)
-        means = {"real_logit": float(real.detach().mean()), "made_logit": float(made.detach().mean())}
+        means = {"real_logit": real.detach().mean(), "made_logit": made.detach().mean()}
         return hinge_loss(real, made), means
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.transfers import queued_copy
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import scale_metadata
 from opensora_cli.engine.encode.clip_cache import ClipCache
@@ -25,7 +26,6 @@ from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.memory.host_memory import queued_copy
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
@@ -105,7 +105,7 @@ class MMDiTTask:
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""
 
-    def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
         states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
         samples = [self._sample(clip, each) for clip, each in zip(self._encoded(batch), states, strict=True)]

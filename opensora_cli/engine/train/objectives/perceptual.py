@@ -11,6 +11,7 @@ from opensora_cli.checkpoint.load import differences
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.transfers import queued_copy
 
 # Widths of the convolutions of VGG16, stage by stage; between stages, resolution halves.
 _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
@@ -52,7 +53,10 @@ class PerceptualDistance(nn.Module):
     def _stages(self, pixels_BCTHW: Tensor) -> Iterator[Tensor]:
         """Yield what comes out of each stage, frames being a batch."""
         hidden_NCHW = pixels_BCTHW.transpose(1, 2).flatten(0, 1)
-        shift_C11, scale_C11 = (hidden_NCHW.new_tensor(colour).view(3, 1, 1) for colour in (_SHIFT, _SCALE))
+        shift_C11, scale_C11 = (
+            queued_copy(torch.tensor(colour, dtype=hidden_NCHW.dtype).view(3, 1, 1), hidden_NCHW.device)
+            for colour in (_SHIFT, _SCALE)
+        )
         hidden_NCHW = (hidden_NCHW - shift_C11) / scale_C11
         convolutions = iter(self.features.values())
         for stage, widths in enumerate(_STAGES):

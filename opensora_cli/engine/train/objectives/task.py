@@ -97,8 +97,8 @@ class Adversary(Protocol):
     def optimizer(self) -> OptimizerSettings:
         """Settings of its optimizer."""
 
-    def loss(self) -> tuple[Tensor, dict[str, float]] | None:
-        """Return its loss on what the task's `loss` has just computed, and figures for the log.
+    def loss(self) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return its loss on what the task's `loss` has just computed, and figures for the log, detached.
 
         None: it does not learn in this step, on no rank.
         """
@@ -125,8 +125,8 @@ class Task(Protocol[BatchT_contra]):
         rank's parts of the averaged weights by the names of the module's state; None: there is no average.
         """
 
-    def loss(self, batch: BatchT_contra, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
-        """Return the mean loss over the samples of a micro-batch, and figures for the log (of this rank)."""
+    def loss(self, batch: BatchT_contra, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over the samples of a micro-batch, and figures for the log (of this rank), detached."""
 
     def tokens(self, batch: BatchT_contra) -> int:
         """Return how many tokens (of captions or of packed latents) the micro-batch has."""

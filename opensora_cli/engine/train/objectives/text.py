@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from opensora_cli.core.files import atomic_folder, write_json_atomic
+from opensora_cli.core.transfers import queued_copy
 from opensora_cli.data.scenes import (
     Colour,
     Direction,
@@ -151,19 +152,21 @@ class TextTask:
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""
 
-    def loss(self, batch: CaptionBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: CaptionBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch of captions, and how many questions were answered as the scene has it."""
         device = next(self.module.parameters()).device
         t5_ids, clip_ids = (
-            _ids(tokenizer, batch.captions).to(device) for tokenizer in (self.t5_tokenizer, self.clip_tokenizer)
+            queued_copy(_ids(tokenizer, batch.captions), device)
+            for tokenizer in (self.t5_tokenizer, self.clip_tokenizer)
         )
         logits = self.forward(t5_ids, clip_ids)
         loss = torch.zeros((), device=device)
-        right = {"t5_right": 0.0, "clip_right": 0.0}
-        for (by_t5, by_clip), answers_B in zip(logits.values(), batch.answers_BQ.to(device).unbind(1), strict=True):
+        right = {"t5_right": torch.zeros_like(loss), "clip_right": torch.zeros_like(loss)}
+        answers_BQ = queued_copy(batch.answers_BQ, device)
+        for (by_t5, by_clip), answers_B in zip(logits.values(), answers_BQ.unbind(1), strict=True):
             for name, logits_BA in (("t5_right", by_t5), ("clip_right", by_clip)):
                 loss = loss + nn.functional.cross_entropy(logits_BA.float(), answers_B)
-                right[name] += float((logits_BA.argmax(-1) == answers_B).float().mean()) / len(logits)
+                right[name] += (logits_BA.argmax(-1) == answers_B).float().mean() / len(logits)
         return loss, right
 
     def tokens(self, batch: CaptionBatch) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.transfers import queued_copy
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
@@ -119,7 +120,7 @@ class VAETask:
             move_to_last_tap(ema or {})
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
 
-    def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
 
         Where gradients are off, the adversarial term is left out and clips stay whole, so that losses of different
@@ -133,7 +134,7 @@ class VAETask:
         if logvar is not None:
             kl = kl_divergence(mean.float(), logvar.float())
             loss = loss + self._settings.kl_weight * kl
-            figures["kl"] = float(kl.detach())
+            figures["kl"] = kl.detach()
         return loss, figures
 
     def tokens(self, batch: ClipBatch) -> int:
@@ -153,7 +154,7 @@ class VAETask:
         dtype = torch.float16 if self._settings.export_half else torch.float32
         write_weights(folder / VAE_FILE, weights, dtype=dtype)
 
-    def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, float]]:
+    def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the decoded pixels; its gradient by them is computed at once, term by term."""
         if not torch.is_grad_enabled():
             return self._reconstruction_loss(made, pixels)
@@ -170,18 +171,18 @@ class VAETask:
             weight = self._settings.discriminator.weight * balance
             value = value.detach() + weight * generator_loss.detach()
             gradient = gradient + weight * against
-            figures |= {"adversarial": float(generator_loss.detach()), "adversarial_weight": float(weight)}
+            figures |= {"adversarial": generator_loss.detach(), "adversarial_weight": weight}
             self.adversary.show(real_BCTHW=pixels, made_BCTHW=made)
         return with_gradient(made, value=value, gradient=gradient), figures
 
-    def _reconstruction_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def _reconstruction_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         settings = self._settings
         loss, squared = reconstruction_error(made, pixels, squared_weight=settings.squared_error_weight)
-        figures = {"psnr": float(psnr(squared.detach()))}
+        figures = {"psnr": psnr(squared.detach())}
         if self._perceptual is not None:
             distance = self._perceptual(made, pixels)
             loss = loss + settings.perceptual_weight * distance
-            figures["lpips"] = float(distance.detach())
+            figures["lpips"] = distance.detach()
         return loss, figures
 
     def _pixels(self, batch: ClipBatch, rng: SampleRng) -> Tensor:
@@ -190,7 +191,7 @@ class VAETask:
         share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
         if share and num_frames > 1 and rng.numpy.random() < share:
             frames = frames[torch.arange(count), rng.numpy.integers(num_frames, size=count)].unsqueeze(1)
-        return to_pixels(frames.to(next(self.module.parameters()).device))
+        return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
 
     def _whitened(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert isinstance(self.module, HunyuanVAE)  # as the settings were checked

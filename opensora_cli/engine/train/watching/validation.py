@@ -61,8 +61,8 @@ class HeldOutLoss:
                 loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
                 weight = trainer.task.samples(batch) if index < self._count else 0
                 samples += weight
-                for name, value in {"loss": float(loss), **figures}.items():
-                    sums[name] = sums.get(name, 0.0) + (weight * value if weight else 0.0)
+                for name, value in {"loss": loss, **figures}.items():
+                    sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
         means = distribution.mean({**sums, _SAMPLES: samples})
         return {name: means[name] / means[_SAMPLES] for name in sums}
 

@@ -1,0 +1,12 @@
+"""Copies of tensors to a device."""
+
+import torch
+from torch import Tensor
+
+
+def queued_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, without waiting for what is queued there: a GPU copies it when its turn comes."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # torch gives this memory to others when the copy is done.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
