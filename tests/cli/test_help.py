@@ -90,6 +90,12 @@ def test_presets_are_listed_without_torch() -> None:
     assert HEAVY & modules_after("generate", "--list-presets") == set()
 
 
+def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
+    modules = modules_after("generate", "raining, sea", "--model", "demo", "--dry-run", "--json")
+    assert {"torch", "opensora_cli.engine.generate.plan"} <= modules
+    assert modules.isdisjoint({"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy"})
+
+
 def test_generate_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--help"]) == 0
     named = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))

@@ -20,11 +20,8 @@ Pool = Callable[[int], Any]
 class _Words:
     """A tokenizer: one token for each letter."""
 
-    def __call__(self, texts: list[str], *, max_length: int, **_: object) -> Any:
-        ids = torch.zeros(len(texts), max_length, dtype=torch.int64)
-        for row, text in zip(ids, texts, strict=True):
-            row[: len(text)] = torch.tensor([ord(letter) % 32 for letter in text])
-        return transformers.BatchEncoding({"input_ids": ids})
+    def padded_ids(self, texts: list[str], length: int) -> list[list[int]]:
+        return [[ord(letter) % 32 for letter in text.ljust(length, "@")] for text in texts]
 
 
 def _encoder(mlp: str) -> T5Encoder:

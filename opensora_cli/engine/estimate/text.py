@@ -11,7 +11,6 @@ import torch
 
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.t5 import STREAMED_LAYERS
-from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need
 from opensora_cli.engine.estimate.file_bytes import FileWeights
@@ -19,6 +18,7 @@ from opensora_cli.engine.estimate.offload import TEXT, StageMemory
 from opensora_cli.memory.host_weights import aligned
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.text.folder import load_config
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import t5_linears
 
 _ACTIVATION_TENSORS = {"gelu_new": 4, "quick_gelu": 3}

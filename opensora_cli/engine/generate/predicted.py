@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.generation import reference_frames
 from opensora_cli.engine.estimate.generation_work import decoding_work, encoding_work, evaluation_work, text_work
@@ -32,6 +31,7 @@ from opensora_cli.engine.estimate.predicted_time import (
 )
 from opensora_cli.engine.estimate.transformer import streamed_bytes
 from opensora_cli.engine.generate.execution_plan import DRAFT, EXTENSION, PICTURE, ExecutionPlan
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings

@@ -13,7 +13,6 @@ import torch
 
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.exchanges import AttentionSizes
-from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.encode.frozen_parts import frozen_dtype
 from opensora_cli.engine.estimate.generation_work import encoding_work, evaluation_work, text_work
 from opensora_cli.engine.estimate.links import Exchanged, Links
@@ -41,6 +40,7 @@ from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.ranks import mesh_shape, training_exchange
 from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings

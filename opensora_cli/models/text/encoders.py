@@ -11,29 +11,26 @@ from torch import Tensor, nn
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text import folder as folders
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import fuse_t5_norms
+from opensora_cli.models.text.tokenizer import Tokenizer
 
 
 class PromptReader:
     """How an encoder reads prompts: with its tokenizer, up to one length."""
 
-    def __init__(self, *, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, *, tokenizer: Tokenizer, max_length: int) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
 
     def truncated(self, text: str) -> bool:
         """Whether `text` has more tokens, special ones included, than the encoder reads."""
-        with folders.quiet():
-            return len(self.tokenizer(text, truncation=False).input_ids) > self.max_length
+        return len(self.tokenizer.ids(text)) > self.max_length
 
     def unknown_words(self, text: str) -> list[str]:
         """Return the words of `text` (emoji, too) that the vocabulary cannot spell, each once, in their order."""
-        unknown_id = self.tokenizer.unk_token_id
-        if unknown_id is None:
-            return []
         words = dict.fromkeys(word for word in map(_bare, re.findall(r"\w+|[^\w\s]+", text)) if word)
-        with folders.quiet():
-            return [word for word in words if unknown_id in self.tokenizer(word, add_special_tokens=False).input_ids]
+        return [word for word in words if not self.tokenizer.can_spell(word)]
 
 
 class _FolderEncoder(PromptReader):
@@ -41,18 +38,13 @@ class _FolderEncoder(PromptReader):
 
     _vocabularies: tuple[tuple[str, ...], ...] = ()
 
-    def __init__(self, *, model: Any, tokenizer: Any, max_length: int, device: torch.device | str) -> None:
+    def __init__(self, *, model: Any, tokenizer: Tokenizer, max_length: int, device: torch.device | str) -> None:
         super().__init__(tokenizer=tokenizer, max_length=max_length)
         self.model = model
         self.device = torch.device(device)
 
     def _input_ids(self, texts: list[str]) -> Tensor:
-        with folders.quiet():
-            tokens = self.tokenizer(
-                texts, padding="max_length", truncation=True, max_length=self.max_length, return_tensors="pt"
-            )
-        ids: Tensor = tokens.input_ids.to(self.device)
-        return ids
+        return torch.tensor(self.tokenizer.padded_ids(texts, self.max_length), device=self.device)
 
 
 class T5Encoder(_FolderEncoder):
@@ -101,12 +93,8 @@ class T5Encoder(_FolderEncoder):
         """Return how the encoder in a folder reads prompts, without its weights; errors as `from_folder`."""
         folder = Path(path)
         require_files(folder, vocabularies=cls._vocabularies)
-        from transformers import T5Config
-
-        config = folders.load_config(T5Config, folder)
-        return PromptReader(
-            tokenizer=folders.load_tokenizer(folder, vocab_size=config.vocab_size), max_length=max_length
-        )
+        tokenizer = folders.load_tokenizer(folder, vocab_size=T5Sizes.of(folder).vocab_size)
+        return PromptReader(tokenizer=tokenizer, max_length=max_length)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -155,15 +143,13 @@ class ClipEncoder(_FolderEncoder):
         """Return how the encoder in a folder reads prompts, without its weights; errors as `from_folder`."""
         folder = Path(path)
         require_files(folder, vocabularies=cls._vocabularies)
-        from transformers import CLIPTextConfig
-
-        config = folders.load_config(CLIPTextConfig, folder)
-        if max_length > config.max_position_embeddings:
+        sizes = ClipSizes.of(folder)
+        if max_length > sizes.max_length:
             raise RequestError(
-                f"text.clip_max_length={max_length} is over the {config.max_position_embeddings} positions of {folder}"
+                f"text.clip_max_length={max_length} is over the {sizes.max_length} positions of {folder}"
             )
-        tokenizer = folders.load_tokenizer(folder, vocab_size=config.vocab_size)
-        _require_end_token(folder, tokenizer, config.eos_token_id)
+        tokenizer = folders.load_tokenizer(folder, vocab_size=sizes.vocab_size)
+        _require_end_token(folder, tokenizer, sizes.end_id)
         return PromptReader(tokenizer=tokenizer, max_length=max_length)
 
     @torch.no_grad()
@@ -173,10 +159,10 @@ class ClipEncoder(_FolderEncoder):
         return pooled
 
 
-def _require_end_token(folder: Path, tokenizer: Any, end_id: int) -> None:
+def _require_end_token(folder: Path, tokenizer: Tokenizer, end_id: int) -> None:
     # With end_id 2 (OpenAI's files) transformers pools at the largest id; otherwise at end_id, and at the first token
     # where there is none, which would make every prompt mean the same.
-    if end_id != 2 and end_id not in tokenizer("a").input_ids:
+    if end_id != 2 and end_id not in tokenizer.ids("a"):
         raise CheckpointError(
             f"the tokenizer in {folder} does not end a text with token {end_id}, where its model pools"
         )

@@ -5,34 +5,39 @@ import importlib.util
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.file_states import FileStates
 from opensora_cli.core.reading import is_lack_of_memory
+from opensora_cli.models.text.tokenizer import Tokenizer
 
-_BROKEN = (
-    *(OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, EOFError),
-    *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
-)
-"""What transformers raises where a configuration, a vocabulary or weights are broken."""
+
+def _broken() -> tuple[type[Exception], ...]:
+    """Return what transformers raises where a configuration or weights are broken."""
+    # Imported here, since it takes a client of HTTP with it.
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (
+        *(OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, EOFError),
+        *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
+    )
 
 
 @contextmanager
-def blamed(problem: str, *, broken: tuple[type[Exception], ...] = _BROKEN) -> Iterator[None]:
+def blamed(problem: str, *, broken: Callable[[], tuple[type[Exception], ...]] = _broken) -> Iterator[None]:
     """Turn what transformers raises in the block for broken files into a CheckpointError that begins with `problem`.
     A lack of memory stays one.
     """
     try:
         yield
-    except broken as error:
+    except broken() as error:
         if is_lack_of_memory(error):
             raise
         text = " ".join(str(error).split())
@@ -92,35 +97,44 @@ def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_pr
     return model.requires_grad_(False).eval()
 
 
-def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
+def load_tokenizer(folder: Path, *, vocab_size: int) -> Tokenizer:
     """Return the tokenizer in `folder` of a model whose embedding table has `vocab_size` rows.
 
     Raises:
         CheckpointError: a broken vocabulary, one without words, or one that is larger than the model's table.
         HardwareError: sentencepiece or protobuf is needed and not installed.
     """
+    with blamed(f"vocabulary in {folder} cannot be loaded", broken=_any):
+        tokenizer = Tokenizer.of_one_file(folder)
+    tokenizer = tokenizer or _tokenizer_of_transformers(folder)
+    # A tokenizer class can make a vocabulary of its special tokens alone; "▁" is sentencepiece's mark of a space.
+    if not tokenizer.words - {"▁"}:
+        raise CheckpointError(f"the vocabulary in {folder} has no words: every word would be unknown")
+    if (last := max(tokenizer.vocabulary.values())) >= vocab_size:
+        raise CheckpointError(f"the vocabulary in {folder} has ids up to {last}, its model only {vocab_size} rows")
+    return tokenizer
+
+
+def _tokenizer_of_transformers(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
         _require_sentencepiece(folder / "spiece.model")
-    # The tokenizers library raises bare Exception for a broken file.
-    with quiet(), blamed(f"vocabulary in {folder} cannot be loaded", broken=(Exception,)):
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    # A tokenizer class can make a vocabulary of its special tokens alone; "▁" is sentencepiece's mark of a space.
-    if not set(vocabulary) - set(tokenizer.all_special_tokens) - {"▁"}:
-        raise CheckpointError(f"the vocabulary in {folder} has no words: every word would be unknown")
-    if max(vocabulary.values()) >= vocab_size:
-        raise CheckpointError(
-            f"the vocabulary in {folder} has ids up to {max(vocabulary.values())}, its model only {vocab_size} rows"
-        )
+    with quiet(), blamed(f"vocabulary in {folder} cannot be loaded", broken=_any):
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     if tokenizer.pad_token_id is None:
         raise CheckpointError(f"the tokenizer in {folder} has no padding token")
-    # What its files say of lengths is first looked at when a text is read.
-    with quiet(), blamed(f"vocabulary in {folder} cannot be used", broken=(Exception,)):
+    # What its files say of lengths is first looked at when a text is read, and only then the sides are set.
+    with quiet(), blamed(f"vocabulary in {folder} cannot be used", broken=_any):
         tokenizer("a")
         tokenizer("a", padding="max_length", truncation=True, max_length=8)
-    return tokenizer
+        vocabulary, unknown = tokenizer.backend_tokenizer, tokenizer.unk_token
+    return Tokenizer(vocabulary, pad=tokenizer.pad_token, unknown=unknown, special=tokenizer.all_special_tokens)
+
+
+def _any() -> tuple[type[Exception], ...]:
+    """Return what the tokenizers library raises for a broken file."""
+    return (Exception,)
 
 
 def _require_sentencepiece(vocabulary: Path) -> None:

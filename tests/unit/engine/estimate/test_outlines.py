@@ -13,12 +13,12 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
-from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.estimate import generation, remembered, text
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module, fake_tensors
 from opensora_cli.engine.estimate.outlines import OutlineMode
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import fuse_t5_norms
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.load import load_preset

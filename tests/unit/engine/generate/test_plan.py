@@ -12,13 +12,13 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, Request
 from opensora_cli.engine.components import autoencoders, configs, hardware
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.hardware import GIB, Hardware
-from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import plan
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.room import require_fit
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given

@@ -82,6 +82,8 @@ class ClipSizes:
     vocab_size: int = 49_408
     max_length: int = 77
     activation: str = "quick_gelu"
+    end_id: int = 49_407
+    """The token that ends a text, where the model pools."""
 
     @classmethod
     def of(cls, folder: Path | None) -> Self:
@@ -97,6 +99,7 @@ class ClipSizes:
             vocab_size=read.size("vocab_size", 49_408),
             max_length=read.size("max_position_embeddings", 77),
             activation=read.text("hidden_act", "quick_gelu"),
+            end_id=read.size("eos_token_id", 49_407, least=0),
         )
 
     @property
@@ -117,10 +120,10 @@ class _Reader:
         inner = values.get(part) if part else None
         self._values: Mapping[str, Any] = inner if isinstance(inner, dict) else values
 
-    def size(self, key: str, default: int) -> int:
+    def size(self, key: str, default: int, *, least: int = 1) -> int:
         value = self._values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._error(f"{key} is {value!r}, and no positive number")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self._error(f"{key} is {value!r}, and no number from {least}")
         return value
 
     def text(self, key: str, default: str) -> str:

@@ -1,0 +1,87 @@
+"""From texts to token ids."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Vocabulary
+
+_NAMES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
+_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+"""Of transformers, which do as tokenizer.json says."""
+_OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
+
+
+class Tokenizer:
+    """A vocabulary, and the tokens that pad a text and stand for what it cannot spell.
+
+    Args:
+        vocabulary: which also knows the side on which texts are padded and cut: the right, if it knows none.
+        pad: pads a text.
+        unknown: stands for what cannot be spelled; None: nothing does.
+        special: all that are no part of a text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, pad: str, unknown: str | None, special: Sequence[str]) -> None:
+        self._vocabulary = vocabulary
+        self._cut = (vocabulary.truncation or {}).get("direction", "right")
+        self._padding = (vocabulary.padding or {}) | {"pad_token": pad, "pad_id": vocabulary.token_to_id(pad)}
+        self._unknown_id = None if unknown is None else vocabulary.token_to_id(unknown)
+        self._special = frozenset(special)
+
+    @classmethod
+    def of_one_file(cls, folder: Path) -> Self | None:
+        """Return the tokenizer that tokenizer.json describes as a whole; None: transformers knows more about it.
+
+        Its import takes longer than all else that is done before a small model runs. Raises what tokenizers raises for
+        a broken file.
+        """
+        file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        if not (file.is_file() and config.is_file()) or any((folder / name).exists() for name in _OTHER_FILES):
+            return None
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict) or settings.pop("tokenizer_class", None) not in _CLASSES:
+            return None
+        settings.pop("backend", None)
+        if not isinstance(settings.pop("model_max_length", 0), int | float):
+            return None
+        vocabulary = Vocabulary.from_file(str(file))
+        added: dict[int, AddedToken] = vocabulary.get_added_tokens_decoder()
+        special = {token.content for token in added.values() if token.special}
+        if vocabulary.post_processor is None or "pad_token" not in settings:
+            return None
+        if not settings.keys() <= _NAMES or not all(isinstance(token, str) for token in settings.values()):
+            return None
+        if not special.issuperset(settings.values()):
+            return None
+        pad, unknown = settings["pad_token"], settings.get("unk_token")
+        return cls(vocabulary, pad=pad, unknown=unknown, special=[*settings.values()])
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Tokens and their ids."""
+        return self._vocabulary.get_vocab()
+
+    @property
+    def words(self) -> set[str]:
+        """Tokens that can be a part of a text."""
+        return {*self.vocabulary} - self._special
+
+    def ids(self, text: str, *, with_special: bool = True) -> list[int]:
+        """Return the ids of a text, as many as it has."""
+        self._vocabulary.no_truncation()
+        self._vocabulary.no_padding()
+        ids: list[int] = self._vocabulary.encode_batch([text], add_special_tokens=with_special)[0].ids
+        return ids
+
+    def padded_ids(self, texts: Sequence[str], length: int) -> list[list[int]]:
+        """Return `length` ids for each text, special ones included."""
+        self._vocabulary.enable_truncation(length, direction=self._cut)
+        self._vocabulary.enable_padding(**self._padding | {"length": length})
+        return [each.ids for each in self._vocabulary.encode_batch([*texts])]
+
+    def can_spell(self, word: str) -> bool:
+        """Whether the vocabulary has tokens for a word."""
+        return self._unknown_id is None or self._unknown_id not in self.ids(word, with_special=False)
