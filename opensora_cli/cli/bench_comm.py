@@ -4,14 +4,17 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from opensora_cli.cli import errors, options, output
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.settings.bench_comm import BenchCommSettings, BenchDevice, Collective, Scaling
+from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.bench_comm import BenchCommSettings
 
 _SIZES = "Sizes and repeats"
 
@@ -96,6 +99,7 @@ def bench_comm(
         if csv and json_:
             raise RequestError("--csv and --json both print to stdout", hint="drop one of them")
         from opensora_cli.core.ranks import find_context
+        from opensora_cli.settings.bench_comm import BenchCommSettings
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import validate
 
@@ -139,7 +143,7 @@ def bench_comm(
         report.require_right()
 
 
-def rank_arguments(settings: BenchCommSettings, *, csv: bool, as_json: bool, quiet: bool) -> list[str]:
+def rank_arguments(settings: "BenchCommSettings", *, csv: bool, as_json: bool, quiet: bool) -> list[str]:
     """Return the command line of a rank, with all that its launcher knows of what is measured.
 
     How many ranks there are, and where, is in the environment.

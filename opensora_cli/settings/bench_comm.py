@@ -1,69 +1,15 @@
 """Settings of `osora bench-comm`."""
 
-from enum import StrEnum
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.settings.base import ByteSize, PlotFile, Section
 from opensora_cli.settings.devices import ParallelSettings
+from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
 
 MIB = 2**20
 _LARGEST = 2**40
-
-
-class Collective(StrEnum):
-    """What is measured: collectives, and shapes in which this project uses them."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    HIERARCHICAL = "hierarchical"
-    """The all-to-all in two stages, inside machines and between them."""
-    ALL_TO_ALL_BF16 = "all_to_all_bf16"
-    """The all-to-all of fp32 that travels as bf16."""
-    ALL_TO_ALL_FP8 = "all_to_all_fp8"
-    """As 8 bits, with a scale for each row."""
-    BROADCAST = "broadcast"
-    SEND_RECV = "send_recv"
-    GATHER_SPLIT = "gather_split"
-    """`gather_forward_split_backward`, both ways."""
-    SPLIT_GATHER = "split_gather"
-    """`split_forward_gather_backward`, both ways."""
-    ULYSSES_256PX = "ulysses_256px"
-    ULYSSES_768PX = "ulysses_768px"
-    BLOCK_GATHER = "block_gather"
-    """The weights of one transformer block."""
-    OVERLAP = "overlap"
-    """Ulysses attention of one block, whose exchanges overlap with it; its rows are a table of their own."""
-
-    @property
-    def has_sizes(self) -> bool:
-        """Whether it is measured over a range of sizes; the others have the one that a model gives them."""
-        return self not in (
-            Collective.ULYSSES_256PX,
-            Collective.ULYSSES_768PX,
-            Collective.BLOCK_GATHER,
-            Collective.OVERLAP,
-        )
-
-
-class Scaling(StrEnum):
-    """What stays the same while ranks are added."""
-
-    STRONG = "strong"
-    """The work as a whole."""
-    WEAK = "weak"
-    """The work of each rank."""
-
-
-class BenchDevice(StrEnum):
-    """On what the ranks run; `auto` is cuda where there are GPUs."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 _FOR_SCALING = (Collective.ALL_REDUCE, Collective.ALL_TO_ALL)

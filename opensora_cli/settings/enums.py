@@ -245,3 +245,57 @@ class Compression(StrEnum):
         """For people; None: elements travel as they are."""
         errors = {Compression.BF16: "1/256", Compression.FP8: "1/16"}
         return f"elements off by at most {errors[self]}" if self in errors else None
+
+
+class Collective(StrEnum):
+    """What `osora bench-comm` measures: collectives, and shapes in which this project uses them."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    HIERARCHICAL = "hierarchical"
+    """The all-to-all in two stages, inside machines and between them."""
+    ALL_TO_ALL_BF16 = "all_to_all_bf16"
+    """The all-to-all of fp32 that travels as bf16."""
+    ALL_TO_ALL_FP8 = "all_to_all_fp8"
+    """As 8 bits, with a scale for each row."""
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
+    GATHER_SPLIT = "gather_split"
+    """`gather_forward_split_backward`, both ways."""
+    SPLIT_GATHER = "split_gather"
+    """`split_forward_gather_backward`, both ways."""
+    ULYSSES_256PX = "ulysses_256px"
+    ULYSSES_768PX = "ulysses_768px"
+    BLOCK_GATHER = "block_gather"
+    """The weights of one transformer block."""
+    OVERLAP = "overlap"
+    """Ulysses attention of one block, whose exchanges overlap with it; its rows are a table of their own."""
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether it is measured over a range of sizes; the others have the one that a model gives them."""
+        return self not in (
+            Collective.ULYSSES_256PX,
+            Collective.ULYSSES_768PX,
+            Collective.BLOCK_GATHER,
+            Collective.OVERLAP,
+        )
+
+
+class Scaling(StrEnum):
+    """What stays the same while `osora bench-comm` adds ranks."""
+
+    STRONG = "strong"
+    """The work as a whole."""
+    WEAK = "weak"
+    """The work of each rank."""
+
+
+class BenchDevice(StrEnum):
+    """On what the ranks of `osora bench-comm` run; `auto` is cuda where there are GPUs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"

@@ -84,6 +84,8 @@ def test_help_and_version_import_nothing_heavy(args: list[str]) -> None:
     modules = modules_after(*args)
     assert "opensora_cli.cli.generate" in modules
     assert HEAVY & modules == set()
+    # The help of a command has the defaults of its settings.
+    assert ("pydantic" in modules) == ("generate" in args)
 
 
 def test_presets_are_listed_without_torch() -> None:

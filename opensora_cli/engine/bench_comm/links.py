@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.gpus import LinkKind
-from opensora_cli.settings.bench_comm import Collective
+from opensora_cli.settings.enums import Collective
 
 JUDGED_FROM_BYTES = 16 * 2**20
 """Below this size latency counts more than the link."""

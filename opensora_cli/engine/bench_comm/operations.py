@@ -23,7 +23,7 @@ from opensora_cli.parallel.collectives import (
     reduce_scatter_single,
     split_forward_gather_backward,
 )
-from opensora_cli.settings.bench_comm import Collective
+from opensora_cli.settings.enums import Collective
 
 _PERIOD = 31
 _ROW = 128

@@ -19,7 +19,7 @@ from opensora_cli.parallel.collectives import Parts
 from opensora_cli.parallel.scheduling import BandwidthMonitor
 from opensora_cli.parallel.shares import SequenceLengths, shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
-from opensora_cli.settings.bench_comm import Collective
+from opensora_cli.settings.enums import Collective
 
 CHUNKS = (1, 2, 4)
 _QKV = 3

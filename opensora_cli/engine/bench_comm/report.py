@@ -16,7 +16,7 @@ from opensora_cli.engine.bench_comm.scaling import ScalingTable
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Times
 from opensora_cli.engine.bench_comm.topology import Header
 from opensora_cli.media.plots import new_figure, write_figure
-from opensora_cli.settings.bench_comm import Collective
+from opensora_cli.settings.enums import Collective
 
 TABLE_HEAD = (
     f"{'collective':<16}{'size (B)':>12}{'dtype':>10}{'min (us)':>12}{'avg (us)':>12}{'p50 (us)':>12}{'p99 (us)':>12}"

@@ -11,7 +11,7 @@ from opensora_cli.engine.bench_comm.counting import Traffic, counted_bytes
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, meet
 from opensora_cli.engine.components.hardware import timed
 from opensora_cli.parallel.mesh import new_group
-from opensora_cli.settings.bench_comm import Collective, Scaling
+from opensora_cli.settings.enums import Collective, Scaling
 
 _PREDICTED_DOUBLINGS = 3
 

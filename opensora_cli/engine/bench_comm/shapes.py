@@ -13,7 +13,7 @@ from opensora_cli.parallel.collectives import all_to_all
 from opensora_cli.parallel.shares import shares, span
 from opensora_cli.sampling.schedule import latent_size
 from opensora_cli.sampling.sizes import image_size
-from opensora_cli.settings.bench_comm import Collective
+from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 

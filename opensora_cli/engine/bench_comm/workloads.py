@@ -22,7 +22,7 @@ from opensora_cli.parallel.ulysses import UlyssesAttention
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.flow import get_batch_loss
 from opensora_cli.sampling.packing import position_ids
-from opensora_cli.settings.bench_comm import Collective, Scaling
+from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.load import load_preset
 
 _BRANCHES = 2

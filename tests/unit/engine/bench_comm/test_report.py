@@ -13,7 +13,7 @@ from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.run import doubling_sizes
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Times
 from opensora_cli.engine.bench_comm.topology import Header, HostLinks
-from opensora_cli.settings.bench_comm import Collective
+from opensora_cli.settings.enums import Collective
 
 NVLINK = Expectation(link="NVLink 4 x18", gb_per_s=450, stream_gb_per_s=450, good_share=0.7, source="NVIDIA")
 

@@ -7,7 +7,7 @@ import pytest
 from opensora_cli.engine.bench_comm.counting import Traffic
 from opensora_cli.engine.bench_comm.scaling import ranks_to_time, scaling_table
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth
-from opensora_cli.settings.bench_comm import Collective, Scaling
+from opensora_cli.settings.enums import Collective, Scaling
 
 FIT = LatencyBandwidth(latency_s=1e-3, seconds_per_byte=1e-9)
 
