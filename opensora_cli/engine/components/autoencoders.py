@@ -4,9 +4,8 @@ Generation and its estimate know only `Autoencoder`, the interface: another one 
 """
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,7 +14,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder, AutoencoderConfig
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
@@ -48,12 +47,14 @@ def _fields(section: Section) -> dict[str, Any]:
 
 _SCALE_METADATA = "osora.latent_scale"
 
-AUTOENCODERS: Mapping[VAEKind, Callable[[VAESettings], Autoencoder]] = {
-    VAEKind.HUNYUAN: lambda settings: HunyuanVAE(_hunyuan_config(settings)),
-    VAEKind.DC_AE: lambda settings: DCAE(DCAEConfig(**_fields(settings.dc_ae))),
-    VAEKind.FLUX_AE: lambda settings: FluxAE(FluxAEConfig(**_fields(settings.flux_ae))),
+AUTOENCODERS: Mapping[
+    VAEKind, tuple[type[HunyuanVAE] | type[DCAE] | type[FluxAE], Callable[[VAESettings], AutoencoderConfig]]
+] = {
+    VAEKind.HUNYUAN: (HunyuanVAE, _hunyuan_config),
+    VAEKind.DC_AE: (DCAE, lambda settings: DCAEConfig(**_fields(settings.dc_ae))),
+    VAEKind.FLUX_AE: (FluxAE, lambda settings: FluxAEConfig(**_fields(settings.flux_ae))),
 }
-"""What makes each with random weights; a RequestError where its sizes contradict each other."""
+"""Each, and its sizes."""
 
 
 def new_autoencoder(settings: VAESettings) -> Autoencoder:
@@ -61,7 +62,9 @@ def new_autoencoder(settings: VAESettings) -> Autoencoder:
 
     Sizes that contradict each other are a RequestError.
     """
-    return AUTOENCODERS[settings.kind](settings)
+    autoencoder, config = AUTOENCODERS[settings.kind]
+    made: Autoencoder = autoencoder(cast(Any, config(settings)))
+    return made
 
 
 def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
@@ -92,17 +95,17 @@ def require_same_scale(transformer: Path, settings: VAESettings) -> None:
         )
 
 
-@lru_cache(maxsize=16)
 def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
     """Return how often the decoder runs for latents of this (C, T, H, W)."""
-    _, grid = autoencoder_on_meta(settings).config.tile_grids()
+    _, config = AUTOENCODERS[settings.kind]
+    _, grid = config(settings).tile_grids()
     return grid.count(latent_shape[1:], vae_tiling(settings))
 
 
-@lru_cache(maxsize=16)
 def decodes_in_chunks(settings: VAESettings) -> bool:
     """Return whether a clip's frames may be decoded piece by piece."""
-    return autoencoder_on_meta(settings).decodes_in_chunks
+    autoencoder, _ = AUTOENCODERS[settings.kind]
+    return autoencoder.decodes_in_chunks
 
 
 def load_autoencoder(

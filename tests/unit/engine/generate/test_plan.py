@@ -1,11 +1,13 @@
 """Plans of the released presets without their weights, and what does not fit."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
 import transformers
 from tiny_world import dc_ae_settings, demo_settings, released_settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
@@ -13,12 +15,15 @@ from opensora_cli.engine.components import autoencoders, configs, hardware
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate import file_bytes
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import plan
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.room import require_fit
+from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -149,6 +154,25 @@ def test_a_transformer_that_was_trained_on_latents_of_another_scale_is_refused(w
         make_plan(settings)
     assert caught.value.hint == "use --set vae.dc_ae.scaling_factor=0.493"
     autoencoders.require_same_scale(path, trained_with)
+
+
+def test_a_plan_of_the_demo_builds_each_model_once_or_twice_and_evaluates_none(monkeypatch):
+    built = Counter()
+    for kind in (HunyuanVAE, MMDiT):
+
+        def make(self, config, made=kind.__init__, kind=kind):
+            built[kind] += 1
+            made(self, config)
+
+        monkeypatch.setattr(kind, "__init__", make)
+    monkeypatch.setattr(FakeTensorMode, "__enter__", lambda self: pytest.fail("a model is evaluated"))
+    for counted in (configs._count_vae, configs._count_transformer, configs.one_block_of_each, file_bytes._transformer):
+        counted.cache_clear()
+    given = {"prompt": Given("raining, sea", "the test"), "runtime.device": Given("cpu", "the test")}
+    made = make_plan(load_generate_settings(GenerateRequest(overrides=given), model=ModelName.DEMO))
+    assert {stage.name for stage in made.stages} == {"text", "denoise", "decode"}
+    # Of the transformer one block of each kind, whose numbers are counted, and the keys that its file must have.
+    assert built == {HunyuanVAE: 1, MMDiT: 2}
 
 
 @pytest.mark.usefixtures("without_estimates")
