@@ -44,7 +44,7 @@ class _FolderEncoder(PromptReader):
         self.device = torch.device(device)
 
     def _input_ids(self, texts: list[str]) -> Tensor:
-        return torch.tensor(self.tokenizer.padded_ids(texts, self.max_length), device=self.device)
+        return torch.tensor(self.tokenizer.padded_ids(texts, self.max_length)).to(self.device)
 
 
 class T5Encoder(_FolderEncoder):
