@@ -75,6 +75,7 @@ def generate(
     prompt_at: options.PromptAt = None,
     motion_score: options.MotionScore = None,
     steps: options.Steps = None,
+    solver: options.SolverOption = None,
     stop_at: options.StopAt = None,
     explore: options.Explore = None,
     explore_steps: options.ExploreSteps = None,

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.enums import (
     AspectRatio,
     AttentionChoice,
@@ -166,6 +167,15 @@ ShardOption = Annotated[
 
 # How.
 Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Sampling steps.", rich_help_panel=_SAMPLING)]
+SolverOption = Annotated[
+    Solver | None,
+    typer.Option(
+        "--solver",
+        help="How a step gets on: as the reference, with the step before in view (ab2), or ahead, for twice the "
+        "evaluations (heun). Default: euler.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 StopAt = Annotated[
     int | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""The sampling loop: Euler steps along the velocity, from noise to data.
+"""The sampling loop: steps along the velocity, from noise to data.
 
 Nothing here knows the model. It is handed in as a function: generation, the samples of a training, the estimator on
 fake tensors and the tests all run this loop. Gradients are not switched off here: callers do that.
@@ -6,19 +6,13 @@ fake tensors and the tests all run this loop. Gradients are not switched off her
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 
-from opensora_cli.core.conditions import ConditionMode
-from opensora_cli.sampling.guidance import (
-    Branch,
-    Guidance,
-    GuidanceScales,
-    branches_needed,
-    combine_branches,
-    guidance_scales_at,
-)
+from opensora_cli.core.solvers import Solver
+from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, combine_branches
 
 
 class VelocityFn(Protocol):
@@ -30,15 +24,32 @@ class VelocityFn(Protocol):
         """Return velocity_BND of every one of `branches` at time `t`, 1 (noise) to 0 (data)."""
 
 
-DistilledVelocityFn = Callable[[torch.Tensor, float], torch.Tensor]
-"""`(packed_latents_BND, t) -> velocity_BND` of a guidance-distilled model."""
+class Past(NamedTuple):
+    """The latest evaluation of a branch."""
 
-OnStep = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""Called after each step with how many are done, their packed_latents_BND, from which the loop can go on, and the
-velocity_BND of the last."""
+    t: float
+    velocity_BND: torch.Tensor
 
 
-def _ignore(steps: int, packed_latents_BND: torch.Tensor, velocity_BND: torch.Tensor) -> None:
+NO_PAST: Mapping[Branch, Past] = MappingProxyType({})
+
+
+class Step(NamedTuple):
+    """What a step has left, from which the loop can go on."""
+
+    steps_done: int
+    packed_latents_BND: torch.Tensor
+    velocity_BND: torch.Tensor
+    """The guided one at the beginning of the step."""
+    past: Mapping[Branch, Past] = NO_PAST
+    """Of every branch that has been evaluated; of a solver that looks back."""
+
+
+OnStep = Callable[[Step], None]
+"""Called after each step."""
+
+
+def _ignore(step: Step) -> None:
     pass
 
 
@@ -55,90 +66,61 @@ def denoise(
     packed_latents_BND: torch.Tensor,
     *,
     timesteps: Sequence[float],
-    guidance: Guidance,
-    mode: ConditionMode,
-    num_latent_frames: int,
+    scales: Sequence[GuidanceScales],
+    solver: Solver = Solver.EULER,
     steps_done: int = 0,
+    past: Mapping[Branch, Past] = NO_PAST,
     stop_at: int | None = None,
     on_step: OnStep = _ignore,
 ) -> torch.Tensor:
-    """Return the packed latents at the last of `timesteps`, guided by three branches.
+    """Return the packed latents at the last of `timesteps`, which fall.
 
     Only the branches that can change a step's result are computed; `count_evaluations` returns how many that will be.
     `packed_latents_BND` is noise, or what is there after `steps_done`, its tokens ordered by latent frame; they keep
-    their dtype from step to step. With `stop_at`, those after so many steps are returned.
-    `timesteps` fall and are one more than there are steps (fewer than two are a ValueError). `mode` is `t2v` for a clip
-    with one latent frame.
+    their dtype from step to step. So is `past`, without which a solver that looks back begins with an Euler step. With
+    `stop_at`, the latents after so many steps are returned. `scales` (see `guidance_scales`) are one for each step, and
+    there is at least one (ValueError).
     """
-    scales = [
-        guidance_scales_at(
-            step,
-            guidance,
-            mode=mode,
-            num_inference_steps=len(timesteps) - 1,
-            num_latent_frames=num_latent_frames,
-        )
-        for step in range(len(timesteps) - 1)
-    ]
-    return denoise_with_scales(
-        velocity,
-        packed_latents_BND,
-        timesteps=timesteps,
-        scales=scales,
-        steps_done=steps_done,
-        stop_at=stop_at,
-        on_step=on_step,
-    )
-
-
-def denoise_with_scales(
-    velocity: VelocityFn,
-    packed_latents_BND: torch.Tensor,
-    *,
-    timesteps: Sequence[float],
-    scales: Sequence[GuidanceScales],
-    steps_done: int = 0,
-    stop_at: int | None = None,
-    on_step: OnStep = _ignore,
-) -> torch.Tensor:
-    """Do what `denoise` does, with the scales of each step worked out: on fake tensors they cannot be."""
-
-    def guided(step: int, latents_BND: torch.Tensor, t: float) -> torch.Tensor:
-        return combine_branches(velocity(latents_BND, t, branches_needed(scales[step])), scales[step])
-
-    return _euler(guided, packed_latents_BND, timesteps, (steps_done, stop_at), on_step)
-
-
-def denoise_distilled(
-    velocity: DistilledVelocityFn,
-    packed_latents_BND: torch.Tensor,
-    *,
-    timesteps: Sequence[float],
-    steps_done: int = 0,
-    stop_at: int | None = None,
-    on_step: OnStep = _ignore,
-) -> torch.Tensor:
-    """As `denoise`, for a model that has learned guidance as an input; one evaluation per step."""
-
-    def at_step(_: int, latents_BND: torch.Tensor, t: float) -> torch.Tensor:
-        return velocity(latents_BND, t)
-
-    return _euler(at_step, packed_latents_BND, timesteps, (steps_done, stop_at), on_step)
-
-
-def _euler(
-    velocity: Callable[[int, torch.Tensor, float], torch.Tensor],
-    packed_latents_BND: torch.Tensor,
-    timesteps: Sequence[float],
-    steps: tuple[int, int | None],
-    on_step: OnStep,
-) -> torch.Tensor:
-    if len(timesteps) < 2:
-        raise ValueError(f"sampling needs at least two timesteps, not {len(timesteps)}")
-    latents_BND = packed_latents_BND
-    for step, (t, t_next) in islice(enumerate(pairwise(timesteps)), *steps):
-        velocity_BND = velocity(step, latents_BND, t)
-        latents_BND = euler_step(latents_BND, velocity_BND, t=t, t_next=t_next)
-        on_step(step + 1, latents_BND, velocity_BND)
-        del velocity_BND  # not needed any more, while the next is evaluated
+    if len(timesteps) < 2 or len(scales) != len(timesteps) - 1:
+        raise ValueError(f"sampling needs a step, and scales for each: {len(timesteps)} times, {len(scales)} scales")
+    latents_BND, seen = packed_latents_BND, dict(past)
+    for step, (t, t_next) in islice(enumerate(pairwise(timesteps)), steps_done, stop_at):
+        branches = branches_needed(scales[step])
+        velocities = velocity(latents_BND, t, branches)
+        guided_BND = slope_BND = combine_branches(velocities, scales[step])
+        if solver is Solver.AB2:
+            slope_BND = combine_branches(_half_a_step_on(velocities, seen, t=t, t_next=t_next), scales[step])
+            seen |= {branch: Past(t, velocities[branch]) for branch in branches}
+        elif solver.evaluations(is_last=step == len(scales) - 1) == 2:
+            end_BND = euler_step(latents_BND, guided_BND, t=t, t_next=t_next)
+            slope_BND = guided_BND.lerp(combine_branches(velocity(end_BND, t_next, branches), scales[step]), 0.5)
+        latents_BND = euler_step(latents_BND, slope_BND, t=t, t_next=t_next)
+        on_step(Step(step + 1, latents_BND, guided_BND, dict(seen)))
+        del velocities, guided_BND, slope_BND  # not needed any more, while the next is evaluated
     return latents_BND
+
+
+def _half_a_step_on(
+    velocities: Mapping[Branch, torch.Tensor], past: Mapping[Branch, Past], *, t: float, t_next: float
+) -> dict[Branch, torch.Tensor]:
+    """Return velocities by the line through those at `t` and the past; a branch without one keeps its own.
+
+    With steps of one length that is 3/2·now - 1/2·before (Hairer, Nørsett and Wanner, "Solving Ordinary Differential
+    Equations I", III.1). Branch by branch, since where guidance oscillates their sum is another function at each step.
+    """
+    return {
+        branch: velocity_BND
+        if branch not in past
+        else velocity_BND.lerp(past[branch].velocity_BND, (t_next - t) / 2 / (past[branch].t - t))
+        for branch, velocity_BND in velocities.items()
+    }
+
+
+def last_times(
+    scales: Sequence[GuidanceScales], timesteps: Sequence[float], *, begun_at: int, steps_done: int
+) -> dict[Branch, float]:
+    """Return when each branch was evaluated last in steps from `begun_at` to `steps_done`: the times of a `past`."""
+    times: dict[Branch, float] = {}
+    for each, t in islice(zip(scales, timesteps, strict=False), begun_at, steps_done):
+        times |= dict.fromkeys(branches_needed(each), t)
+    return times

@@ -8,13 +8,16 @@ after Brooks et al., "InstructPix2Pix" (arXiv 2211.09800, equation 3). The scale
 at every odd step. A branch whose velocities cancel out of the sum is not computed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from opensora_cli.core.conditions import ConditionMode
+from opensora_cli.core.solvers import Solver
 
 OSCILLATION_START = 10
 """The first step from which odd steps may be unguided."""
@@ -51,6 +54,13 @@ class Guidance:
     image_oscillation: bool = True
     temporal_image_scaling: bool = True
     """Let image guidance grow along the clip, from 1 at the first frame; in modes that give pictures only."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """The lowest and the highest time, 0 (data) to 1 (noise), of the steps that are guided (Kynkäänniemi et al.,
+    "Applying Guidance in a Limited Interval", arXiv 2404.07724)."""
+
+
+NO_GUIDANCE = Guidance(guidance_scale=1.0, image_guidance_scale=1.0)
+"""One branch alone, that with the prompt: also of a model that has learned guidance as an input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +72,50 @@ class GuidanceScales:
     """One for all latent frames, or one for each."""
 
 
+UNGUIDED = GuidanceScales(1.0, (1.0,))
+
+
 def oscillating_scale(scale: float, step: int) -> float:
     """Return `scale`, or 1 where it is switched off: at odd steps from `OSCILLATION_START` on. Steps count from 0."""
     return 1.0 if step >= OSCILLATION_START and step % 2 else scale
 
 
-def guidance_scales_at(
-    step: int,
-    guidance: Guidance,
-    *,
-    mode: ConditionMode,
-    num_inference_steps: int,
-    num_latent_frames: int,
-) -> GuidanceScales:
-    """Return the scales of step `step`, counted from 0.
+@cache
+def guidance_scales(
+    guidance: Guidance, *, mode: ConditionMode, timesteps: tuple[float, ...], num_latent_frames: int
+) -> tuple[GuidanceScales, ...]:
+    """Return the scales of each step between `timesteps`.
 
     Without a reference in `mode` the image scale is 1: both unconditional branches then have the same inputs.
     """
-    text = oscillating_scale(guidance.guidance_scale, step) if guidance.text_oscillation else guidance.guidance_scale
-    if not mode.needs_reference:
-        return GuidanceScales(text, (1.0,))
-    image = guidance.image_guidance_scale
-    if guidance.image_oscillation:
-        image = oscillating_scale(image, step)
-    if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
-        # The last frame's scale falls to 1 over the run, and from there back to the first frame's, which is 1.
-        highest = torch.linspace(image, 1.0, num_inference_steps + 1)[step].item()
-        return GuidanceScales(text, tuple(torch.linspace(1.0, highest, num_latent_frames).tolist()))
-    return GuidanceScales(text, (image,))
+    scales = _Scales(guidance, mode, len(timesteps) - 1, num_latent_frames)
+    return tuple(scales.at(step, t) for step, t in enumerate(timesteps[:-1]))
+
+
+class _Scales(NamedTuple):
+    guidance: Guidance
+    mode: ConditionMode
+    num_inference_steps: int
+    num_latent_frames: int
+
+    def at(self, step: int, t: float) -> GuidanceScales:
+        guidance, mode = self.guidance, self.mode
+        lowest, highest = guidance.interval
+        if not lowest <= t <= highest:
+            return UNGUIDED
+        text = guidance.guidance_scale
+        if guidance.text_oscillation:
+            text = oscillating_scale(text, step)
+        if not mode.needs_reference:
+            return GuidanceScales(text, (1.0,))
+        image = guidance.image_guidance_scale
+        if guidance.image_oscillation:
+            image = oscillating_scale(image, step)
+        if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
+            # The last frame's scale falls to 1 over the run, and from there back to the first frame's, which is 1.
+            last = torch.linspace(image, 1.0, self.num_inference_steps + 1)[step].item()
+            return GuidanceScales(text, tuple(torch.linspace(1.0, last, self.num_latent_frames).tolist()))
+        return GuidanceScales(text, (image,))
 
 
 def _telescope(scales: GuidanceScales) -> list[tuple[Branch, tuple[float, ...]]]:
@@ -111,6 +137,11 @@ def _telescope(scales: GuidanceScales) -> list[tuple[Branch, tuple[float, ...]]]
 def branches_needed(scales: GuidanceScales) -> tuple[Branch, ...]:
     """Return the branches that can change the velocity of a step with these scales, in the order of `Branch`."""
     return tuple(branch for branch, _ in _telescope(scales))
+
+
+def busiest(scales: Sequence[GuidanceScales]) -> GuidanceScales:
+    """Return those of a step that evaluates the most branches."""
+    return max(scales, key=lambda each: len(branches_needed(each)))
 
 
 def combine_branches(velocities: Mapping[Branch, torch.Tensor], scales: GuidanceScales) -> torch.Tensor:
@@ -139,30 +170,15 @@ def _for_tokens(weights: tuple[float, ...], velocity_BND: torch.Tensor) -> torch
 
 
 def count_evaluations(
-    guidance: Guidance,
-    *,
-    mode: ConditionMode,
-    num_inference_steps: int,
-    num_latent_frames: int,
-    steps_done: int = 0,
-    ranks: int = 1,
+    scales: Sequence[GuidanceScales], *, solver: Solver = Solver.EULER, steps_done: int = 0, ranks: int = 1
 ) -> int:
-    """Return how often the model is evaluated in a run: 80 (t2v) or 110 (i2v) times with the presets' 50 steps.
+    """Return how often the model is evaluated in steps with these scales: 80 (t2v) or 110 (i2v) times with the presets'
+    50 steps.
 
     After `steps_done`, only the rest. Of several `ranks` that share the branches, the one that has the most counts.
     """
-    branches = (
-        len(
-            branches_needed(
-                guidance_scales_at(
-                    step,
-                    guidance,
-                    mode=mode,
-                    num_inference_steps=num_inference_steps,
-                    num_latent_frames=num_latent_frames,
-                )
-            )
-        )
-        for step in range(steps_done, num_inference_steps)
+    return sum(
+        -(-len(branches_needed(each)) // ranks) * solver.evaluations(is_last=step == len(scales) - 1)
+        for step, each in enumerate(scales)
+        if step >= steps_done
     )
-    return sum(-(-count // ranks) for count in branches)

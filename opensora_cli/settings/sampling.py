@@ -1,9 +1,11 @@
 """Settings of how a video is sampled."""
 
-from typing import Final, Literal
+from itertools import pairwise
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
+from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.base import Section
 
 MAX_SEED = 2**62
@@ -15,7 +17,17 @@ _MOST_TOGETHER = 64
 class SamplingSettings(Section):
     """How the video is sampled."""
 
-    num_inference_steps: int = Field(default=50, ge=1, le=1000, description="Euler steps")
+    num_inference_steps: int = Field(default=50, ge=1, le=1000, description="steps from noise to video")
+    solver: Solver = Field(
+        default=Solver.EULER,
+        description="how a step gets on: euler as the reference does; ab2 also looks back at the step before; heun "
+        "looks ahead, for twice the evaluations",
+    )
+    timesteps: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        default=None,
+        description="times between which the steps lead, from 1 (noise) down to 0 (video): 1,0.9,0.6,0; "
+        "none: by flow_shift",
+    )
     stop_at: int | None = Field(
         default=None,
         ge=1,
@@ -30,6 +42,11 @@ class SamplingSettings(Section):
     image_oscillation: bool = Field(default=True, description="likewise for the reference guidance")
     temporal_image_scaling: bool = Field(
         default=True, description="let the reference guidance grow along the video (i2v)"
+    )
+    guidance_interval: tuple[float, float] = Field(
+        default=(0.0, 1.0),
+        description="lowest and highest time, 0 (video) to 1 (noise), of the steps that are guided; others evaluate "
+        "one branch",
     )
     flow_shift: float | None = Field(
         default=None, gt=0, description="shift of the timesteps; none: from the video's size"
@@ -54,3 +71,26 @@ class SamplingSettings(Section):
         if size != AUTO and not 1 <= size <= _MOST_TOGETHER:
             raise ValueError(f"sampling.batch_size={value} must be auto, or a number from 1 to {_MOST_TOGETHER}")
         return size
+
+    @model_validator(mode="after")
+    def _times_fit(self) -> Self:
+        lowest, highest = self.guidance_interval
+        if not 0 <= lowest < highest <= 1:
+            raise ValueError(
+                f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
+                "lower one first: 0.2,0.9"
+            )
+        times = self.timesteps
+        if times is None:
+            return self
+        if len(times) < 2 or (times[0], times[-1]) != (1.0, 0.0) or any(later >= t for t, later in pairwise(times)):
+            shown = ",".join(f"{t:g}" for t in times)
+            raise ValueError(f"sampling.timesteps={shown} must fall from 1 (noise) to 0 (video): 1,0.9,0.6,0")
+        if self.flow_shift is not None:
+            raise ValueError(f"sampling.flow_shift={self.flow_shift:g} has no effect on sampling.timesteps: drop one")
+        if len(times) != self.num_inference_steps + 1:
+            raise ValueError(
+                f"sampling.timesteps has {len(times)} times, between which are {len(times) - 1} steps, and "
+                f"sampling.num_inference_steps={self.num_inference_steps}: give --steps {len(times) - 1}, too"
+            )
+        return self

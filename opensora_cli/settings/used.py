@@ -8,7 +8,10 @@ from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import Compression, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
-_GUIDANCE = ("guidance_scale", "image_guidance_scale", "text_oscillation", "image_oscillation")
+_GUIDANCE = ("guidance_scale", "image_guidance_scale", "text_oscillation", "image_oscillation", "guidance_interval")
+
+_NEW_IN_SAMPLING = ("stop_at", "solver", "timesteps", "guidance_interval")
+"""What older versions did not have: where it is as it was for them, their files are those of the same request."""
 
 
 def used_settings(settings: GenerateSettings) -> dict[str, Any]:
@@ -41,8 +44,7 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
         yield "prompts_at"
     if not settings.condition.seamless:
         yield "condition.seamless"
-    if settings.sampling.stop_at is None:
-        yield "sampling.stop_at"
+    yield from (f"sampling.{name}" for name in _NEW_IN_SAMPLING if _is_default(settings.sampling, name))
     yield from (f"memory.{name}" for name in _unset(settings.memory))
     yield from (f"runtime.{name}" for name in ("prompt_cache", "prompt_cache_limit", *_unset(settings.runtime)))
     if not settings.loras:
@@ -63,6 +65,10 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     else:
         yield from (f"video.{name}" for name in ("resolution", "resolutions", "aspect_ratio", "aspect_ratios"))
     yield from _unused_of_sampling(settings)
+
+
+def _is_default(section: Section, name: str) -> bool:
+    return bool(getattr(section, name) == type(section).model_fields[name].default)
 
 
 def idle_guidance(settings: GenerateSettings) -> tuple[str, ...]:

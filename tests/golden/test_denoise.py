@@ -7,8 +7,8 @@ from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.conditioning import prepare_inference_condition
-from opensora_cli.sampling.denoise import denoise, denoise_distilled
-from opensora_cli.sampling.guidance import Guidance, count_evaluations
+from opensora_cli.sampling.denoise import denoise
+from opensora_cli.sampling.guidance import UNGUIDED, Branch, Guidance, count_evaluations, guidance_scales
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 
 
@@ -61,19 +61,10 @@ def _run_case(file, model, case):
         temporal_image_scaling=case["scale_temporal_osci"],
     )
     timesteps = file.inputs["timesteps"].tolist()
+    scales = guidance_scales(guidance, mode=mode, timesteps=tuple(timesteps), num_latent_frames=num_latent_frames)
     with torch.inference_mode():
-        packed = denoise(
-            velocity,
-            pack_latents(noise, patch_size),
-            timesteps=timesteps,
-            guidance=guidance,
-            mode=mode,
-            num_latent_frames=num_latent_frames,
-        )
-    expected = count_evaluations(
-        guidance, mode=mode, num_inference_steps=len(timesteps) - 1, num_latent_frames=num_latent_frames
-    )
-    assert evaluations == expected, case
+        packed = denoise(velocity, pack_latents(noise, patch_size), timesteps=timesteps, scales=scales)
+    assert evaluations == count_evaluations(scales), case
     return packed
 
 
@@ -102,8 +93,9 @@ def test_denoise_distilled(golden, assert_close):
     batch = noise.shape[0]
     ids = _position_ids(noise, patch_size)
 
-    def velocity(packed_latents_BND, t):
-        return model(
+    def velocity(packed_latents_BND, t, branches):
+        assert branches == (Branch.COND,)
+        velocity_BND = model(
             packed_latents_BND,
             position_ids_BN3=ids,
             timesteps_B=torch.full((batch,), t),
@@ -111,9 +103,10 @@ def test_denoise_distilled(golden, assert_close):
             pooled_prompt_embeds_BV=file.inputs["y_vec"],
             embedded_guidance_B=torch.full((batch,), float(file.config["guidance"])),
         )
+        return {Branch.COND: velocity_BND}
 
+    timesteps = file.inputs["timesteps"].tolist()
     with torch.inference_mode():
-        packed = denoise_distilled(
-            velocity, pack_latents(noise, patch_size), timesteps=file.inputs["timesteps"].tolist()
-        )
+        scales = (UNGUIDED,) * (len(timesteps) - 1)
+        packed = denoise(velocity, pack_latents(noise, patch_size), timesteps=timesteps, scales=scales)
     assert_close(packed, file.outputs["latents_packed"], what="latents_packed")

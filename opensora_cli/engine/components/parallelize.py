@@ -1,11 +1,11 @@
 """How ranks share a model: the mesh, chosen before anything starts, and each rank's share of heads and features."""
 
+from collections.abc import Sequence
 from math import prod
 
 import torch.distributed as dist
 from torch import nn
 
-from opensora_cli.core.conditions import ConditionMode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
 from opensora_cli.models.mmdit import MMDiT
@@ -15,7 +15,7 @@ from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares, span
 from opensora_cli.parallel.tensor import shard_linears
-from opensora_cli.sampling.guidance import Branch, Guidance, branches_needed, guidance_scales_at
+from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
 from opensora_cli.settings.generate import GenerateSettings
 
 _EVEN = 1.05
@@ -121,18 +121,9 @@ def largest_share(linear: ShardedLinear, ranks: int) -> float:
     return largest / sum(linear.pieces)
 
 
-def require_branches(mesh: MeshShape, settings: GenerateSettings, guidance: Guidance, mode: ConditionMode) -> None:
-    """Raise a RequestError for ranks that would never have a branch of guidance to compute."""
-    branches = 1
-    if not settings.model.guidance_embed:
-        steps = settings.sampling.num_inference_steps
-        scales = (
-            guidance_scales_at(
-                step, guidance, mode=mode, num_inference_steps=steps, num_latent_frames=settings.num_latent_frames
-            )
-            for step in range(steps)
-        )
-        branches = max(len(branches_needed(each)) for each in scales)
+def require_branches(mesh: MeshShape, scales: Sequence[GuidanceScales]) -> None:
+    """Raise a RequestError for ranks that would never have a branch of guidance to compute; `scales` of each step."""
+    branches = len(branches_needed(busiest(scales)))
     if mesh.guidance > branches:
         raise RequestError(
             f"parallel.cfg_parallel_degree={mesh.guidance} is over the branches of guidance that a step has here, "

@@ -52,10 +52,6 @@ class GuidedVelocity:
         """Return velocity_BND of every one of `branches` at time `t`."""
         return {branch: self._evaluate(packed_latents_BND, t, branch) for branch in branches}
 
-    def distilled(self, packed_latents_BND: torch.Tensor, t: float, /) -> torch.Tensor:
-        """Return velocity_BND at time `t` of a guidance-distilled model."""
-        return self._evaluate(packed_latents_BND, t, Branch.COND)
-
     def _evaluate(self, packed_latents_BND: torch.Tensor, t: float, branch: Branch) -> torch.Tensor:
         row = 0 if branch.uses_prompt else 1
         conditioning = self.conditioning_BNK

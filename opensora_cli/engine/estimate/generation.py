@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
+from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
@@ -46,8 +47,8 @@ from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
-from opensora_cli.sampling.denoise import denoise_distilled, denoise_with_scales
-from opensora_cli.sampling.guidance import Guidance, guidance_scales_at
+from opensora_cli.sampling.denoise import denoise
+from opensora_cli.sampling.guidance import GuidanceScales
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import OffloadMode
@@ -67,7 +68,9 @@ class GenerationSizes:
     """(C, T, H, W) of one sample."""
     mode: ConditionMode
     lengths: ReferenceLengths
-    guidance: Guidance
+    scales: GuidanceScales
+    """Of a step with the most branches."""
+    solver: Solver = Solver.EULER
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
@@ -169,10 +172,6 @@ def _denoising(
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
     steps = len(_TIMES) - 1
-    # No step has more branches than the first.
-    scales = steps * [
-        guidance_scales_at(0, sizes.guidance, mode=sizes.mode, num_inference_steps=steps, num_latent_frames=frames)
-    ]
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = fake_attention(sizes.mesh, attention_stand_in(sizes.attention), exchange=sizes.exchange)
@@ -205,10 +204,9 @@ def _denoising(
             )
             del references
             packed_1ND = pack_latents(noise_1CTHW, patch)
-            if config.guidance_embed:
-                denoised_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=_TIMES)
-            else:
-                denoised_1ND = denoise_with_scales(velocity, packed_1ND, timesteps=_TIMES, scales=scales)
+            denoised_1ND = denoise(
+                velocity, packed_1ND, timesteps=_TIMES, scales=steps * [sizes.scales], solver=sizes.solver
+            )
             latents_1CTHW = unpack_latents(
                 denoised_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
             )

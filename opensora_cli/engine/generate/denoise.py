@@ -1,6 +1,5 @@
 """From embeddings, references and noise to the latents of every sample."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,8 @@ from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.engine.generate.work import Clip, DenoisedSample, Whole, unfinished
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
-from opensora_cli.sampling.denoise import OnStep, denoise, denoise_distilled, euler_step
+from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
+from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
 
@@ -37,13 +37,14 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
     for sample in files:
         if sample.saved is None:
             continue
-        segments: Sequence[torch.Tensor] = ()
+        there: Sequence[torch.Tensor] = ()
         if ranks is None or ranks.is_main:
-            segments = open_latents(sample.saved).read_segments()
+            file = open_latents(sample.saved)
+            there = (*file.read_segments(), *file.read_past())
         if ranks is not None:
-            segments = agreed_tensors(segments, device=ranks.device)
-        *before, latents_CTHW = segments
-        if any(tuple(each.shape) != plan.latent_shape for each in segments):
+            there = agreed_tensors(there, device=ranks.device)
+        if any(tuple(each.shape) != plan.latent_shape for each in there):
+            latents_CTHW = there[-1]
             raise RequestError(
                 f"{sample.saved} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for "
                 f"{plan.latent_shape}",
@@ -59,13 +60,19 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
             )
         steps = plan.num_steps if sample.saved_steps is None else sample.saved_steps
         is_begun = 0 < steps < plan.num_steps
-        if is_begun is (sample.saved_steps is None) or len(segments) != math.ceil(steps / (len(plan.timesteps) - 1)):
+        done, begun = divmod(steps, len(plan.timesteps) - 1)
+        past = plan.segments[done].past_times(begun) if is_begun else {}
+        count = done + bool(begun)
+        if is_begun is (sample.saved_steps is None) or len(there) != count + len(past):
             raise CheckpointError(
                 f"{sample.saved} was saved after step {steps} of {plan.num_steps}"
-                + (f", and has {len(segments)} segments" if len(segments) > 1 else ""),
+                + (f", and has {len(there)} latents and velocities" if len(there) > 1 else ""),
                 hint="remove it, and start again",
             )
-        samples[sample.index] = DenoisedSample(latents_CTHW, denoise_s=0.0, before=tuple(before))
+        *before, latents_CTHW = there[:count]
+        samples[sample.index] = DenoisedSample(
+            latents_CTHW, denoise_s=0.0, before=tuple(before), past=tuple(there[count:])
+        )
     return samples
 
 
@@ -133,11 +140,12 @@ def _denoise_batch(
     embeds = [clip.work.embeds[0] for clip in clips]
     references = [clip.reference_latents for clip in clips if clip.reference_latents is not None]
     drafts = [clip.draft_CTHW for clip in clips if clip.draft_CTHW is not None]
-    saved = [clip.work.saved[clip.sample.index].latents_CTHW for clip in clips if clip.is_begun]
+    saved = [clip.work.saved[clip.sample.index] for clip in clips if clip.is_begun]
 
-    def save_states(steps: int, packed_BND: torch.Tensor, velocity_BND: torch.Tensor) -> None:
+    def save_states(step: Step) -> None:
+        past = [step.past[branch].velocity_BND for branch in Branch if branch in step.past]
         for index, saver in enumerate(savers):
-            saver.step(steps, packed_BND[index : index + 1])
+            saver.step(step.steps_done, *(each[index : index + 1] for each in (step.packed_latents_BND, *past)))
 
     def show(steps: int, latents_BCTHW: Callable[[], torch.Tensor]) -> None:
         if previews is not None:
@@ -184,14 +192,14 @@ class _Saver:
         self._plan, self._before, self._sample, self._record = whole.plan, whole.before, sample, record
         self._path = sample.latents if ranks is None or ranks.is_main else None
         self._has_others = ranks is not None
-        self._last: tuple[int, torch.Tensor] | None = None
+        self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
-    def step(self, steps: int, packed_1ND: torch.Tensor) -> None:
-        """Remember the latents after so many steps, and save them if they are asked for."""
+    def step(self, steps: int, *packed_1ND: torch.Tensor) -> None:
+        """Remember the latents after so many steps, with what the solver looks back at; save them if asked for."""
         if self._path is None:
             return
         # A GPU that waits for a rank which has ended would never come to copying them.
-        self._last = steps, packed_1ND.cpu() if self._has_others else packed_1ND
+        self._last = steps, [each.cpu() if self._has_others else each for each in packed_1ND]
         settings = self._plan.settings
         every = settings.output.save_state_every
         if steps == settings.sampling.stop_at or (every is not None and not steps % every):
@@ -210,8 +218,8 @@ class _Saver:
                     self._record.reporter.warn(f"the latents of the last step cannot be saved: {error}")
             raise
 
-    def save(self, latents_CTHW: torch.Tensor, *, steps: int | None = None) -> None:
-        """Save latents after so many steps of their segment, None: all."""
+    def save(self, latents_CTHW: torch.Tensor, *, steps: int | None = None, past: Sequence[torch.Tensor] = ()) -> None:
+        """Save latents after so many steps of their segment, None: all; `past` as in `DenoisedSample`."""
         if self._path is None:
             return
         of_segment = len(self._plan.timesteps) - 1
@@ -222,14 +230,23 @@ class _Saver:
         )
         request = self._sample.request_sha256
         with self._record.keeping(self._path, is_begun=steps is not None):
-            save_latents(self._path, latents_CTHW, settings, request_sha256=request, steps=steps, before=self._before)
+            save_latents(
+                self._path,
+                latents_CTHW,
+                settings,
+                request_sha256=request,
+                steps=steps,
+                before=self._before,
+                past=past,
+            )
 
     def _save_last(self) -> None:
         if self._last is None:
             return
-        steps, packed_1ND = self._last
+        steps, packed = self._last
         if steps < len(self._plan.timesteps) - 1:
-            self.save(_unpacked(self._plan, packed_1ND)[0], steps=steps)
+            latents_CTHW, *past = (_unpacked(self._plan, each_1ND)[0] for each_1ND in packed)
+            self.save(latents_CTHW, steps=steps, past=past)
 
 
 def sample_latents(
@@ -239,12 +256,12 @@ def sample_latents(
     reference_latents: Sequence[Sequence[torch.Tensor]] | None,
     *,
     seeds: Sequence[int],
-    begun: Sequence[torch.Tensor] | None = None,
+    begun: Sequence[DenoisedSample] | None = None,
     drafts: Sequence[torch.Tensor] | None = None,
     steps_done: int = 0,
     ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
-    on_step: OnStep = lambda steps, packed_BND, velocity_BND: None,
+    on_step: OnStep = lambda step: None,
     on_predicted: OnPredicted = lambda steps, latents_BCTHW: None,
 ) -> torch.Tensor:
     """Return latents_BCTHW of samples, computed as one batch, given frames put back; where `sampling.stop_at` ends it,
@@ -258,8 +275,7 @@ def sample_latents(
         embeds: of the prompts of each sample.
         reference_latents: for each sample the latents_CTHW of each reference; None where nothing is given.
         seeds: of the noise of each sample.
-        begun: for each sample the latents_CTHW that `steps_done` have made of its noise; None: none are done, or they
-            are left out.
+        begun: for each sample what `steps_done` have made of its noise; None: none are done, or they are left out.
         drafts: where they are left out, of each sample the latents_CTHW with which its noise is mixed to
             (1-t)·data + t·noise at the time t of the next step (Liu et al., arXiv 2209.03003; to start from a guide:
             Meng et al., "SDEdit", arXiv 2108.01073).
@@ -291,17 +307,22 @@ def sample_latents(
         settings.vae.grid.is_causal,
         lengths=plan.lengths,
     )
-    distilled = settings.model.guidance_embed
     velocity = GuidedVelocity(
         transformer,
         embeds,
         conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch_size) if settings.model.cond_embed else None,
         position_ids_1N3=position_ids(1, num_latent_frames, rows // patch_size, columns // patch_size, device=device),
-        embedded_guidance=settings.sampling.embedded_guidance if distilled else None,
+        embedded_guidance=settings.sampling.embedded_guidance if settings.model.guidance_embed else None,
         on_evaluation=on_evaluation,
     )
-    latents_BCTHW = noise_BCTHW if begun is None else torch.stack(list(begun)).to(noise_BCTHW)
-    if begun is None and drafts is not None:
+    latents_BCTHW, past = noise_BCTHW, dict[Branch, Past]()
+    if begun is not None:
+        latents_BCTHW = torch.stack([each.latents_CTHW for each in begun]).to(noise_BCTHW)
+        times = plan.past_times(steps_done)
+        branches = [branch for branch in Branch if branch in times]
+        for branch, *velocities in zip(branches, *(each.past for each in begun), strict=True):
+            past[branch] = Past(times[branch], pack_latents(torch.stack(velocities).to(noise_BCTHW), patch_size))
+    elif drafts is not None:
         latents_BCTHW = torch.stack(list(drafts)).to(noise_BCTHW).lerp(noise_BCTHW, plan.timesteps[steps_done])
     packed_BND = pack_latents(latents_BCTHW, patch_size)
     stop = settings.sampling.stop_at
@@ -313,37 +334,28 @@ def sample_latents(
             latents_BCTHW = restore_references(latents_BCTHW, mask_B1THW, given_BCTHW)
         return latents_BCTHW
 
-    def stepped(steps: int, packed_BND: torch.Tensor, velocity_BND: torch.Tensor) -> None:
-        on_step(steps, packed_BND, velocity_BND)
+    def stepped(step: Step) -> None:
+        on_step(step)
 
         def prediction() -> torch.Tensor:
-            return finished(euler_step(packed_BND, velocity_BND, t=plan.timesteps[steps], t_next=0.0))
+            t = plan.timesteps[step.steps_done]
+            return finished(euler_step(step.packed_latents_BND, step.velocity_BND, t=t, t_next=0.0))
 
-        on_predicted(steps, prediction)
-        if steps == stop:
+        on_predicted(step.steps_done, prediction)
+        if step.steps_done == stop:
             predicted.append(prediction())
 
-    if distilled:
-        packed_BND = denoise_distilled(
-            velocity.distilled,
-            packed_BND,
-            timesteps=plan.timesteps,
-            steps_done=steps_done,
-            stop_at=stop,
-            on_step=stepped,
-        )
-    else:
-        packed_BND = denoise(
-            velocity if ranks is None else ranks.share_branches(velocity, on_evaluation=on_evaluation),
-            packed_BND,
-            timesteps=plan.timesteps,
-            guidance=plan.guidance,
-            mode=plan.mode,
-            num_latent_frames=num_latent_frames,
-            steps_done=steps_done,
-            stop_at=stop,
-            on_step=stepped,
-        )
+    packed_BND = denoise(
+        velocity if ranks is None else ranks.share_branches(velocity, on_evaluation=on_evaluation),
+        packed_BND,
+        timesteps=plan.timesteps,
+        scales=plan.scales,
+        solver=settings.sampling.solver,
+        steps_done=steps_done,
+        past=past,
+        stop_at=stop,
+        on_step=stepped,
+    )
     return predicted[0] if predicted else finished(packed_BND)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.solvers import Solver
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import mmdit_config
@@ -16,7 +17,8 @@ from opensora_cli.engine.generate.fitting import Fitting
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.guidance import Guidance, count_evaluations
+from opensora_cli.sampling.denoise import last_times
+from opensora_cli.sampling.guidance import Branch, GuidanceScales, count_evaluations
 from opensora_cli.settings.generate import GenerateSettings
 
 PICTURE = "picture"
@@ -37,7 +39,8 @@ class ExecutionPlan:
     weights: WeightFiles
     mode: ConditionMode
     lengths: ReferenceLengths
-    guidance: Guidance
+    scales: tuple[GuidanceScales, ...]
+    """Of guidance, for each step."""
     height: int
     width: int
     size_note: str | None = None
@@ -107,6 +110,12 @@ class ExecutionPlan:
             begun += self.draft.model_evaluations
         return begun + sum(segment.evaluations_per_sample for segment in left[1:])
 
+    def past_times(self, steps_done: int) -> dict[Branch, float]:
+        """Return when each branch was evaluated last before a step of a clip; none if the solver looks not back."""
+        if self.settings.sampling.solver is not Solver.AB2:
+            return {}
+        return last_times(self.scales, self.timesteps, begun_at=self.start, steps_done=steps_done)
+
     @property
     def evaluations_per_sample(self) -> int:
         """Model evaluations that the sampling of one clip takes; 0 where saved latents are decoded."""
@@ -119,23 +128,14 @@ class ExecutionPlan:
 
     def _clip_evaluations(self, steps_done: int, *, ranks: int = 1) -> int:
         """Return how often the model is evaluated for one clip, of which so many steps are done, on one of `ranks`."""
-        settings, stop = self.settings, self.settings.sampling.stop_at
+        sampling = self.settings.sampling
 
         def left(done: int) -> int:
-            if settings.model.guidance_embed:
-                return settings.sampling.num_inference_steps - done
-            return count_evaluations(
-                self.guidance,
-                mode=self.mode,
-                num_inference_steps=settings.sampling.num_inference_steps,
-                num_latent_frames=settings.num_latent_frames,
-                steps_done=done,
-                ranks=ranks,
-            )
+            return count_evaluations(self.scales, solver=sampling.solver, steps_done=done, ranks=ranks)
 
         if self.decodes_only:
             return 0
-        return max(0, left(steps_done) - (0 if stop is None else left(stop)))
+        return max(0, left(steps_done) - (0 if sampling.stop_at is None else left(sampling.stop_at)))
 
     @property
     def what(self) -> str:

@@ -215,7 +215,8 @@ def _of_segment(
         return segment, None
     done = steps if sample.saved_steps is None else sample.saved_steps - number * steps
     segment = replace(segment, saved=sample.saved, saved_steps=done if done < steps else None)
-    return segment, DenoisedSample(there[number], denoise_s=0.0)
+    past = saved.past if saved is not None and number == len(there) - 1 else ()
+    return segment, DenoisedSample(there[number], denoise_s=0.0, past=past)
 
 
 def _make_drafts(clips: Sequence[Clip], models: LoadedModels, record: RunRecord, ranks: Ranks | None) -> None:

@@ -1,11 +1,11 @@
 """What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 from opensora_cli.core.attention_kinds import attention_problems
-from opensora_cli.core.conditions import CONTINUING, ConditionMode, condition_mode
+from opensora_cli.core.conditions import CONTINUING, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings,
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.guidance import Guidance
+from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, GuidanceScales, busiest, guidance_scales
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
 from opensora_cli.settings.generate import GenerateSettings
@@ -83,8 +83,10 @@ def make_plan(
     named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
     mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
     timesteps = _timesteps(settings, latent_shape)
-    guidance = _guidance(settings)
-    mesh = _mesh(settings, latent_shape, guidance, mode)
+    scales = guidance_scales(
+        _guidance(settings), mode=mode, timesteps=timesteps, num_latent_frames=settings.num_latent_frames
+    )
+    mesh = _mesh(settings, latent_shape, scales)
     exchange, attention = ExchangePlan(), None
     if settings.from_latents is None:
         exchange = plan_exchange(
@@ -99,7 +101,8 @@ def make_plan(
         latent_shape=latent_shape,
         mode=mode,
         lengths=settings.condition.lengths,
-        guidance=guidance,
+        scales=busiest(scales),
+        solver=settings.sampling.solver,
         mesh=mesh,
         exchange=exchange,
         loras=LoraRanks.of(loras),
@@ -115,7 +118,7 @@ def make_plan(
         weights=weights,
         mode=mode,
         lengths=settings.condition.lengths,
-        guidance=guidance,
+        scales=scales,
         height=height,
         width=width,
         size_note=size_note,
@@ -160,13 +163,13 @@ def _latent_shape(settings: GenerateSettings, height: int, width: int) -> tuple[
 
 
 def _timesteps(settings: GenerateSettings, latent_shape: tuple[int, int, int, int]) -> tuple[float, ...]:
-    _, num_latent_frames, rows, columns = latent_shape
-    return tuple(
+    sampling, (_, num_latent_frames, rows, columns) = settings.sampling, latent_shape
+    return sampling.timesteps or tuple(
         flow_timesteps(
-            settings.sampling.num_inference_steps,
+            sampling.num_inference_steps,
             tokens_per_frame=rows * columns // settings.model.patch_size**2,
             num_latent_frames=num_latent_frames,
-            flow_shift=settings.sampling.flow_shift,
+            flow_shift=sampling.flow_shift,
         )
     )
 
@@ -183,10 +186,10 @@ def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
 
 
 def _mesh(
-    settings: GenerateSettings, latent_shape: tuple[int, int, int, int], guidance: Guidance, mode: ConditionMode
+    settings: GenerateSettings, latent_shape: tuple[int, int, int, int], scales: Sequence[GuidanceScales]
 ) -> MeshShape:
     mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // settings.model.patch_size**2)
-    require_branches(mesh, settings, guidance, mode)
+    require_branches(mesh, scales)
     batch_size = settings.sampling.batch_size
     if mesh.size > 1 and batch_size not in (1, AUTO):
         raise RequestError(
@@ -226,12 +229,15 @@ def _attention(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape, 
 
 def _guidance(settings: GenerateSettings) -> Guidance:
     sampling = settings.sampling
+    if settings.model.guidance_embed:
+        return NO_GUIDANCE
     return Guidance(
         guidance_scale=sampling.guidance_scale,
         image_guidance_scale=sampling.image_guidance_scale,
         text_oscillation=sampling.text_oscillation,
         image_oscillation=sampling.image_oscillation,
         temporal_image_scaling=sampling.temporal_image_scaling,
+        interval=sampling.guidance_interval,
     )
 
 

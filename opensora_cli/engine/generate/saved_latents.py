@@ -20,7 +20,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.used import used_settings
 
 LATENTS_SCHEMA = "osora.latents/1"
-_KEY, _BEFORE_KEY = "latents", "latents_before"
+_KEY, _BEFORE_KEY, _PAST_KEY = "latents", "latents_before", "velocities"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -41,12 +41,11 @@ class SavedLatents:
 
         A video that is not extended has one segment.
         """
-        with _opened_latents(self.path) as file:
-            before = file.get_tensor(_BEFORE_KEY) if _BEFORE_KEY in set(file.keys()) else ()
-        last = self.read()
-        for latents_CTHW in before:
-            self._require_finite(latents_CTHW)
-        return (*before, last)
+        return (*self._read_stacked(_BEFORE_KEY), self.read())
+
+    def read_past(self) -> tuple[torch.Tensor, ...]:
+        """Return the velocities of `save_latents`, as `read` does; none if a solver needs none."""
+        return self._read_stacked(_PAST_KEY)
 
     def read(self) -> torch.Tensor:
         """Return them as (C,T,H,W), scaled, as the autoencoder decodes them; on the CPU.
@@ -56,6 +55,13 @@ class SavedLatents:
             latents_CTHW: torch.Tensor = file.get_tensor(_KEY)
         self._require_finite(latents_CTHW)
         return latents_CTHW
+
+    def _read_stacked(self, key: str) -> tuple[torch.Tensor, ...]:
+        with _opened_latents(self.path) as file:
+            stacked = tuple(file.get_tensor(key)) if key in set(file.keys()) else ()
+        for latents_CTHW in stacked:
+            self._require_finite(latents_CTHW)
+        return stacked
 
     def _require_finite(self, latents_CTHW: torch.Tensor) -> None:
         if not bool(latents_CTHW.isfinite().all()):
@@ -70,19 +76,21 @@ def save_latents(
     request_sha256: str = "",
     steps: int | None = None,
     before: Sequence[torch.Tensor] = (),
+    past: Sequence[torch.Tensor] = (),
 ) -> None:
     """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError).
 
     `steps` are those that they have been through, None: all. `before` has the latents_CTHW of the segments that are
-    complete, of a video that is extended.
+    complete, of a video that is extended; `past` the velocities, of the same shape, that a solver looks back at.
     """
     values = json.dumps(used_settings(settings))
     metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}
     if steps is not None:
         metadata[STEPS_KEY] = str(steps)
     tensors = {_KEY: latents_CTHW.detach().cpu().contiguous()}
-    if before:
-        tensors[_BEFORE_KEY] = torch.stack([each.detach().cpu() for each in before])
+    for key, latents in ((_BEFORE_KEY, before), (_PAST_KEY, past)):
+        if latents:
+            tensors[key] = torch.stack([each.detach().cpu() for each in latents])
     write_bytes_atomic(path, save(tensors, metadata=metadata))
 
 

@@ -24,6 +24,9 @@ class DenoisedSample:
     """Seconds, of a batch its share; 0 where they come from a file."""
     before: tuple[torch.Tensor, ...] = ()
     """The latents of the segments before, which are complete, of a video that is extended."""
+    past: tuple[torch.Tensor, ...] = ()
+    """What a solver that looks back goes on with: the latest velocity of each branch of guidance, shaped like latents,
+    in the order of `Branch`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from opensora_cli.engine.mem_profile.measured_stages import measure_stage, rando
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
 from opensora_cli.models.attention import attention_backend, backend_names
+from opensora_cli.sampling.guidance import busiest
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -182,7 +183,8 @@ def _what_does_not_fit(plan: ExecutionPlan) -> dict[str, str]:
             latent_shape=plan.latent_shape,
             mode=plan.mode,
             lengths=plan.lengths,
-            guidance=plan.guidance,
+            scales=busiest(plan.scales),
+            solver=plan.settings.sampling.solver,
             loras=LoraRanks.of(plan.loras),
         ),
         dtype=plan.hardware.dtype,

@@ -1,16 +1,26 @@
 """The sampling loop, on models simple enough to know the answer."""
 
+import itertools
+
 import pytest
 import torch
 from closeness import assert_close
 
 from opensora_cli.core.conditions import condition_mode
-from opensora_cli.sampling.denoise import denoise, denoise_distilled, euler_step
-from opensora_cli.sampling.guidance import Branch, Guidance, count_evaluations
+from opensora_cli.core.solvers import Solver
+from opensora_cli.sampling.denoise import Past, denoise, euler_step, last_times
+from opensora_cli.sampling.guidance import (
+    NO_GUIDANCE,
+    UNGUIDED,
+    Branch,
+    Guidance,
+    branches_needed,
+    count_evaluations,
+    guidance_scales,
+)
 from opensora_cli.sampling.schedule import flow_timesteps
 
 FRAMES = 3
-UNGUIDED = Guidance(guidance_scale=1.0, image_guidance_scale=1.0)
 
 
 def _timesteps(steps):
@@ -21,15 +31,14 @@ def _random(seed, dtype=torch.float32):
     return torch.randn(2, FRAMES * 4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _run(velocity, noise, *, steps, guidance=UNGUIDED, mode="t2v"):
-    return denoise(
-        velocity,
-        noise,
-        timesteps=_timesteps(steps),
-        guidance=guidance,
-        mode=condition_mode(mode),
-        num_latent_frames=FRAMES,
-    )
+def _scales(guidance, *, steps, mode="t2v"):
+    times = tuple(_timesteps(steps))
+    return guidance_scales(guidance, mode=condition_mode(mode), timesteps=times, num_latent_frames=FRAMES)
+
+
+def _run(velocity, noise, *, steps, guidance=NO_GUIDANCE, mode="t2v", solver=Solver.EULER):
+    scales = _scales(guidance, steps=steps, mode=mode)
+    return denoise(velocity, noise, timesteps=_timesteps(steps), scales=scales, solver=solver)
 
 
 def test_euler_step_towards_data():
@@ -37,10 +46,13 @@ def test_euler_step_towards_data():
     assert euler_step(latents, velocity, t=0.75, t_next=0.5).item() == 1.0
 
 
+@pytest.mark.parametrize("solver", Solver)
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_straight_paths_are_followed_exactly(steps):
+def test_straight_paths_are_followed_exactly(steps, solver):
     noise, data = _random(0), _random(1)
-    result = _run(lambda _latents, _t, branches: dict.fromkeys(branches, noise - data), noise, steps=steps)
+    result = _run(
+        lambda _latents, _t, branches: dict.fromkeys(branches, noise - data), noise, steps=steps, solver=solver
+    )
     assert_close(result, data)
 
 
@@ -65,9 +77,7 @@ def test_the_model_is_evaluated_as_often_as_counted(mode, steps, evaluations):
 
     _run(velocity, _random(0), steps=steps, guidance=Guidance(), mode=mode)
     assert len(calls) == len(set(calls)) == evaluations
-    assert evaluations == count_evaluations(
-        Guidance(), mode=condition_mode(mode), num_inference_steps=steps, num_latent_frames=FRAMES
-    )
+    assert evaluations == count_evaluations(_scales(Guidance(), steps=steps, mode=mode))
     if mode == "t2v":
         assert Branch.UNCOND2 not in {branch for _, branch in calls}
 
@@ -101,47 +111,74 @@ def test_the_noise_is_left_as_it_was():
     assert torch.equal(noise, _random(0))
 
 
-@pytest.mark.parametrize("done", range(7))
-def test_a_run_goes_on_from_any_step_to_the_same_latents(done):
+@pytest.mark.parametrize("solver", Solver)
+@pytest.mark.parametrize("done", range(14))
+def test_a_run_goes_on_from_any_step_to_the_same_latents(done, solver):
     def velocity(latents, t, branches):
         return {branch: latents.sin() * t + index for index, branch in enumerate(branches)}
 
-    reached = [_random(0, torch.bfloat16)]
-    timesteps, options = _timesteps(7), {"mode": condition_mode("t2v"), "num_latent_frames": FRAMES}
-    options |= {"timesteps": timesteps, "guidance": Guidance()}
+    timesteps, scales = _timesteps(14), _scales(Guidance(), steps=14)
+    options = {"timesteps": timesteps, "scales": scales, "solver": solver}
+    reached, pasts = [_random(0, torch.bfloat16)], [{}]
 
-    def keep(steps, latents, velocity):
-        assert steps == len(reached)
-        assert torch.equal(latents, euler_step(reached[-1], velocity, t=timesteps[steps - 1], t_next=timesteps[steps]))
-        reached.append(latents)
+    def keep(step):
+        assert step.steps_done == len(reached)
+        t, t_next = timesteps[step.steps_done - 1], timesteps[step.steps_done]
+        if solver is Solver.EULER:
+            assert torch.equal(step.packed_latents_BND, euler_step(reached[-1], step.velocity_BND, t=t, t_next=t_next))
+        reached.append(step.packed_latents_BND)
+        pasts.append(step.past)
 
     whole = denoise(velocity, reached[0], on_step=keep, **options)
-    assert (len(reached), reached[-1] is whole) == (8, True)
+    assert (len(reached), reached[-1] is whole) == (15, True)
+    times = last_times(scales, timesteps, begun_at=0, steps_done=done) if solver is Solver.AB2 else {}
+    assert {branch: past.t for branch, past in pasts[done].items()} == times
     seen = []
-    rest = denoise(velocity, reached[done], steps_done=done, on_step=lambda steps, *_: seen.append(steps), **options)
+    rest = denoise(
+        velocity,
+        reached[done],
+        steps_done=done,
+        past=pasts[done],
+        on_step=lambda step: seen.append(step.steps_done),
+        **options,
+    )
     assert torch.equal(rest, whole)
     assert torch.equal(denoise(velocity, reached[0], stop_at=max(done, 1), **options), reached[max(done, 1)])
-    assert seen == [*range(done + 1, 8)]
-    counted = {"mode": condition_mode("t2v"), "num_inference_steps": 7, "num_latent_frames": FRAMES}
-    assert count_evaluations(Guidance(), **counted, steps_done=done) == 2 * (7 - done)
+    assert seen == [*range(done + 1, 15)]
 
 
-def test_distilled_sampling_takes_one_evaluation_a_step():
-    noise, data = _random(0), _random(1)
-    times = []
+def test_what_is_looked_back_at_changes_the_next_step():
+    noise, options = _random(0), {"timesteps": _timesteps(4), "scales": (UNGUIDED,) * 4, "solver": Solver.AB2}
 
-    def velocity(_latents, t):
-        times.append(t)
-        return noise - data
+    def velocity(latents, t, branches):
+        return dict.fromkeys(branches, t * latents)
 
-    timesteps = _timesteps(6)
-    result = denoise_distilled(velocity, noise, timesteps=timesteps)
-    assert_close(result, data)
-    assert times == timesteps[:-1]
-    denoise_distilled(velocity, noise, timesteps=timesteps, steps_done=4)
-    assert times == [*timesteps[:-1], *timesteps[4:-1]]
+    past = {Branch.COND: Past(1.0, torch.zeros_like(noise))}
+    begun = denoise(velocity, noise, steps_done=2, past=past, stop_at=3, **options)
+    assert not torch.equal(begun, denoise(velocity, noise, steps_done=2, stop_at=3, **options))
 
 
-def test_a_run_needs_a_step():
-    with pytest.raises(ValueError, match="at least two timesteps, not 1"):
-        denoise_distilled(lambda latents, _t: latents, _random(0), timesteps=[1.0])
+def test_ab2_follows_a_velocity_that_is_linear_in_time_exactly_branch_by_branch():
+    """Also where a branch is evaluated at every second step alone; the first step of each is Euler's."""
+    factors = {Branch.UNCOND: 1.0, Branch.COND: 2.0}
+    guidance, timesteps = Guidance(guidance_scale=3.0), _timesteps(14)
+    scales = _scales(guidance, steps=14)
+
+    def velocity(latents, t, branches):
+        return {branch: torch.full_like(latents, factors[branch] * t) for branch in branches}
+
+    expected = 0.0
+    for step, (t, t_next) in enumerate(itertools.pairwise(timesteps)):
+        guided = scales[step].text * factors[Branch.COND] + (1 - scales[step].text) * factors[Branch.UNCOND]
+        expected += guided * ((t + t_next) / 2 if step else t) * (t_next - t)
+
+    noise = torch.zeros(1, FRAMES * 4, 6, dtype=torch.float64)
+    assert {len(branches_needed(each)) for each in scales} == {1, 2}
+    result = denoise(velocity, noise, timesteps=timesteps, scales=scales, solver=Solver.AB2)
+    assert_close(result, torch.full_like(noise, expected))
+
+
+def test_a_run_needs_a_step_and_scales_for_each():
+    for times, scales in (([1.0], ()), ([1.0, 0.0], (UNGUIDED,) * 2)):
+        with pytest.raises(ValueError, match="sampling needs a step, and scales for each"):
+            denoise(lambda latents, _t, branches: {}, _random(0), timesteps=times, scales=scales)

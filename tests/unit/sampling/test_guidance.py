@@ -1,20 +1,24 @@
 """Three-branch guidance: its result, and how few evaluations it takes."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from closeness import assert_close
 
 from opensora_cli.core.conditions import CONDITION_MODES, condition_mode
+from opensora_cli.core.solvers import Solver
 from opensora_cli.sampling.guidance import (
+    NO_GUIDANCE,
+    UNGUIDED,
     Branch,
     Guidance,
     GuidanceScales,
     branches_needed,
     combine_branches,
     count_evaluations,
-    guidance_scales_at,
+    guidance_scales,
     oscillating_scale,
 )
 
@@ -22,8 +26,13 @@ PRESET = Guidance()
 T2V, I2V, V2V = (condition_mode(name) for name in ("t2v", "i2v_head", "v2v_head"))
 
 
-def _scales(step, guidance, mode, *, steps=50, frames=5):
-    return guidance_scales_at(step, guidance, mode=mode, num_inference_steps=steps, num_latent_frames=frames)
+def _all_scales(guidance, mode, *, steps=50, frames=33):
+    times = tuple(1 - step / steps for step in range(steps + 1))
+    return guidance_scales(guidance, mode=mode, timesteps=times, num_latent_frames=frames)
+
+
+def _scales(step, guidance, mode):
+    return _all_scales(guidance, mode, frames=5)[step]
 
 
 @pytest.mark.parametrize(
@@ -41,20 +50,34 @@ def _scales(step, guidance, mode, *, steps=50, frames=5):
     ],
 )
 def test_evaluations_with_the_presets(mode, steps, evaluations):
-    counted = count_evaluations(PRESET, mode=CONDITION_MODES[mode], num_inference_steps=steps, num_latent_frames=33)
-    assert counted == evaluations
+    assert count_evaluations(_all_scales(PRESET, CONDITION_MODES[mode], steps=steps)) == evaluations
+
+
+def test_heun_evaluates_each_branch_twice_but_in_the_last_step():
+    scales = _all_scales(PRESET, T2V, steps=14)
+    assert count_evaluations(scales, solver=Solver.AB2) == 26
+    # The last step is unguided.
+    assert count_evaluations(scales, solver=Solver.HEUN) == 2 * 25 + 1
+    assert count_evaluations(scales, solver=Solver.HEUN, steps_done=12, ranks=2) == 2 * 1 + 1
+
+
+def test_outside_of_the_interval_nothing_guides():
+    guidance = Guidance(interval=(0.25, 0.75), text_oscillation=False, image_oscillation=False)
+    scales = _all_scales(guidance, I2V, steps=8)
+    assert [branches_needed(each) == (COND,) for each in scales] == [step in (0, 1, 7) for step in range(8)]
+    assert scales[7] == UNGUIDED
+    assert scales[2:7] == _all_scales(replace(guidance, interval=(0.0, 1.0)), I2V, steps=8)[2:7]
 
 
 def test_evaluations_without_oscillation():
     steady = Guidance(text_oscillation=False, image_oscillation=False, temporal_image_scaling=False)
-    assert count_evaluations(steady, mode=T2V, num_inference_steps=50, num_latent_frames=33) == 100
-    assert count_evaluations(steady, mode=I2V, num_inference_steps=50, num_latent_frames=33) == 150
+    assert count_evaluations(_all_scales(steady, T2V)) == 100
+    assert count_evaluations(_all_scales(steady, I2V)) == 150
 
 
 def test_evaluations_without_guidance():
-    unguided = Guidance(guidance_scale=1.0, image_guidance_scale=1.0)
     for mode in CONDITION_MODES.values():
-        assert count_evaluations(unguided, mode=mode, num_inference_steps=7, num_latent_frames=33) == 7
+        assert count_evaluations(_all_scales(NO_GUIDANCE, mode, steps=7)) == 7
 
 
 COND, UNCOND, UNCOND2 = Branch.COND, Branch.UNCOND, Branch.UNCOND2

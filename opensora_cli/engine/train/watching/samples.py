@@ -25,8 +25,8 @@ from opensora_cli.engine.train.watching.validation import evaluating
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.sampling.denoise import denoise, denoise_distilled
-from opensora_cli.sampling.guidance import Guidance
+from opensora_cli.sampling.denoise import denoise
+from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales
 from opensora_cli.sampling.packing import pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import flow_timesteps, noise_latents
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -110,17 +110,9 @@ class SampleVideos:
             tokens_per_frame=rows * columns // patch_size**2,
             num_latent_frames=frames,
         )
-        if distilled:
-            packed_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=timesteps)
-        else:
-            packed_1ND = denoise(
-                velocity,
-                packed_1ND,
-                timesteps=timesteps,
-                guidance=Guidance(guidance_scale=chosen.guidance_scale),
-                mode=T2V,
-                num_latent_frames=frames,
-            )
+        guidance = NO_GUIDANCE if distilled else Guidance(guidance_scale=chosen.guidance_scale)
+        scales = guidance_scales(guidance, mode=T2V, timesteps=tuple(timesteps), num_latent_frames=frames)
+        packed_1ND = denoise(velocity, packed_1ND, timesteps=timesteps, scales=scales)
         return unpack_latents(
             packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch_size
         ).to(_HOST)

@@ -39,6 +39,7 @@ from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.sampling.guidance import busiest
 from opensora_cli.settings.ckpt import MergeLoraSettings
 from opensora_cli.settings.enums import HostWeights, ModelName, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
@@ -345,7 +346,8 @@ def estimated(plan: ExecutionPlan, offload: OffloadPlan) -> StageMemory:
         latent_shape=plan.latent_shape,
         mode=plan.mode,
         lengths=plan.lengths,
-        guidance=plan.guidance,
+        scales=busiest(plan.scales),
+        solver=plan.settings.sampling.solver,
         loras=LoraRanks.of(plan.loras),
     )
     stages = estimate_generation(

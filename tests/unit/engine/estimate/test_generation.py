@@ -33,6 +33,7 @@ from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.sampling.guidance import busiest
 from opensora_cli.settings.enums import ModelName, OffloadMode
 from opensora_cli.settings.load import load_preset
 
@@ -115,7 +116,8 @@ def estimated(plan: ExecutionPlan, offload: OffloadPlan, device_type: str = "cpu
         latent_shape=plan.latent_shape,
         mode=plan.mode,
         lengths=plan.lengths,
-        guidance=plan.guidance,
+        scales=busiest(plan.scales),
+        solver=plan.settings.sampling.solver,
         mesh=plan.mesh,
     )
     stages = estimate_generation(
