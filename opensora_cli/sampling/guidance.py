@@ -101,7 +101,7 @@ class _Scales(NamedTuple):
     def at(self, step: int, t: float) -> GuidanceScales:
         guidance, mode = self.guidance, self.mode
         lowest, highest = guidance.interval
-        if not lowest <= t <= highest:
+        if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
             return UNGUIDED
         text = guidance.guidance_scale
         if guidance.text_oscillation:

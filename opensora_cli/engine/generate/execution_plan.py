@@ -18,7 +18,7 @@ from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.denoise import last_times
-from opensora_cli.sampling.guidance import Branch, GuidanceScales, count_evaluations
+from opensora_cli.sampling.guidance import Branch, Guidance, GuidanceScales, count_evaluations, guidance_scales
 from opensora_cli.settings.generate import GenerateSettings
 
 PICTURE = "picture"
@@ -39,8 +39,7 @@ class ExecutionPlan:
     weights: WeightFiles
     mode: ConditionMode
     lengths: ReferenceLengths
-    scales: tuple[GuidanceScales, ...]
-    """Of guidance, for each step."""
+    guidance: Guidance
     height: int
     width: int
     size_note: str | None = None
@@ -109,6 +108,12 @@ class ExecutionPlan:
         if self.draft is not None and not steps:
             begun += self.draft.model_evaluations
         return begun + sum(segment.evaluations_per_sample for segment in left[1:])
+
+    @property
+    def scales(self) -> tuple[GuidanceScales, ...]:
+        """Of guidance, for each step."""
+        frames = self.settings.num_latent_frames
+        return guidance_scales(self.guidance, mode=self.mode, timesteps=self.timesteps, num_latent_frames=frames)
 
     def past_times(self, steps_done: int) -> dict[Branch, float]:
         """Return when each branch was evaluated last before a step of a clip; none if the solver looks not back."""

@@ -83,9 +83,8 @@ def make_plan(
     named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
     mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
     timesteps = _timesteps(settings, latent_shape)
-    scales = guidance_scales(
-        _guidance(settings), mode=mode, timesteps=timesteps, num_latent_frames=settings.num_latent_frames
-    )
+    guidance = _guidance(settings)
+    scales = guidance_scales(guidance, mode=mode, timesteps=timesteps, num_latent_frames=settings.num_latent_frames)
     mesh = _mesh(settings, latent_shape, scales)
     exchange, attention = ExchangePlan(), None
     if settings.from_latents is None:
@@ -118,7 +117,7 @@ def make_plan(
         weights=weights,
         mode=mode,
         lengths=settings.condition.lengths,
-        scales=scales,
+        guidance=guidance,
         height=height,
         width=width,
         size_note=size_note,

@@ -63,6 +63,29 @@ def test_what_is_stopped_after_a_step_goes_on_to_the_same_bytes(world, tmp_path,
     assert names(folder) == [f"{NAME}.mp4", f"{NAME}.mp4.json"]
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_so_it_does_with_a_solver_that_looks_back(world, tmp_path, whole, steps):
+    settings = demo_settings(world, tmp_path / "whole", **T2V, sampling__solver="ab2")
+    video = generate(settings).videos[0].path.read_bytes()
+    assert video != whole
+    stopped(settings.replace({"output.path": str(tmp_path / "out")}), steps)
+    state = tmp_path / "out" / STATE
+    saved = load_file(state)
+    assert saved["velocities"].shape == (2, *saved["latents"].shape)
+    result, _ = go_on(state)
+    assert result.videos[0].path.read_bytes() == video
+
+
+def test_velocities_that_are_missing_are_not_done_without(world, tmp_path):
+    stopped(demo_settings(world, tmp_path, **T2V, sampling__solver="ab2"), 2)
+    state = tmp_path / STATE
+    with safe_open(state, "pt") as file:
+        metadata = file.metadata()
+    save_file({"latents": load_file(state)["latents"]}, state, metadata=metadata)
+    with pytest.raises(CheckpointError, match="was saved after step 2 of 4"):
+        go_on(state)
+
+
 def test_before_the_first_step_there_is_nothing_to_save(world, tmp_path):
     assert stopped(demo_settings(world, tmp_path, **T2V), 0) == "nothing was finished yet: run it again"
     assert names(tmp_path) == []
