@@ -44,9 +44,8 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
         if ranks is not None:
             there = agreed_tensors(there, device=ranks.device)
         if any(tuple(each.shape) != plan.latent_shape for each in there):
-            latents_CTHW = there[-1]
             raise RequestError(
-                f"{sample.saved} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for "
+                f"{sample.saved} holds latents of {tuple(there[-1].shape)}, and the settings ask for "
                 f"{plan.latent_shape}",
                 hint="change neither size, length nor model when going on from latents",
             )

@@ -9,6 +9,7 @@ from pydantic import Field, InstanceOf
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError
+from opensora_cli.core.solvers import Solver
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.exchanges import PlannedExchange
@@ -97,6 +98,7 @@ class PlanDocument(Document):
     video_tokens: int
     text_tokens: int
     num_inference_steps: int
+    solver: Solver
     timesteps: tuple[float, ...]
     model_evaluations: int
     """Of all samples."""
@@ -166,6 +168,7 @@ class PlanDocument(Document):
             video_tokens=plan.video_tokens,
             text_tokens=settings.text.t5_max_length,
             num_inference_steps=len(plan.timesteps) - 1,
+            solver=settings.sampling.solver,
             timesteps=plan.timesteps,
             model_evaluations=plan.model_evaluations * plan.num_samples,
             cached_text=not (plan.encodes_text or plan.decodes_only),
@@ -232,7 +235,7 @@ class PlanDocument(Document):
             f"tokens    {self.video_tokens} video + {self.text_tokens} text",
             *([f"first     a picture of {plan.picture.what}"] if plan.picture is not None else []),
             *([f"draft     {self._draft()}"] if self.draft is not None else []),
-            f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
+            f"sampling  {self.condition_mode}, {self.num_inference_steps} steps by {self.solver}, "
             f"{self.model_evaluations} model evaluations",
             *([f"prompts   {CACHED_TEXT_LINE}"] if self.cached_text else []),
             *([f"extend    {self._extension()}"] if self.extension is not None else []),
