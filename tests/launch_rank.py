@@ -53,7 +53,8 @@ def main(arguments: list[str]) -> int:
         except Exception as error:
             report_bug(error)
             return 1
-    print(f"result of rank {context.rank} of {context.world_size} on {context.nnodes}")
+    # In one write: ranks may share a pipe.
+    sys.stdout.write(f"result of rank {context.rank} of {context.world_size} on {context.nnodes}\n")
     return 0
 
 

@@ -168,6 +168,7 @@ def test_the_reference_describes_every_command_and_document() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # lora.md trains for minutes, on two idle cores
 @pytest.mark.parametrize(
     "name", [name for name in PAGES_BY_NAME if any(b.page == name and b.runs_here for b in BLOCKS)]
 )
