@@ -77,9 +77,9 @@ def denoise(
 
     Only the branches that can change a step's result are computed; `count_evaluations` returns how many that will be.
     `packed_latents_BND` is noise, or what is there after `steps_done`, its tokens ordered by latent frame; they keep
-    their dtype from step to step. So is `past`, without which a solver that looks back begins with an Euler step. With
-    `stop_at`, the latents after so many steps are returned. `scales` (see `guidance_scales`) are one for each step, and
-    there is at least one (ValueError).
+    their dtype from step to step. `past` is what that step has left, without which a solver that looks back begins with
+    an Euler step. With `stop_at`, the latents after so many steps are returned. `scales` (see `guidance_scales`) are
+    one for each step, and there is at least one (ValueError).
     """
     if len(timesteps) < 2 or len(scales) != len(timesteps) - 1:
         raise ValueError(f"sampling needs a step, and scales for each: {len(timesteps)} times, {len(scales)} scales")
@@ -92,8 +92,9 @@ def denoise(
             slope_BND = combine_branches(_half_a_step_on(velocities, seen, t=t, t_next=t_next), scales[step])
             seen |= {branch: Past(t, velocities[branch]) for branch in branches}
         elif solver.evaluations(is_last=step == len(scales) - 1) == 2:
-            end_BND = euler_step(latents_BND, guided_BND, t=t, t_next=t_next)
-            slope_BND = guided_BND.lerp(combine_branches(velocity(end_BND, t_next, branches), scales[step]), 0.5)
+            at_end = velocity(euler_step(latents_BND, guided_BND, t=t, t_next=t_next), t_next, branches)
+            slope_BND = guided_BND.lerp(combine_branches(at_end, scales[step]), 0.5)
+            del at_end
         latents_BND = euler_step(latents_BND, slope_BND, t=t, t_next=t_next)
         on_step(Step(step + 1, latents_BND, guided_BND, dict(seen)))
         del velocities, guided_BND, slope_BND  # not needed any more, while the next is evaluated

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -88,34 +87,32 @@ def guidance_scales(
 
     Without a reference in `mode` the image scale is 1: both unconditional branches then have the same inputs.
     """
-    scales = _Scales(guidance, mode, len(timesteps) - 1, num_latent_frames)
-    return tuple(scales.at(step, t) for step, t in enumerate(timesteps[:-1]))
+    # The last frame's scale falls to 1 over the run, and from there back to the first frame's, which is 1.
+    falling = torch.linspace(guidance.image_guidance_scale, 1.0, len(timesteps)).tolist()
+    return tuple(
+        _scales_at(step, t, guidance, mode=mode, last=last, num_latent_frames=num_latent_frames)
+        for step, (t, last) in enumerate(zip(timesteps[:-1], falling, strict=False))
+    )
 
 
-class _Scales(NamedTuple):
-    guidance: Guidance
-    mode: ConditionMode
-    num_inference_steps: int
-    num_latent_frames: int
-
-    def at(self, step: int, t: float) -> GuidanceScales:
-        guidance, mode = self.guidance, self.mode
-        lowest, highest = guidance.interval
-        if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
-            return UNGUIDED
-        text = guidance.guidance_scale
-        if guidance.text_oscillation:
-            text = oscillating_scale(text, step)
-        if not mode.needs_reference:
-            return GuidanceScales(text, (1.0,))
-        image = guidance.image_guidance_scale
-        if guidance.image_oscillation:
-            image = oscillating_scale(image, step)
-        if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
-            # The last frame's scale falls to 1 over the run, and from there back to the first frame's, which is 1.
-            last = torch.linspace(image, 1.0, self.num_inference_steps + 1)[step].item()
-            return GuidanceScales(text, tuple(torch.linspace(1.0, last, self.num_latent_frames).tolist()))
-        return GuidanceScales(text, (image,))
+def _scales_at(
+    step: int, t: float, guidance: Guidance, *, mode: ConditionMode, last: float, num_latent_frames: int
+) -> GuidanceScales:
+    """Return the scales of a step; `last` is the image scale of the last frame, where it grows along the clip."""
+    lowest, highest = guidance.interval
+    if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
+        return UNGUIDED
+    text = guidance.guidance_scale
+    if guidance.text_oscillation:
+        text = oscillating_scale(text, step)
+    if not mode.needs_reference:
+        return GuidanceScales(text, (1.0,))
+    image = guidance.image_guidance_scale
+    if guidance.image_oscillation:
+        image = oscillating_scale(image, step)
+    if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
+        return GuidanceScales(text, tuple(torch.linspace(1.0, last, num_latent_frames).tolist()))
+    return GuidanceScales(text, (image,))
 
 
 def _telescope(scales: GuidanceScales) -> list[tuple[Branch, tuple[float, ...]]]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_stages import small_stages
 from stopping import stopped
 from tiny_world import RecordingReporter, demo_settings
@@ -142,6 +143,17 @@ def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path,
     assert result.model_evaluations == 2 * (3 * STEPS - steps)
     assert result.videos[0].path.read_bytes() == whole
     assert not (tmp_path / STATE).exists()
+
+
+@pytest.mark.slow
+def test_so_it_does_with_a_solver_that_looks_back(world, tmp_path):
+    """A step into the second segment: its velocities are saved with the latents of both."""
+    settings = demo_settings(world, tmp_path / "whole", **EXTENDED, sampling__solver="ab2")
+    video = generate(settings).videos[0].path.read_bytes()
+    settings = settings.replace({"output.path": str(tmp_path / "out")})
+    stopped(settings, STEPS + 1)
+    assert {"latents", "latents_before", "velocities"} == load_file(tmp_path / "out" / STATE).keys()
+    assert generate(settings).videos[0].path.read_bytes() == video
 
 
 @pytest.mark.slow
