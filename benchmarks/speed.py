@@ -1,0 +1,81 @@
+"""Measures osora's default ways against plain ones built from the same modules, in one process and on the CPU.
+
+    python benchmarks/speed.py --json speed.json
+    python benchmarks/speed.py --part loop --part block --tokens 1152 --pairs 5
+
+Each part compares in alternating pairs, after one of each to warm up, and prints for each comparison the medians of
+seconds on the clock, the median of the pairs' ratios with the lowest and the highest, and the same ratio by seconds of
+the processor, which mind other programs less. It exits with 1 if a part misses its goal by the clock.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from speed_loop import measure_block, measure_loop
+from speed_pairs import HEAD, Row
+
+SCHEMA = "osora.bench.speed/1"
+
+
+class Part(NamedTuple):
+    """What can be named by `--part`."""
+
+    what: str
+    measure: Callable[[argparse.Namespace], Iterator[Row]]
+
+
+PARTS = {
+    "loop": Part("the demo's denoising, t2v and i2v, against three batched branches at every step", measure_loop),
+    "block": Part("an evaluation of blocks of the released size", measure_block),
+}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line says."""
+    parts = "\n".join(f"  {name:<10} {part.what}" for name, part in PARTS.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
+    parser.add_argument("--pairs", type=int, default=7, help="of each comparison")
+    parser.add_argument("--threads", type=int, help="that compute; default: torch's choice")
+    parser.add_argument("--steps", type=int, default=50, help="of the loop")
+    parser.add_argument("--tokens", type=int, default=8832, help="of the block, text included")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table line by line, and exit with 1 if a goal is missed."""
+    options = parse(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    load, rows = os.getloadavg()[0], list[tuple[str, Row]]()
+    print(HEAD, flush=True)
+    for name in options.part or PARTS:
+        for row in PARTS[name].measure(options):
+            rows.append((name, row))
+            print(row.line(name), flush=True)
+    if options.json:
+        figures = {
+            "schema": SCHEMA,
+            "torch": torch.__version__,
+            "device": platform.processor() or "cpu",
+            "processors": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load_before": load,
+            "rows": [row.document(name) for name, row in rows],
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row.is_reached for _, row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
