@@ -80,6 +80,16 @@ def psnr_db(clips_NTHWC: Clips, others_NTHWC: Clips) -> list[float]:
     return [similarity.psnr_db(clip, other) for clip, other in pairs]
 
 
+def detail(clips_NTHWC: Clips) -> float:
+    """Return how sharp clips are: the mean squared difference of pixels that are side by side or above each other."""
+    squares = [
+        clip_THWC.float().diff(dim=axis).square().mean().item()
+        for clip_THWC in torch.from_numpy(clips_NTHWC)
+        for axis in (1, 2)
+    ]
+    return float(np.mean(squares))
+
+
 def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
     """Return the mean PSNR of reconstructed clips, for each weather too, and what the reader makes of them."""
     scenes, _ = scene_set(count, seed=seed, part=_VAE_SCENES)
@@ -137,6 +147,8 @@ def measure_prompts(
     return {
         "videos": count,
         "num_inference_steps": sampling.num_inference_steps,
+        "model_evaluations": plan.model_evaluations,
+        "detail_of_renders": detail(clips) / detail(film(scenes, plan)),
         "guidance_scale": sampling.guidance_scale,
         "accuracy": shares,
         "worst": min(shares[name] for name in ANSWERS),

@@ -48,8 +48,9 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         lines += [f"reader        {reader['clips']} held-out renders, in %: {percent(reader['accuracy'])}"]
     for trial in report.get("prompts", []):
         lines += [
-            f"prompts       {trial['videos']} held-out combinations, {trial['num_inference_steps']} steps, "
-            f"guidance {trial['guidance_scale']:g}",
+            f"prompts       {trial['videos']} held-out combinations, {trial['num_inference_steps']} steps "
+            f"({trial['model_evaluations']} evaluations), guidance {trial['guidance_scale']:g}",
+            f"              detail {trial['detail_of_renders']:.2f} of that of renders",
             f"              read from the videos, in %: {percent(trial['accuracy'])}",
             f"              mean {MEAN_READ.judge(100 * trial['accuracy']['mean'])}",
             f"              worst {WORST_READ.judge(100 * trial['worst'])}",

@@ -28,7 +28,9 @@ _PRESETS = ("demo", "256px", "768px", "high_compression", "flux1_dev")
 _LITTLE = 2**20
 _PICTURE = {"condition.references": ("any.png",)}
 _GPUS = tuple({"parallel.gpus": count} for count in (2, 4, 8))
+_FAST = {"sampling.solver": "ab2"}
 _GIVEN = (
+    {"condition.mode": "i2v_head", **_PICTURE, **_FAST},
     *({"condition.mode": "i2v_head", **_PICTURE, **gpus} for gpus in _GPUS),
     *({"condition.mode": mode, **_PICTURE} for mode in ("i2v_head", "i2v_tail", "v2v_head", "v2v_tail")),
     {"condition.mode": "i2v_loop", "condition.references": ("any.png", "any.png")},
@@ -42,7 +44,7 @@ def known_after_plans() -> dict[str, tuple[int, int]]:
     for preset in _PRESETS:
         # A picture that is made first is one of flux1_dev, and then given.
         settings = load_preset(preset, prompt="any").replace({"picture.first": False})
-        changed = (*(_GIVEN if settings.model.cond_embed else ()), *_GPUS)
+        changed = (*(_GIVEN if settings.model.cond_embed else ()), *_GPUS, _FAST)
         with _little_memory("cpu", torch.float32):
             _plan(settings, with_hint=True)
             for changes in changed:

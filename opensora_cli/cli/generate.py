@@ -75,6 +75,7 @@ def generate(
     prompt_at: options.PromptAt = None,
     motion_score: options.MotionScore = None,
     steps: options.Steps = None,
+    fast: options.Fast = False,
     solver: options.SolverOption = None,
     stop_at: options.StopAt = None,
     explore: options.Explore = None,

@@ -167,6 +167,15 @@ ShardOption = Annotated[
 
 # How.
 Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Sampling steps.", rich_help_panel=_SAMPLING)]
+Fast = Annotated[
+    bool,
+    typer.Option(
+        "--fast",
+        help="Sample with few evaluations: 15 steps by ab2, and the mean of guidance that oscillates. Nearly the same "
+        "video.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 SolverOption = Annotated[
     Solver | None,
     typer.Option(

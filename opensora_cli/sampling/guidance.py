@@ -5,13 +5,13 @@ With s_img and s_txt the image and text scales, the velocity is
     uncond2 + s_img·(uncond - uncond2) + s_txt·(cond - uncond)
 
 after Brooks et al., "InstructPix2Pix" (arXiv 2211.09800, equation 3). The scales oscillate: from step 10 on they are 1
-at every odd step. A branch whose velocities cancel out of the sum is not computed.
+at every odd step, or have the mean of that. A branch whose velocities cancel out of the sum is not computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -53,6 +53,9 @@ class Guidance:
     image_oscillation: bool = True
     temporal_image_scaling: bool = True
     """Let image guidance grow along the clip, from 1 at the first frame; in modes that give pictures only."""
+    mean_of: int | None = None
+    """Steps of a run, of the mean of whose oscillation each step here has as much; None: scales oscillate by the
+    step."""
     interval: tuple[float, float] = (0.0, 1.0)
     """The lowest and the highest time, 0 (data) to 1 (noise), of the steps that are guided (Kynkäänniemi et al.,
     "Applying Guidance in a Limited Interval", arXiv 2404.07724)."""
@@ -79,6 +82,15 @@ def oscillating_scale(scale: float, step: int) -> float:
     return 1.0 if step >= OSCILLATION_START and step % 2 else scale
 
 
+def mean_scale(scale: float, step: int, *, num_steps: int, mean_of: int) -> float:
+    """Return the mean of `oscillating_scale` over two neighbouring steps in a run of `mean_of`, where it has come as
+    far as a run of `num_steps` has before `step`.
+
+    Steps are short against the curve that the latents follow, so that this is where oscillation leads to.
+    """
+    return (scale + 1.0) / 2 if step * mean_of >= OSCILLATION_START * num_steps else scale
+
+
 @cache
 def guidance_scales(
     guidance: Guidance, *, mode: ConditionMode, timesteps: tuple[float, ...], num_latent_frames: int
@@ -89,27 +101,42 @@ def guidance_scales(
     """
     # The last frame's scale falls to 1 over the run, and from there back to the first frame's, which is 1.
     falling = torch.linspace(guidance.image_guidance_scale, 1.0, len(timesteps)).tolist()
+
+    def oscillating(step: int) -> Callable[[float], float]:
+        if guidance.mean_of is None:
+            return partial(oscillating_scale, step=step)
+        return partial(mean_scale, step=step, num_steps=len(timesteps) - 1, mean_of=guidance.mean_of)
+
     return tuple(
-        _scales_at(step, t, guidance, mode=mode, last=last, num_latent_frames=num_latent_frames)
+        _scales_at(t, guidance, oscillating(step), mode=mode, last=last, num_latent_frames=num_latent_frames)
         for step, (t, last) in enumerate(zip(timesteps[:-1], falling, strict=False))
     )
 
 
 def _scales_at(
-    step: int, t: float, guidance: Guidance, *, mode: ConditionMode, last: float, num_latent_frames: int
+    t: float,
+    guidance: Guidance,
+    oscillating: Callable[[float], float],
+    *,
+    mode: ConditionMode,
+    last: float,
+    num_latent_frames: int,
 ) -> GuidanceScales:
-    """Return the scales of a step; `last` is the image scale of the last frame, where it grows along the clip."""
+    """Return the scales of the step at `t`, at which a scale is `oscillating(scale)` where it is to oscillate.
+
+    `last` is the image scale of the last frame, where it grows along the clip.
+    """
     lowest, highest = guidance.interval
     if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
         return UNGUIDED
     text = guidance.guidance_scale
     if guidance.text_oscillation:
-        text = oscillating_scale(text, step)
+        text = oscillating(text)
     if not mode.needs_reference:
         return GuidanceScales(text, (1.0,))
     image = guidance.image_guidance_scale
     if guidance.image_oscillation:
-        image = oscillating_scale(image, step)
+        image, last = oscillating(image), oscillating(last)
     if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
         return GuidanceScales(text, tuple(torch.linspace(1.0, last, num_latent_frames).tolist()))
     return GuidanceScales(text, (image,))

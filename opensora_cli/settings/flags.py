@@ -46,6 +46,7 @@ class Flags(TypedDict, total=False):
     extend: Annotated[int | str | None, Flag("video.extend")]
     motion_score: Annotated[int | str | None, Flag("prompt_suffix.motion_score")]
     steps: Annotated[int | str | None, Flag("sampling.num_inference_steps")]
+    fast: Annotated[bool | None, Flag("sampling.fast")]
     solver: Annotated[str | None, Flag("sampling.solver")]
     stop_at: Annotated[int | str | None, Flag("sampling.stop_at")]
     guidance_scale: Annotated[float | str | None, Flag("sampling.guidance_scale")]

@@ -17,6 +17,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.devices import ParallelSettings, RuntimeSettings, without_retired_keys
 from opensora_cli.settings.enums import ModelChoice, ModelName
@@ -27,9 +28,11 @@ from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_settings
 from opensora_cli.settings.reference_inference import read_reference_generation
+from opensora_cli.settings.sampling import SamplingSettings
 from opensora_cli.settings.used import idle_guidance
 
 SIDECAR_SCHEMA = "osora.generate/1"
+_FAST_STEPS = 15
 MACHINE_KEYS = frozenset(
     {
         *(f"runtime.{name}" for name in ("weights", "prompt_cache", "prompt_cache_limit")),
@@ -107,10 +110,29 @@ def load_generate_settings(
         # That of a preset gives way, and what is typed wins over files.
         given["picture.first"] = Given(False, "what is given")
     preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
-    settings = validate(GenerateSettings, given, below=_preset(preset))
+    below = _preset(preset)
+    settings = validate(GenerateSettings, given, below=below)
+    if settings.sampling.fast:
+        # What comes from below it gives way.
+        above = request.overrides if "sampling.fast" in request.overrides else given
+        own = load_preset(preset, prompt="any") if "sampling.num_inference_steps" in above else settings
+        values = _few_evaluations(settings.sampling, without=own.sampling.num_inference_steps)
+        source = given["sampling.fast"].source
+        given |= {key: Given(value, source) for key, value in values.items() if key not in above}
+        settings = validate(GenerateSettings, given, below=below)
     _refuse_idle_refinement(request.overrides, settings)
     _refuse_idle_guidance(request.overrides, settings)
     return settings
+
+
+def _few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, object]:
+    """Return what `sampling.fast` stands for in a run that is otherwise asked for, and has so many steps `without`."""
+    values: dict[str, object] = {"sampling.solver": Solver.AB2}
+    if sampling.timesteps is None:
+        values["sampling.num_inference_steps"] = _FAST_STEPS
+    if sampling.oscillates:
+        values["sampling.mean_guidance_of"] = without
+    return values
 
 
 def _gives_no_picture(given: Layer) -> bool:

@@ -23,6 +23,11 @@ class SamplingSettings(Section):
         description="how a step gets on: euler as the reference does; ab2 also looks back at the step before; heun "
         "looks ahead, for twice the evaluations",
     )
+    fast: bool = Field(
+        default=False,
+        description="sample in few evaluations: what is not set of sampling.solver, num_inference_steps and "
+        "mean_guidance_of is ab2, 15, and the steps of the preset",
+    )
     timesteps: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
         default=None,
         description="times between which the steps lead, from 1 (noise) down to 0 (video): 1,0.9,0.6,0; "
@@ -40,6 +45,13 @@ class SamplingSettings(Section):
     )
     text_oscillation: bool = Field(default=True, description="drop the prompt guidance at odd steps from step 10 on")
     image_oscillation: bool = Field(default=True, description="likewise for the reference guidance")
+    mean_guidance_of: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="steps of a run, to whose oscillating guidance each step takes the mean: nearly the same video "
+        "with any number of steps; none: it oscillates",
+    )
     temporal_image_scaling: bool = Field(
         default=True, description="let the reference guidance grow along the video (i2v)"
     )
@@ -72,6 +84,11 @@ class SamplingSettings(Section):
             raise ValueError(f"sampling.batch_size={value} must be auto, or a number from 1 to {_MOST_TOGETHER}")
         return size
 
+    @property
+    def oscillates(self) -> bool:
+        """Whether guidance depends on whether a step is odd or even, or is the mean of that."""
+        return self.text_oscillation or self.image_oscillation
+
     @model_validator(mode="after")
     def _times_fit(self) -> Self:
         lowest, highest = self.guidance_interval
@@ -79,6 +96,11 @@ class SamplingSettings(Section):
             raise ValueError(
                 f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
                 "lower one first: 0.2,0.9"
+            )
+        if self.mean_guidance_of is not None and not self.oscillates:
+            raise ValueError(
+                f"sampling.mean_guidance_of={self.mean_guidance_of} has no effect on guidance that does not oscillate: "
+                "drop it, or set sampling.text_oscillation=true"
             )
         times = self.timesteps
         if times is None:

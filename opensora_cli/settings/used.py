@@ -8,9 +8,16 @@ from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import Compression, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
-_GUIDANCE = ("guidance_scale", "image_guidance_scale", "text_oscillation", "image_oscillation", "guidance_interval")
+_GUIDANCE = (
+    "guidance_scale",
+    "image_guidance_scale",
+    "text_oscillation",
+    "image_oscillation",
+    "mean_guidance_of",
+    "guidance_interval",
+)
 
-_NEW_IN_SAMPLING = ("stop_at", "solver", "timesteps", "guidance_interval")
+_NEW_IN_SAMPLING = ("stop_at", "solver", "timesteps", "mean_guidance_of", "guidance_interval")
 """What older versions did not have: where it is as it was for them, their files are those of the same request."""
 
 
@@ -99,6 +106,7 @@ def _unused_of_autoencoder(settings: GenerateSettings) -> Iterator[str]:
 
 
 def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:
+    yield "sampling.fast"  # what it stands for is there
     if settings.sampling.batch_size == 1:
         yield "sampling.batch_size"
     mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)

@@ -154,6 +154,13 @@ def test_videos_do_not_depend_on_their_batch(plan: ExecutionPlan) -> None:
     assert np.abs(together[0] - together[1]).mean() > 5
 
 
+def test_detail_is_lost_by_blurring_alone() -> None:
+    clips = np.stack([render_scene(scene()), render_scene(scene(direction=Direction.LEFT))])
+    blurred = (clips[:, :, 1:].astype(int) + clips[:, :, :-1]) // 2
+    assert demo_quality.detail(blurred.astype(np.uint8)) < 0.9 * demo_quality.detail(clips)
+    assert demo_quality.detail(clips[:, :, ::-1].copy()) == pytest.approx(demo_quality.detail(clips))
+
+
 def test_captions_leave_nothing_to_chance() -> None:
     scenes, prompts = demo_quality.scene_set(40, seed=0, part=1)
     assert all(is_held_out(shown) for shown in scenes)
@@ -195,6 +202,8 @@ def test_whole_benchmark_in_small(
     ) == pytest.approx(found["vae"]["psnr_db"])
     assert [trial["guidance_scale"] for trial in found["prompts"]] == [1.0, 4.0]
     assert {trial["num_inference_steps"] for trial in found["prompts"]} == {2}
+    assert [trial["model_evaluations"] for trial in found["prompts"]] == [2, 4]
+    assert all(trial["detail_of_renders"] > 0 for trial in found["prompts"])
     assert found["first_frame"]["lowest_psnr_db"] <= found["first_frame"]["psnr_db"] < 40
     assert run[0][:2] == ["--weights", str(world.demo)]
     shown = capsys.readouterr().out

@@ -236,6 +236,7 @@ def _guidance(settings: GenerateSettings) -> Guidance:
         text_oscillation=sampling.text_oscillation,
         image_oscillation=sampling.image_oscillation,
         temporal_image_scaling=sampling.temporal_image_scaling,
+        mean_of=sampling.mean_guidance_of,
         interval=sampling.guidance_interval,
     )
 

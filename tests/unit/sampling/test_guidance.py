@@ -19,6 +19,7 @@ from opensora_cli.sampling.guidance import (
     combine_branches,
     count_evaluations,
     guidance_scales,
+    mean_scale,
     oscillating_scale,
 )
 
@@ -146,6 +147,25 @@ def test_scales_for_frames_need_tokens_of_frames():
 
 def test_oscillation_starts_at_step_ten_and_spares_even_steps():
     assert [oscillating_scale(7.5, step) for step in range(8, 14)] == [7.5, 7.5, 7.5, 1.0, 7.5, 1.0]
+
+
+def test_the_mean_is_that_of_two_neighbouring_steps_of_the_run_that_it_is_of():
+    of_run = [oscillating_scale(7.5, step) for step in range(50)]
+    means = [sum(of_run[step : step + 2]) / 2 for step in range(0, 50, 2)]
+    assert [mean_scale(7.5, step, num_steps=25, mean_of=50) for step in range(25)] == means
+    # A third of the way of 30 steps is step 5 of 15.
+    assert [mean_scale(4.0, step, num_steps=15, mean_of=30) for step in (0, 4, 5, 14)] == [4.0, 4.0, 2.5, 2.5]
+
+
+def test_with_the_mean_every_step_is_guided_and_image_guidance_grows_half_as_much():
+    mean = replace(PRESET, mean_of=50)
+    assert count_evaluations(_all_scales(mean, T2V, steps=15)) == 30
+    assert count_evaluations(_all_scales(mean, I2V, steps=15)) == 45
+    assert _scales(0, mean, I2V) == _scales(0, PRESET, I2V)
+    assert _scales(48, mean, I2V).text == 4.25
+    assert _scales(48, mean, I2V).image == pytest.approx([1.0, 1.01, 1.02, 1.03, 1.04])
+    steady = replace(mean, text_oscillation=False, temporal_image_scaling=False)
+    assert _scales(49, steady, I2V) == GuidanceScales(7.5, (2.0,))
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,11 @@ def test_settings_survive_json() -> None:
             {"sampling.batch_size": 2, "video.extend": 1},
             "sampling.batch_size=2 is for videos of one segment, and video.extend=1: use 1",
         ),
+        (
+            {"sampling.mean_guidance_of": 50, "sampling.text_oscillation": False, "sampling.image_oscillation": False},
+            "sampling.mean_guidance_of=50 has no effect on guidance that does not oscillate",
+        ),
+        ({"sampling.mean_guidance_of": 0}, "sampling.mean_guidance_of=0 must be at least 1"),
         ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
         (

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import (
@@ -70,6 +71,42 @@ def test_preset_of_a_model_and_resolution(model: ModelName, resolution: str | No
         overrides["video.resolution"] = Given(resolution, "--res")
     settings = load_generate_settings(GenerateRequest(overrides=overrides), model=model)
     assert (settings.model.name, settings.video.resolution) == (model, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (Solver.AB2, 15, 50)),
+        ({"sampling.num_inference_steps": 20}, (Solver.AB2, 20, 50)),
+        ({"sampling.solver": "heun", "sampling.mean_guidance_of": 30}, (Solver.HEUN, 15, 30)),
+        ({"sampling.text_oscillation": "false", "sampling.image_oscillation": "false"}, (Solver.AB2, 15, None)),
+        ({"sampling.fast": "false"}, (Solver.EULER, 50, None)),
+    ],
+)
+def test_fast_sets_what_is_not_set(given: dict[str, object], expected: tuple[object, ...]) -> None:
+    overrides = {key: Given(value, "--set") for key, value in {"sampling.fast": "true", **given}.items()}
+    request = GenerateRequest(overrides={**PROMPT, **overrides})
+    assert _sampled(request) == expected
+
+
+def test_fast_gives_way_where_it_stands_and_wins_over_what_is_below(tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("sampling:\n  num_inference_steps: 40\n  fast: true\n", encoding="utf-8")
+    assert _sampled(GenerateRequest(overrides=PROMPT, config=config)) == (Solver.AB2, 40, 50)
+    typed = {**PROMPT, "sampling.fast": Given(True, "--fast")}
+    assert _sampled(GenerateRequest(overrides=typed, config=config)) == (Solver.AB2, 15, 40)
+
+
+def test_what_fast_sets_is_the_same_when_it_is_repeated() -> None:
+    fast = {**PROMPT, "sampling.fast": Given(True, "--fast")}
+    settings = load_generate_settings(GenerateRequest(overrides=fast), model=ModelName.OPEN_SORA_V2)
+    saved = SavedSettings(source="a.json", values=settings.model_dump(mode="json"))
+    assert load_generate_settings(GenerateRequest(saved=saved), model=ModelName.OPEN_SORA_V2) == settings
+
+
+def _sampled(request: GenerateRequest) -> tuple[object, ...]:
+    sampling = load_generate_settings(request, model=ModelName.OPEN_SORA_V2).sampling
+    return sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of
 
 
 def test_unknown_resolution_lists_the_known_ones() -> None:

@@ -74,7 +74,7 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
         ),
         (
             made(model__guidance_embed=True, loras=("a",)),
-            {"sampling.guidance_scale", "sampling.text_oscillation"},
+            {"sampling.guidance_scale", "sampling.text_oscillation", "sampling.mean_guidance_of"},
             {"sampling.embedded_guidance", "loras"},
         ),
         (
@@ -97,6 +97,11 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
             {"negative_prompt", "sampling.guidance_scale", "vae.scale_factor", "vae.flux_ae.tile_size", "vae.dc_ae"},
             {"vae.flux_ae.scale_factor", "sampling.embedded_guidance", "video.aspect_ratio"},
         ),
+        (
+            made(sampling__fast=True, sampling__mean_guidance_of=50),
+            {"sampling.fast", "sampling.solver"},
+            {"sampling.mean_guidance_of"},
+        ),
         (made("demo"), {"vae.tile_overlap_factor"}, {"prompt_suffix.motion_score", "video.resolution"}),
     ],
     ids=[
@@ -110,6 +115,7 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
         "picture_first",
         "demo_picture_first",
         "pictures",
+        "fast",
         "demo",
     ],
 )
