@@ -39,8 +39,10 @@ from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.media.write import write_media
+from opensora_cli.models.text.clip import ClipTextModel
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.settings.load import load_preset
 
 SCHEMA = "osora.bench.full_size/1"
@@ -63,6 +65,11 @@ TINY = {
     "vae.block_out_channels": "32,32,64,64",
     "text.t5_max_length": "16",
 }
+T5 = {
+    **{"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_heads": 64},
+    "feed_forward_proj": "gated-gelu",
+}
+CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
 TINY_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 TINY_CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -120,18 +127,25 @@ def outlines(place: Place) -> dict[str, Mapping[str, torch.Tensor]]:
     files, found = settings.files, dict[str, Mapping[str, torch.Tensor]]()
     found[files.transformer] = transformer_on_meta(settings.model).state_dict()
     found[files.vae] = autoencoder_on_meta(settings.vae).state_dict()
-    with on_meta():
-        t5 = transformers.T5EncoderModel(transformers.T5Config(**TINY_T5)) if place.tiny else t5_model(None)
-        clip = clip_model(None)
-        if place.tiny:
-            clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**TINY_CLIP))
-    save_tokenizer(place.weights / files.t5, t5.config, ["<pad>", "</s>", "<unk>"], start=None, end=1)
-    save_tokenizer(place.weights / files.clip, clip.config, ["<pad>", "<unk>"], start=49_406, end=49_407)
-    states = t5.state_dict()
-    states.pop("encoder.embed_tokens.weight", None)  # the same as the first
-    found[f"{files.t5}/model.safetensors"] = states
-    found[f"{files.clip}/model.safetensors"] = clip.state_dict()
+    t5, clip = place.weights / files.t5, place.weights / files.clip
+    t5_sizes, clip_sizes = (TINY_T5, TINY_CLIP) if place.tiny else (T5, CLIP)
+    found[f"{files.t5}/model.safetensors"] = save_t5(t5, t5_sizes).state_dict()
+    found[f"{files.clip}/model.safetensors"] = save_clip(clip, clip_sizes).state_dict()
     return found
+
+
+def save_t5(folder: Path, sizes: Mapping[str, Any]) -> T5Model:
+    """Write what lies beside the weights of a T5, and return it without any."""
+    save_tokenizer(folder, transformers.T5Config(**sizes), ["<pad>", "</s>", "<unk>"], start=None, end=1)
+    with on_meta():
+        return T5Model(T5Sizes.of(folder))
+
+
+def save_clip(folder: Path, sizes: Mapping[str, Any]) -> ClipTextModel:
+    """Write and return the text tower of a CLIP likewise."""
+    save_tokenizer(folder, transformers.CLIPTextConfig(**sizes), ["<pad>", "<unk>"], start=49_406, end=49_407)
+    with on_meta():
+        return ClipTextModel(ClipSizes.of(folder))
 
 
 def save_tokenizer(folder: Path, config: Any, first: Sequence[str], *, start: int | None, end: int) -> None:

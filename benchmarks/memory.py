@@ -28,7 +28,7 @@ from torch import nn
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import GIB, release_memory
-from opensora_cli.engine.components.t5 import STREAMED_LAYERS
+from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents

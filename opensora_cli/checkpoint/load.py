@@ -69,6 +69,7 @@ def load_into_module(
     allowed_missing: Sequence[str] = (),
     keep_on_host: Sequence[str] = (),
     keep_dtype: Sequence[str] = (),
+    keep_fp32: Sequence[str] = (),
     blocks: Sequence[str] = (),
     finish_block: Callable[[str], None] | None = None,
     hold: Callable[[Tensor], Tensor] | None = None,
@@ -92,6 +93,7 @@ def load_into_module(
             start at zero, elsewhere they keep their values.
         keep_on_host: patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
         keep_dtype: patterns of keys that keep the file's dtype where they stay a map of it.
+        keep_fp32: patterns of keys that are fp32, whatever `dtype` is.
         blocks: paths of modules inside the module, which are filled one after the other.
         finish_block: called with the path of each of the `blocks` that is complete; it may change that in place.
         hold: given each tensor that stays on the CPU and is no map of the file, nor of a block that `finish_block`
@@ -117,13 +119,10 @@ def load_into_module(
 
     def assign(key: str, tensor: Tensor) -> None:
         nonlocal stays_mapped
-        on_host = any(fnmatchcase(key, pattern) for pattern in keep_on_host)
         is_view = tensor.is_contiguous() and mapped.has_mapped(tensor)
-        keeps_dtype = not tensor.is_floating_point() or (
-            is_view and any(fnmatchcase(key, pattern) for pattern in keep_dtype)
-        )
-        held_dtype = tensor.dtype if keeps_dtype else dtype
-        placed = tensor.to(device="cpu" if on_host else device, dtype=held_dtype).contiguous()
+        keeps_dtype = not tensor.is_floating_point() or (is_view and _matches(key, keep_dtype))
+        held_dtype = tensor.dtype if keeps_dtype else torch.float32 if _matches(key, keep_fp32) else dtype
+        placed = tensor.to(device="cpu" if _matches(key, keep_on_host) else device, dtype=held_dtype).contiguous()
         is_changed, is_mapped = finish_block is not None and key in block_of, mapped.has_mapped(placed)
         stays_mapped = stays_mapped or (is_mapped and not is_changed)
         if hold is not None and not is_changed and placed.device.type == "cpu" and not is_mapped:
@@ -270,13 +269,17 @@ def _read(
     required = {
         key: tuple(tensor.shape)
         for key, tensor in expected.items()
-        if key in found or not any(fnmatchcase(key, pattern) for pattern in allowed_missing)
+        if key in found or not _matches(key, allowed_missing)
     }
     problems = differences(found, required)
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
     mapped = MappedTensors(entries)
     return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _padded(number: re.Match[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_cli.community import refused
 from opensora_cli.core.exceptions import RequestError
@@ -70,7 +70,7 @@ class T5LayerNorm(FusedRMSNorm):
     """The RMS norm of T5, in one kernel."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__(nn.Parameter(torch.ones(hidden_size)), eps=eps)
+        super().__init__(hidden_size, eps=eps)
 
     @property
     def variance_epsilon(self) -> float:
@@ -198,7 +198,7 @@ def _result(tensor: Tensor, comm_type: str, group: Group) -> tuple[torch.Size, i
     return torch.Size(shape), gather, ranks
 
 
-T5EncoderPolicy = refused("T5EncoderPolicy", hint="use opensora_cli.models.text.t5.fuse_t5_norms(model)")
+T5EncoderPolicy = refused("T5EncoderPolicy", hint="opensora_cli.models.text.t5.T5Model has fused norms")
 init_inference_environment = refused("init_inference_environment", hint="use osora generate --gpus N")
 get_booster = refused("get_booster", hint="use osora generate --gpus N, with --set parallel.ulysses_degree=N")
 benchmark_communication = refused("benchmark_communication", hint="use osora bench-comm")

@@ -1,18 +1,20 @@
 """A T5 whose heads and features are divided between real processes against the same in one process."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from closeness import relative_error
 from shared_tokens import mesh_of
 from torch import nn
 
 from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.models.text.encoders import T5Encoder
+from opensora_cli.models.text.sizes import T5Sizes
+from opensora_cli.models.text.t5 import T5Model
 
 Pool = Callable[[int], Any]
 
@@ -26,10 +28,8 @@ class _Words:
 
 def _encoder(mlp: str) -> T5Encoder:
     torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=32, d_model=16, d_kv=4, d_ff=22, num_layers=3, num_heads=6, feed_forward_proj=mlp
-    )
-    model = transformers.T5EncoderModel(config).eval()
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 22, "num_layers": 3, "num_heads": 6}
+    model = T5Model(T5Sizes.from_config({**sizes, "feed_forward_proj": mlp}, path=Path("t5")))
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(std=0.3)

@@ -12,8 +12,9 @@ from fake_cuda.log import Began, Collective, Copy, Log, lines_of
 from fake_cuda.weights import full_size_settings
 
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.engine.estimate.text import t5_model
 from opensora_cli.memory.host_weights import _MappedWeights
+from opensora_cli.models.text.sizes import T5Sizes
+from opensora_cli.models.text.t5 import T5Model
 
 FEW_BLOCKS = {"video__num_frames": 33, "model__depth": 1, "model__depth_single_blocks": 1}
 """Of full width: what differs from block to block is nothing."""
@@ -126,7 +127,7 @@ def test_t5_comes_layer_by_layer_where_it_has_no_room(tmp_path):
     turn = rehearsed_without_faults(tmp_path, row)
     assert turn.plan.offload.stream_text
     with on_meta():
-        layers = t5_model(None).encoder.block.parameters()
+        layers = T5Model(T5Sizes()).encoder.block.parameters()
     pieces = lines_of(_MappedWeights._copy_piece)
     copied = [entry for entry in turn.log.entries if isinstance(entry, Copy) and entry.where in pieces]
     layers_bytes = torch.bfloat16.itemsize * sum(map(torch.numel, layers))

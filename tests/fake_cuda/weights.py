@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from opensora_cli.core.conditions import CONDITION_MODES, Source
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.media.pictures import save_png
 from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.settings.generate import GenerateSettings
@@ -93,13 +91,10 @@ def _adapter(folder: Path, transformer: nn.Module) -> Path:
 
 
 def _text_folders(folder: Path) -> Iterator[tuple[str, str]]:
-    with on_meta():
-        encoders = {"t5": t5_model(None), "clip": clip_model(None)}
-    first = {"t5": ["<pad>", "</s>", "<unk>"], "clip": ["<pad>", "<unk>"]}
+    encoders = {
+        "t5": full_size.save_t5(folder / "t5", full_size.T5),
+        "clip": full_size.save_clip(folder / "clip", full_size.CLIP),
+    }
     for name, model in encoders.items():
-        start, end = (None, 1) if name == "t5" else (49_406, 49_407)
-        full_size.save_tokenizer(folder / name, model.config, first[name], start=start, end=end)
-        weights = model.state_dict()
-        weights.pop("encoder.embed_tokens.weight", None)  # the same as the first
-        save_sparse(folder / name / "model.safetensors", weights, dtype=torch.bfloat16)
+        save_sparse(folder / name / "model.safetensors", model.state_dict(), dtype=torch.bfloat16)
         yield f"files.{name}", str(folder / name)

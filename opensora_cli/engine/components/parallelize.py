@@ -105,9 +105,9 @@ def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:
     The T5 is the same on all ranks, on any device, and its layers are not yet streamed. More ranks than heads are a
     RequestError. CLIP has a fortieth of its weights, which is not worth the exchanges: every rank has all of it.
     """
-    config = t5.model.config
-    linears = t5_linears(config)
-    heads = span(shares(config.num_heads, dist.get_world_size(group)), dist.get_rank(group))
+    sizes = t5.model.sizes
+    linears = t5_linears(sizes)
+    heads = span(shares(sizes.num_heads, dist.get_world_size(group)), dist.get_rank(group))
     for layer in t5.blocks:
         shard_linears(layer, linears, group)
         keep_heads(layer, heads)

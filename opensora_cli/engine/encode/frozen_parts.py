@@ -12,10 +12,15 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
-from opensora_cli.engine.components.t5 import cast_later, load_t5, stored_t5_dtype, streamed_layers
+from opensora_cli.engine.components.text_encoders import (
+    cast_later,
+    load_clip,
+    load_t5,
+    stored_t5_dtype,
+    streamed_layers,
+)
 from opensora_cli.engine.encode.encoding import Encoders, TextEncoder
 from opensora_cli.engine.encode.inputs import require_frozen_parts
-from opensora_cli.models.text.encoders import ClipEncoder
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
@@ -33,7 +38,7 @@ def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
     dtype = frozen_dtype(chosen, device)
     vae = load_autoencoder(settings.vae, parts.vae, device=device, dtype=dtype)
     t5 = _t5(parts.t5, max_length=settings.text.t5_max_length, device=device, dtype=dtype)
-    clip = ClipEncoder.from_folder(parts.clip, max_length=settings.text.clip_max_length, device=device, dtype=dtype)
+    clip = load_clip(parts.clip, max_length=settings.text.clip_max_length, device=device, dtype=dtype)
     return Encoders(
         vae,
         t5=t5,

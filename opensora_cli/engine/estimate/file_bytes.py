@@ -6,21 +6,23 @@ they are loaded, or block by block as they are needed. What is rearranged or deq
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.t5 import T5_LAYER, stored_t5_dtype, text_tensors
+from opensora_cli.engine.components.configs import mmdit_config, one_block_of_each
+from opensora_cli.engine.components.text_encoders import text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
+from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -30,9 +32,8 @@ RELEASED_DTYPE = torch.bfloat16
 _T5_IGNORED = ("decoder.", "lm_head.", "encoder.embed_tokens.")
 _T5_NUMBERS_OUTSIDE = 4096 * (32_128 + 1)
 _T5_LAYERS = 24
+_T5_LAYER = f"{LAYERS}."
 _CLIP_IGNORED = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
-_KEPT_IN_FP32 = ".wo.weight"
-"""Of a T5 that is loaded in float16: transformers casts these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +103,15 @@ def file_weights(
 def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool = False) -> bool:
     """Return whether blocks have weights that need not be cast to `dtype` before the block computes.
 
-    In float16 transformers keeps some of T5's layers in float32, so that these are cast as they are loaded.
+    With float16 some of T5's weights are float32, so that each is cast as it is loaded.
     """
     return bool(weights.in_blocks.stored) and not (is_text and dtype is torch.float16)
 
 
 @lru_cache(maxsize=16)
 def _transformer(model: ModelSettings, path: Path | None, stamp: Stamp, dtype: torch.dtype) -> FileWeights:
-    transformer = transformer_on_meta(model)
-    stacks = repeated_blocks(transformer.config)
+    config = mmdit_config(model)
+    stacks = repeated_blocks(config)
     ends = accumulate(stack.count for stack in stacks)
     starts = {stack.module_path: end - stack.count for stack, end in zip(stacks, ends, strict=True)}
 
@@ -118,50 +119,54 @@ def _transformer(model: ModelSettings, path: Path | None, stamp: Stamp, dtype: t
         stack, index = (*key.split(".", 2), "", "")[:2]
         return starts[stack] + int(index) if stack in starts and index.isdigit() else None
 
-    tensors: Iterable[PlannedTensor] = _released(transformer)
+    tensors: Iterable[PlannedTensor] = _released(config)
     try:
         if path is not None:
             checkpoint = open_checkpoint(path)
             rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
-            convert = converter(transformer.config, interleaved=rotary is Rotary.INTERLEAVED)
+            convert = converter(config, interleaved=rotary is Rotary.INTERLEAVED)
             planned = {tensor.key: tensor for tensor in plan_tensors(path, dtype=dtype, convert=convert)}
             tensors = [planned.get(tensor.key, tensor) for tensor in tensors]
     except CheckpointError:
-        tensors = _released(transformer, is_mapped=False)
+        tensors = _released(config, is_mapped=False)
     return _grouped(tensors, dtype, block_of=block_of, count=sum(stack.count for stack in stacks))
 
 
-def _released(module: nn.Module, *, is_mapped: bool = True) -> list[PlannedTensor]:
-    return [
-        PlannedTensor(key, tensor.numel(), RELEASED_DTYPE, is_mapped) for key, tensor in module.state_dict().items()
-    ]
+def _released(config: MMDiTConfig, *, is_mapped: bool = True) -> list[PlannedTensor]:
+    """Return the tensors of a transformer's file, from one block of each stack: building all takes a second."""
+    counts = {f"{stack.module_path}.0.": stack.count for stack in repeated_blocks(config)}
+    tensors = []
+    for key, tensor in one_block_of_each(config).state_dict().items():
+        first = next((start for start in counts if key.startswith(start)), None)
+        keys = [key] if first is None else [f"{first[:-2]}{i}.{key.removeprefix(first)}" for i in range(counts[first])]
+        tensors += [PlannedTensor(each, tensor.numel(), RELEASED_DTYPE, is_mapped) for each in keys]
+    return tensors
 
 
 @lru_cache(maxsize=16)
 def _t5(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> FileWeights:
     def block_of(key: str) -> int | None:
-        index = key.removeprefix(T5_LAYER).partition(".")[0]
-        return int(index) if key.startswith(T5_LAYER) and index.isdigit() else None
+        index = key.removeprefix(_T5_LAYER).partition(".")[0]
+        return int(index) if key.startswith(_T5_LAYER) and index.isdigit() else None
 
     if path is None:
         layer = (count - _T5_NUMBERS_OUTSIDE) // _T5_LAYERS
-        tensors = [PlannedTensor(f"{T5_LAYER}{index}.", layer, RELEASED_DTYPE, True) for index in range(_T5_LAYERS)]
+        tensors = [PlannedTensor(f"{_T5_LAYER}{index}.", layer, RELEASED_DTYPE, True) for index in range(_T5_LAYERS)]
         tensors.append(PlannedTensor("", count - _T5_LAYERS * layer, RELEASED_DTYPE, True))
         return _grouped(tensors, dtype, block_of=block_of, count=_T5_LAYERS)
     try:
         tensors = [each for each in text_tensors(path, stamp) if not each.key.startswith(_T5_IGNORED)]
     except CheckpointError:
         return FileWeights(FileBytes(copied=count * dtype.itemsize))
-    stored = stored_t5_dtype(path)
-    halves = torch.float16 in (stored, dtype)
-    fp32 = [each for each in tensors if halves and each.key.endswith(_KEPT_IN_FP32) and each.dtype != torch.float32]
-    tensors = [
-        replace(each, is_mapped=each.is_mapped and each not in fp32 and each.dtype in (stored, dtype))
-        for each in tensors
-    ]
+    if dtype is torch.float16:
+        tensors = [replace(each, is_mapped=each.is_mapped and not _is_widened(each)) for each in tensors]
     return _grouped(
         tensors, dtype, block_of=block_of, count=1 + max((block_of(t.key) or 0 for t in tensors), default=0)
     )
+
+
+def _is_widened(tensor: PlannedTensor) -> bool:
+    return fnmatchcase(tensor.key, KEPT_IN_FP32) and tensor.dtype is not torch.float32
 
 
 @lru_cache(maxsize=16)

@@ -1,27 +1,22 @@
-"""How much memory the text encoders take.
-
-They are transformers' modules, which take a second to import: so this is arithmetic, which tests compare with them.
-"""
+"""How much memory the text encoders take: arithmetic, which tests compare with what they take."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from opensora_cli.engine.components.parallelize import largest_share
-from opensora_cli.engine.components.t5 import STREAMED_LAYERS
+from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
 from opensora_cli.memory.host_weights import aligned
 from opensora_cli.memory.streaming import streaming_bytes
-from opensora_cli.models.text.folder import load_config
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import t5_linears
 
-_ACTIVATION_TENSORS = {"gelu_new": 4, "quick_gelu": 3}
+_ACTIVATION_TENSORS = {"quick_gelu": 3}
 """Tensors as large as its input that an activation function has at a time, the input included; others have two."""
 
 
@@ -96,23 +91,18 @@ def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], in
 def _t5_need(sizes: T5Sizes, length: int, itemsize: int) -> Need:
     """Return what T5 needs for a text.
 
-    At its peak, a layer attends, each head with its biases twice (as they are kept for all layers, and laid out for the
-    kernel), or computes its activation function. Besides, the embeddings and what the layer was given are alive.
+    At its peak, a layer attends, each head with its biases, or computes its activation function. Besides, the
+    embeddings and what the layer was given are alive.
     """
     ids, hidden = length * 8, length * sizes.d_model * itemsize
     heads, inner = length * sizes.num_heads * sizes.d_kv * itemsize, length * sizes.d_ff * itemsize
     biases, sums = sizes.num_heads * length**2 * itemsize, length * sizes.num_heads * 4
-    # Of each pair of tokens six integers of 64 bits and a flag, and two of each token, when the first layer finds its
-    # buckets.
-    buckets = 49 * length**2 + 16 * length
-    attention = hidden + 4 * heads + biases + max(biases + sums, hidden)
-    activation = _ACTIVATION_TENSORS.get(sizes.activation, 2) * inner
-    after = (3 if sizes.is_gated_act else 1) * inner + hidden
-    mlp = 2 * hidden + biases + max(activation, after)
+    attention = hidden + 4 * heads + biases + max(sums, hidden)
+    activation = max(_ACTIVATION_TENSORS.get(sizes.activation, 2), 3 if sizes.is_gated_act else 0) * inner
+    mlp = 2 * hidden + biases + max(activation, inner + hidden)
     # The first layer was given the embeddings themselves.
     given = hidden if sizes.num_layers > 1 else 0
-    first = hidden + 3 * heads + buckets
-    peak = ids + hidden + max(given + max(attention, mlp), first)
+    peak = ids + hidden + given + max(attention, mlp)
     return Need(hidden, peak - hidden)
 
 
@@ -126,27 +116,3 @@ def _clip_need(sizes: ClipSizes, length: int, itemsize: int) -> Need:
     given = 2 * hidden if sizes.num_layers > 1 else hidden
     pooled = sizes.hidden_size * itemsize
     return Need(pooled, ids + given + hidden + max(attention, mlp) - pooled)
-
-
-def t5_model(folder: Path | None) -> Any:
-    """Return a T5 encoder with fresh weights, of the sizes in `folder` (None: the released one's).
-
-    A broken configuration is a CheckpointError.
-    """
-    # Imported here, since transformers takes seconds to load.
-    from transformers import T5Config, T5EncoderModel
-
-    if folder is not None:
-        return T5EncoderModel(load_config(T5Config, folder))
-    sizes: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_heads": 64}
-    return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
-
-
-def clip_model(folder: Path | None) -> Any:
-    """Return the text tower of a CLIP likewise."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    if folder is not None:
-        return CLIPTextModel(load_config(CLIPTextConfig, folder))
-    sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-    return CLIPTextModel(CLIPTextConfig(**sizes))

@@ -15,7 +15,7 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES, Reporter
-from opensora_cli.engine.components import t5 as t5_encoder
+from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import OutOfMemoryError
@@ -46,7 +46,7 @@ def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T
     or broken is a CheckpointError.
     """
     streams, device, dtype = plan.offload.stream_text, plan.hardware.device, plan.hardware.dtype
-    t5 = t5_encoder.load_t5(
+    t5 = text_encoders.load_t5(
         plan.weights.path(Component.T5),
         max_length=plan.settings.text.t5_max_length,
         device=device,
@@ -54,9 +54,9 @@ def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T
         layers_on_host=streams or group is not None,
     )
     if group is not None and not streams:
-        if dist.get_world_size(group) <= t5.model.config.num_heads:
+        if dist.get_world_size(group) <= t5.model.sizes.num_heads:
             shard_t5(t5, group)
-        t5.blocks.to(device=device, dtype=dtype if t5_encoder.cast_later(device, dtype) else None)
+        t5.blocks.to(device=device, dtype=dtype if text_encoders.cast_later(device, dtype) else None)
     return t5
 
 
@@ -66,7 +66,7 @@ def load_clip(plan: ExecutionPlan) -> ClipEncoder:
     A CheckpointError if its folder is missing, incomplete or broken, a RequestError if `text.clip_max_length` is over
     what the model can read.
     """
-    return ClipEncoder.from_folder(
+    return text_encoders.load_clip(
         plan.weights.path(Component.CLIP),
         max_length=plan.settings.text.clip_max_length,
         device=plan.hardware.device,
@@ -206,7 +206,7 @@ def stream(plan: ExecutionPlan, transformer: MMDiT, ends: ExitStack, reporter: R
 
 def streamed_layers(plan: ExecutionPlan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
     """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
-    return t5_encoder.streamed_layers(t5, device=plan.hardware.device, dtype=plan.hardware.dtype)
+    return text_encoders.streamed_layers(t5, device=plan.hardware.device, dtype=plan.hardware.dtype)
 
 
 def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:

@@ -15,12 +15,11 @@ from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
-from opensora_cli.engine.components.t5 import STREAMED_LAYERS
+from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
-from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
@@ -34,6 +33,9 @@ from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.text.clip import ClipTextModel
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import OffloadMode
 
@@ -193,8 +195,8 @@ Run = Callable[[], object]
 def _text(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
     device, dtype, settings = plan.hardware.device, plan.hardware.dtype, plan.settings.text
     with torch.device("meta"):
-        t5 = t5_model(plan.weights.paths.get(Component.T5)).to(dtype).eval()
-        clip = clip_model(plan.weights.paths.get(Component.CLIP)).to(dtype).eval()
+        t5 = T5Model(T5Sizes.of(plan.weights.paths.get(Component.T5))).to(dtype).eval()
+        clip = ClipTextModel(ClipSizes.of(plan.weights.paths.get(Component.CLIP))).to(dtype).eval()
     if plan.offload.stream_text:
         layers = fill_randomly(t5.encoder.block, torch.device("cpu"))
         fill_randomly(t5, device)
@@ -204,10 +206,10 @@ def _text(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], 
     def run() -> None:
         t5_ids, clip_ids = (
             torch.zeros(2, length, dtype=torch.int64, device=device)
-            for length in (settings.t5_max_length, min(settings.clip_max_length, clip.config.max_position_embeddings))
+            for length in (settings.t5_max_length, min(settings.clip_max_length, clip.sizes.max_length))
         )
-        states = t5(input_ids=t5_ids).last_hidden_state
-        pooled = clip(input_ids=clip_ids).pooler_output
+        states = t5(t5_ids)
+        pooled = clip(clip_ids)
         del states, pooled
 
     return models, run

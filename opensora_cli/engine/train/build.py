@@ -22,6 +22,7 @@ from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import BatchSource, SampledBatches, Task
+from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -97,9 +98,6 @@ def build_batches(
     """Return this rank's micro-batches. Raises what `open_batches` raises."""
     rank, ranks = distribution.data_rank, distribution.data_ranks
     if settings.target is TrainTarget.TEXT:
-        # Imported here, since transformers takes seconds to load.
-        from opensora_cli.engine.train.objectives.text import sample_captions
-
         make = partial(sample_captions, batch_size=settings.text.batch_size)
         return SampledBatches(make, seed=settings.loop.seed, rank=rank, ranks=ranks)
     load = clips.clip if clips is not None else None
@@ -133,8 +131,6 @@ def count_parameters(settings: TrainSettings) -> int:
         case TrainTarget.VAE:
             module: torch.nn.Module = autoencoder_on_meta(settings.vae)
         case TrainTarget.TEXT:
-            from opensora_cli.engine.train.objectives.text import TextTask
-
             with torch.device("meta"):
                 module = TextTask(settings.text).module
         case TrainTarget.MMDIT:
@@ -156,8 +152,6 @@ def _build(
                 fill_module(vae_task.module, open_checkpoint(path))
             return vae_task
         case TrainTarget.TEXT:
-            from opensora_cli.engine.train.objectives.text import TextTask
-
             return TextTask(settings.text)
         case TrainTarget.MMDIT:
             # Whole weights for every rank would exceed the host's memory.

@@ -14,15 +14,18 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
 from opensora_cli.engine.encode.frozen_parts import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
-from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import BatchShape, largest_batch_shape
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
+from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.text.clip import ClipTextModel
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -41,9 +44,6 @@ def bare_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
             without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
             return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
         case TrainTarget.TEXT:
-            # Imported here, since transformers takes seconds to load.
-            from opensora_cli.engine.train.objectives.text import TextTask
-
             return TextTask(settings.text), []
         case TrainTarget.MMDIT:
             return _mmdit_task(settings)
@@ -122,17 +122,14 @@ def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
 
     Without a folder they are those of `text`, if the transformer has its widths, else the released ones.
     """
-    # Imported here, since transformers takes seconds to load.
-    from opensora_cli.engine.train.objectives.text import TextTask
-
     files, parts, text = settings.train_mmdit.files, find_frozen_parts(settings), settings.text
     small = TextTask(text).module
     t5, clip = parts[files.t5], parts[files.clip]
     has_small_t5 = t5 is None and text.t5_width == settings.model.context_in_dim
     has_small_clip = clip is None and text.clip_width == settings.model.vec_in_dim
     return (
-        small.get_submodule("t5") if has_small_t5 else t5_model(t5),
-        small.get_submodule("clip") if has_small_clip else clip_model(clip),
+        small.get_submodule("t5") if has_small_t5 else T5Model(T5Sizes.of(t5)),
+        small.get_submodule("clip") if has_small_clip else ClipTextModel(ClipSizes.of(clip)),
     )
 
 
@@ -142,8 +139,6 @@ def largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
 
     def make(rng: SampleRng, number: int) -> Any:
         if settings.target is TrainTarget.TEXT:
-            from opensora_cli.engine.train.objectives.text import sample_captions
-
             return sample_captions(rng, number, batch_size=settings.text.batch_size)
         shape = largest_batch_shape(settings)
         if number < pictures:

@@ -1,7 +1,6 @@
-"""The sizes of text encoders, from their configurations alone: what they weigh, without building them.
+"""The sizes of text encoders, from their configurations, and what they weigh, without building them.
 
-transformers takes a second to load; for a plan, arithmetic is enough. Keys and defaults are those of its `T5Config` and
-`CLIPTextConfig`.
+Keys and defaults of configurations are those of transformers' `T5Config` and `CLIPTextConfig`.
 """
 
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, Self
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object
+from opensora_cli.models.text.activations import ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,29 +24,42 @@ class T5Sizes:
     num_heads: int = 64
     vocab_size: int = 32_128
     num_buckets: int = 32
+    """Of distances; see `position_buckets`."""
+    max_distance: int = 128
     activation: str = "gelu_new"
     is_gated_act: bool = True
+    eps: float = 1e-6
 
     @classmethod
     def of(cls, folder: Path | None) -> Self:
         """Return those of the encoder in `folder`, None: the released one; a broken one is a CheckpointError."""
         if folder is None:
             return cls()
-        read = _Reader(folder)
+        return cls.from_config(read_json_object(path := folder / "config.json", problem=CheckpointError), path=path)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, path: Path) -> Self:
+        """Return those of a configuration, read from `path`; a broken one is a CheckpointError."""
+        read = _Reader(config, path)
         form = read.text("feed_forward_proj", "relu")
-        activation = form.removeprefix("gated-")
-        return cls(
+        activation = read.activation(form.removeprefix("gated-"))
+        sizes = cls(
             d_model=read.size("d_model", 512),
             d_kv=read.size("d_kv", 64),
             d_ff=read.size("d_ff", 2048),
             num_layers=read.size("num_layers", 6),
             num_heads=read.size("num_heads", 8),
             vocab_size=read.size("vocab_size", 32_128),
-            num_buckets=read.size("relative_attention_num_buckets", 32),
+            num_buckets=read.size("relative_attention_num_buckets", 32, least=4),
+            max_distance=read.size("relative_attention_max_distance", 128),
+            eps=read.small_number("layer_norm_epsilon", 1e-6),
             # As the published models have always meant it.
             activation="gelu_new" if form == "gated-gelu" else activation,
             is_gated_act=activation != form,
         )
+        if sizes.max_distance <= sizes.num_buckets // 4:
+            raise read.error(f"its {sizes.num_buckets} buckets reach over a distance of {sizes.max_distance}")
+        return sizes
 
     @property
     def layer_weights(self) -> Mapping[str, int]:
@@ -84,23 +97,35 @@ class ClipSizes:
     activation: str = "quick_gelu"
     end_id: int = 49_407
     """The token that ends a text, where the model pools."""
+    eps: float = 1e-5
 
     @classmethod
     def of(cls, folder: Path | None) -> Self:
         """Return those of the encoder in `folder`, as `T5Sizes.of` does."""
         if folder is None:
             return cls()
-        read = _Reader(folder, part="text_config")
-        return cls(
+        return cls.from_config(read_json_object(path := folder / "config.json", problem=CheckpointError), path=path)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, path: Path) -> Self:
+        """Return those of a configuration, as `T5Sizes.from_config` does."""
+        # A whole CLIP has its text tower's sizes in a part of their own.
+        inner = config.get("text_config")
+        read = _Reader(inner if isinstance(inner, dict) else config, path)
+        sizes = cls(
             hidden_size=read.size("hidden_size", 512),
             intermediate_size=read.size("intermediate_size", 2048),
             num_layers=read.size("num_hidden_layers", 12),
             num_heads=read.size("num_attention_heads", 8),
             vocab_size=read.size("vocab_size", 49_408),
             max_length=read.size("max_position_embeddings", 77),
-            activation=read.text("hidden_act", "quick_gelu"),
+            activation=read.activation(read.text("hidden_act", "quick_gelu")),
             end_id=read.size("eos_token_id", 49_407, least=0),
+            eps=read.small_number("layer_norm_eps", 1e-5),
         )
+        if sizes.hidden_size % sizes.num_heads:
+            raise read.error(f"{sizes.num_heads} heads do not divide a width of {sizes.hidden_size}")
+        return sizes
 
     @property
     def parameters(self) -> int:
@@ -110,27 +135,35 @@ class ClipSizes:
         return (self.vocab_size + self.max_length) * width + self.num_layers * (attention + mlp + 4 * width) + 2 * width
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
     """Reads the configuration of a text encoder; what is wrong with it is a CheckpointError."""
 
-    def __init__(self, folder: Path, *, part: str | None = None) -> None:
-        self._path = folder / "config.json"
-        values = read_json_object(self._path, problem=CheckpointError)
-        # A whole CLIP has its text tower's sizes in a part of their own.
-        inner = values.get(part) if part else None
-        self._values: Mapping[str, Any] = inner if isinstance(inner, dict) else values
+    values: Mapping[str, Any]
+    path: Path
 
     def size(self, key: str, default: int, *, least: int = 1) -> int:
-        value = self._values.get(key, default)
+        value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._error(f"{key} is {value!r}, and no number from {least}")
+            raise self.error(f"{key} is {value!r}, and no number from {least}")
         return value
+
+    def small_number(self, key: str, default: float) -> float:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise self.error(f"{key} is {value!r}, and no number from 0 to 1")
+        return float(value)
 
     def text(self, key: str, default: str) -> str:
-        value = self._values.get(key, default)
+        value = self.values.get(key, default)
         if not isinstance(value, str):
-            raise self._error(f"{key} is {value!r}, and no name")
+            raise self.error(f"{key} is {value!r}, and no name")
         return value
 
-    def _error(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} does not describe a text encoder: {reason}")
+    def activation(self, name: str) -> str:
+        if name not in ACTIVATIONS:
+            raise self.error(f"{name!r} is no activation function of {', '.join(ACTIVATIONS)}")
+        return name
+
+    def error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} does not describe a text encoder: {reason}")

@@ -1,36 +1,38 @@
-"""Parts of transformers' T5: its norm in one kernel, and how its blocks are split between ranks."""
+"""The encoder of a T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683), with the names of the published files."""
 
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.models.linears import ShardedLinear, Split
+from opensora_cli.models.text.activations import ACTIVATIONS
+from opensora_cli.models.text.sizes import T5Sizes
+
+LAYERS = "encoder.block"
+"""Where the layers are in the model."""
+KEPT_IN_FP32 = f"{LAYERS}.*.DenseReluDense.wo.weight"
+"""Of a T5 that computes in float16: what these give is over what float16 holds, and so are the sums over layers."""
+
+_OTHER_PARTS = ("decoder.", "lm_head.")
+_TOKENS, _TOKENS_OF_ENCODER = "shared.weight", "encoder.embed_tokens.weight"
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS norm (Zhang & Sennrich 2019) with a scale for each feature, accumulated in fp32.
+    """RMS norm (Zhang & Sennrich 2019) with a scale for each feature, accumulated in fp32, in one kernel."""
 
-    transformers' `T5LayerNorm` computes the same in five steps, each of which writes a tensor of fp32; in half
-    precision it also rounds before the scale. Both have one parameter, `weight`, which is shared with the module that
-    this one replaces.
-    """
-
-    def __init__(self, weight: nn.Parameter, *, eps: float) -> None:
+    def __init__(self, width: int, *, eps: float) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    @staticmethod
-    def from_t5_norm(norm: Any) -> "FusedRMSNorm":
-        """Return the norm that computes what a `T5LayerNorm` does, with the same parameter."""
-        return FusedRMSNorm(norm.weight, eps=norm.variance_epsilon).train(norm.training)
-
     def forward(self, x: Tensor) -> Tensor:
-        """Return x / sqrt(mean(x²) + eps) · weight over the last dimension, in the dtype that `T5LayerNorm` gives.
+        """Return x / sqrt(mean(x²) + eps) · weight over the last dimension.
 
-        That is the weight's in half precision, and otherwise the wider of both.
+        In half precision it has the dtype of the weight, otherwise the wider one of both.
         """
         # Of one dtype torch's kernel takes them as they are, and sums in fp32 inside.
         wide = torch.promote_types(x.dtype, self.weight.dtype)
@@ -38,38 +40,177 @@ class FusedRMSNorm(nn.Module):
         return normed.to(self.weight.dtype) if self.weight.dtype.itemsize == 2 else normed
 
 
-def fuse_t5_norms(model: nn.Module) -> None:
-    """Replace every `T5LayerNorm` inside a model by ours; names of parameters stay."""
-    from transformers.models.t5.modeling_t5 import T5LayerNorm
+class T5Model(nn.Module):
+    """Table of tokens, layers, and a norm; every token attends to all others, the padding included."""
 
-    for path, module in list(model.named_modules()):
-        if isinstance(module, T5LayerNorm):
-            model.set_submodule(path, FusedRMSNorm.from_t5_norm(module))
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.shared = nn.Embedding(sizes.vocab_size, sizes.d_model)
+        self.encoder = _Encoder(sizes)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """Return the last hidden state, (B, L, C), of token ids."""
+        states: Tensor = self.encoder(self.shared(ids_BL))
+        return states
+
+
+class _Encoder(nn.Module):
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.block = nn.ModuleList(_Layer(sizes, has_biases=index == 0) for index in range(sizes.num_layers))
+        self.final_layer_norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
+
+    def forward(self, states_BLC: Tensor) -> Tensor:
+        biases_1HLL: Tensor | None = None
+        for layer in self.block:
+            states_BLC, biases_1HLL = layer(states_BLC, biases_1HLL)
+        normed: Tensor = self.final_layer_norm(states_BLC)
+        return normed
+
+
+class _Layer(nn.Module):
+    """Attention, then an MLP; the first layer makes the biases of positions, which all use."""
+
+    def __init__(self, sizes: T5Sizes, *, has_biases: bool) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([_AttentionPart(sizes, has_biases=has_biases), _MLPPart(sizes)])
+
+    def forward(self, states_BLC: Tensor, biases_1HLL: Tensor | None) -> tuple[Tensor, Tensor]:
+        attention, mlp = self.layer
+        states_BLC, biases = attention(states_BLC, biases_1HLL)
+        if states_BLC.dtype is torch.float16:
+            largest = torch.finfo(torch.float16).max
+            states_BLC = states_BLC.clamp(-largest, largest)
+        return mlp(states_BLC), biases
+
+
+class _AttentionPart(nn.Module):
+    def __init__(self, sizes: T5Sizes, *, has_biases: bool) -> None:
+        super().__init__()
+        self.SelfAttention = _Attention(sizes, has_biases=has_biases)
+        self.layer_norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
+
+    def forward(self, states_BLC: Tensor, biases_1HLL: Tensor | None) -> tuple[Tensor, Tensor]:
+        if biases_1HLL is None:
+            biases_1HLL = self.SelfAttention.position_biases(states_BLC.shape[1])
+        return states_BLC + self.SelfAttention(self.layer_norm(states_BLC), biases_1HLL), biases_1HLL
+
+
+class _Attention(nn.Module):
+    """Attention with a bias for each head and distance, and without a scale of the products."""
+
+    def __init__(self, sizes: T5Sizes, *, has_biases: bool) -> None:
+        super().__init__()
+        self.d_kv = sizes.d_kv
+        self.max_distance = sizes.max_distance
+        inner = sizes.num_heads * sizes.d_kv
+        self.q = nn.Linear(sizes.d_model, inner, bias=False)
+        self.k = nn.Linear(sizes.d_model, inner, bias=False)
+        self.v = nn.Linear(sizes.d_model, inner, bias=False)
+        self.o = nn.Linear(inner, sizes.d_model, bias=False)
+        if has_biases:
+            self.relative_attention_bias = nn.Embedding(sizes.num_buckets, sizes.num_heads)
+
+    def position_biases(self, length: int) -> Tensor:
+        """Return what is added to the product of each query and key, (1, heads, L, L)."""
+        table: Tensor = self.relative_attention_bias.weight
+        buckets = position_buckets(
+            length, num_buckets=table.shape[0], max_distance=self.max_distance, device=table.device
+        )
+        # Row i has the distances -i to L - 1 - i: windows over all of them, the last one first.
+        return functional.embedding(buckets, table).T.unfold(1, length, 1).flip(1)[None]
+
+    def forward(self, states_BLC: Tensor, biases_1HLL: Tensor) -> Tensor:
+        q, k, v = (part(states_BLC).unflatten(-1, (-1, self.d_kv)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended_BHLD = functional.scaled_dot_product_attention(q, k, v, attn_mask=biases_1HLL, scale=1.0)
+        out: Tensor = self.o(attended_BHLD.transpose(1, 2).flatten(2))
+        return out
+
+
+class _MLPPart(nn.Module):
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.DenseReluDense = (_GatedMLP if sizes.is_gated_act else _MLP)(sizes)
+        self.layer_norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
+
+    def forward(self, states_BLC: Tensor) -> Tensor:
+        out: Tensor = states_BLC + self.DenseReluDense(self.layer_norm(states_BLC))
+        return out
+
+
+class _MLP(nn.Module):
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.wi = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
+        self.wo = nn.Linear(sizes.d_ff, sizes.d_model, bias=False)
+        self.activation = ACTIVATIONS[sizes.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.wo(self.activation(self.wi(x)).to(self.wo.weight.dtype))
+        return out
+
+
+class _GatedMLP(nn.Module):
+    """Shazeer 2020, "GLU variants improve transformer", https://arxiv.org/abs/2002.05202."""
+
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.wi_0 = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
+        self.wi_1 = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
+        self.wo = nn.Linear(sizes.d_ff, sizes.d_model, bias=False)
+        self.activation = ACTIVATIONS[sizes.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.activation(self.wi_0(x)) * self.wi_1(x)
+        out: Tensor = self.wo(inner.to(self.wo.weight.dtype))
+        return out
+
+
+def position_buckets(length: int, *, num_buckets: int, max_distance: int, device: torch.device) -> Tensor:
+    """Return the bucket of each distance from a query to a key, from 1 - `length` to `length` - 1.
+
+    Half of the buckets are for keys behind the query. Of each half, the first half are single distances, the others
+    ever longer ranges, up to `max_distance`; the last one has all that is further.
+    """
+    distances = torch.arange(1 - length, length, device=device)
+    half, exact = num_buckets // 2, num_buckets // 4
+    far = distances.abs().clamp(min=exact).float() / exact
+    ranges = (torch.log(far) / math.log(max_distance / exact) * (half - exact)).long()
+    buckets = torch.where(distances.abs() < exact, distances.abs(), (exact + ranges).clamp(max=half - 1))
+    return buckets + half * (distances > 0)
+
+
+def t5_weights(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file that the encoder has; a whole T5's decoder is left out."""
+    for key in tensors:
+        if key == _TOKENS_OF_ENCODER:  # the same table, unless it is the only one
+            if _TOKENS not in tensors:
+                yield _TOKENS, tensors[key]
+        elif not key.startswith(_OTHER_PARTS):
+            yield key, tensors[key]
 
 
 _ATTENTION = "layer.0.SelfAttention"
-_MLP = "layer.1.DenseReluDense"
+_DENSE = "layer.1.DenseReluDense"
 
 
-def t5_linears(config: Any) -> tuple[ShardedLinear, ...]:
-    """Return the sharding plan of one block of a `T5Config`'s encoder; its norms stay whole on every rank."""
-    heads, mlp = (config.num_heads * config.d_kv,), (config.d_ff,)
-    inward = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
+def t5_linears(sizes: T5Sizes) -> tuple[ShardedLinear, ...]:
+    """Return the sharding plan of one layer; its norms stay whole on every rank."""
+    heads, mlp = (sizes.num_heads * sizes.d_kv,), (sizes.d_ff,)
+    inward = ("wi_0", "wi_1") if sizes.is_gated_act else ("wi",)
     return (
-        *(ShardedLinear(f"{_ATTENTION}.{name}", Split.COLUMN, heads, (config.d_kv,)) for name in ("q", "k", "v")),
-        ShardedLinear(f"{_ATTENTION}.o", Split.ROW, heads, (config.d_kv,)),
-        *(ShardedLinear(f"{_MLP}.{name}", Split.COLUMN, mlp, (1,)) for name in inward),
-        ShardedLinear(f"{_MLP}.wo", Split.ROW, mlp, (1,)),
+        *(ShardedLinear(f"{_ATTENTION}.{name}", Split.COLUMN, heads, (sizes.d_kv,)) for name in ("q", "k", "v")),
+        ShardedLinear(f"{_ATTENTION}.o", Split.ROW, heads, (sizes.d_kv,)),
+        *(ShardedLinear(f"{_DENSE}.{name}", Split.COLUMN, mlp, (1,)) for name in inward),
+        ShardedLinear(f"{_DENSE}.wo", Split.ROW, mlp, (1,)),
     )
 
 
-def keep_heads(block: nn.Module, heads: slice) -> None:
-    """Adapt a block whose projections have been cut to `heads`, and cut its position biases to theirs."""
-    attention: Any = block.get_submodule(_ATTENTION)
-    attention.n_heads = heads.stop - heads.start
-    attention.inner_dim = attention.n_heads * attention.key_value_proj_dim
-    if attention.has_relative_attention_bias:
-        table: nn.Embedding = attention.relative_attention_bias
-        weight = table.weight.detach()[:, heads].clone()
+def keep_heads(layer: nn.Module, heads: slice) -> None:
+    """Cut the position biases of a layer, if it has them, to `heads`, to which its projections have been cut."""
+    table: Any = getattr(layer.get_submodule(_ATTENTION), "relative_attention_bias", None)
+    if table is not None:
+        weight = cast(Tensor, table.weight).detach()[:, heads].clone()
         table.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)
-        table.embedding_dim = attention.n_heads
+        table.embedding_dim = weight.shape[1]

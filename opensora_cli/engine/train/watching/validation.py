@@ -13,6 +13,7 @@ from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.datasets import open_dataset
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings, pixel_multiple
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
+from opensora_cli.engine.train.objectives.text import sample_captions
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -106,9 +107,6 @@ def open_validation(settings: TrainSettings, *, distribution: Distribution, repo
 
 
 def _captions(settings: TrainSettings) -> Callable[[int], Batch]:
-    # Imported here, since transformers takes seconds to load.
-    from opensora_cli.engine.train.objectives.text import sample_captions
-
     seed, batch_size = _SEEDS_OF_CAPTIONS + settings.validation.seed, settings.text.batch_size
     return lambda index: sample_captions(SampleRng.of_data(seed, index), index, batch_size=batch_size)
 

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from opensora_cli.engine.encode import frozen_parts
 from opensora_cli.engine.encode.frozen_parts import load_encoders
-from opensora_cli.models.text.encoders import T5Encoder
 
 CPU = torch.device("cpu")
 CAPTION = "a boat on the sea"
@@ -30,7 +29,7 @@ def test_captions_are_encoded_by_layers_that_stay_mapped_as_by_those_that_were_c
     frozen_parts_load_t5 = frozen_parts.load_t5
     monkeypatch.setattr(frozen_parts, "load_t5", load_t5)
     encoders = load_encoders(settings, device=CPU)
-    whole = T5Encoder.from_folder(
+    whole = frozen_parts_load_t5(
         weights / "t5", max_length=settings.text.t5_max_length, device=CPU, dtype=torch.float32
     )
     for _ in range(2):

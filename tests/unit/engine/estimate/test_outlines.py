@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from transformers import CLIPTextConfig, T5Config
 
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
-from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
-from opensora_cli.engine.estimate import generation, remembered, text
+from opensora_cli.engine.components.configs import count_parameters, mmdit_config, transformer_on_meta
+from opensora_cli.engine.estimate import file_bytes, generation, remembered, text
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module, fake_tensors
 from opensora_cli.engine.estimate.outlines import OutlineMode
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.models.text.t5 import fuse_t5_norms
+from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.load import load_preset
 
@@ -148,13 +149,11 @@ def test_an_outline_is_that_of_what_the_operation_gives(operation):
 def encoder_need(model, length, dtype, device_type):
     with fake_tensors(device_type) as device:
         model = fake_module(model, device=device, dtype=dtype)
-        fuse_t5_norms(model)
         model.requires_grad_(False)
         with TensorBytes(device_type=device.type) as counter:
             ids = torch.empty((1, length), dtype=torch.int64, device=device)
-            out = model(input_ids=ids)
-            embeds = out.last_hidden_state if isinstance(model, T5EncoderModel) else out.pooler_output
-            del ids, out
+            embeds = model(ids)
+            del ids
             need = Need.of(counter)
             del embeds
             return need
@@ -176,31 +175,29 @@ SIZES = [*product((torch.float32, torch.bfloat16), (16, 77), ("cpu", "cuda"))]
 
 @pytest.mark.parametrize("changes", [T5S[0], *(pytest.param(each, marks=SLOW) for each in T5S[1:])])
 def test_the_arithmetic_of_t5_is_that_of_its_layers(changes, tmp_path):
-    config = T5Config(**changes)
-    config.save_pretrained(tmp_path)
+    T5Config(**changes).save_pretrained(tmp_path)
     sizes = T5Sizes.of(tmp_path)
     with torch.device("meta"):
-        model = T5EncoderModel(config)
+        model = T5Model(sizes)
     layers = list(model.encoder.block)
     assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
     assert sum(sizes.layer_weights.values()) == sum(
         weight.numel() for weight in layers[-1].parameters()
     ) - sizes.position_biases * (len(layers) == 1)
     for dtype, length, device_type in SIZES[::3]:
-        expected = encoder_need(lambda: T5EncoderModel(config), length, dtype, device_type)
+        expected = encoder_need(lambda: T5Model(sizes), length, dtype, device_type)
         assert text._t5_need(sizes, length, dtype.itemsize) == expected
 
 
 @pytest.mark.parametrize("changes", [CLIPS[0], *(pytest.param(each, marks=SLOW) for each in CLIPS[1:])])
 def test_the_arithmetic_of_clip_is_that_of_its_layers(changes, tmp_path):
-    config = CLIPTextConfig(**changes)
-    config.save_pretrained(tmp_path)
+    CLIPTextConfig(**changes).save_pretrained(tmp_path)
     sizes = ClipSizes.of(tmp_path)
     with torch.device("meta"):
-        model = CLIPTextModel(config)
+        model = ClipTextModel(sizes)
     assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
     for dtype, length, device_type in SIZES[::3]:
-        expected = encoder_need(lambda: CLIPTextModel(config), length, dtype, device_type)
+        expected = encoder_need(lambda: ClipTextModel(sizes), length, dtype, device_type)
         assert text._clip_need(sizes, length, dtype.itemsize) == expected
 
 
@@ -256,6 +253,15 @@ def test_all_parameters_are_counted_from_one_block_of_each_kind():
     whole = sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters())
     plan = make_plan(settings.replace({"runtime.device": "cpu"}))
     assert count_parameters(settings, plan.weights)["transformer"] == whole
+
+
+@pytest.mark.parametrize("depths", [(3, 2), (0, 1)])
+def test_the_tensors_of_a_file_are_listed_from_one_block_of_each_kind(depths):
+    changes = {"model.depth": depths[0], "model.depth_single_blocks": depths[1]}
+    model = load_preset("demo", prompt="any").replace(changes).model
+    weights = transformer_on_meta(model).state_dict()
+    listed = {tensor.key: tensor.numel for tensor in file_bytes._released(mmdit_config(model))}
+    assert listed == {key: weight.numel() for key, weight in weights.items()}
 
 
 @pytest.mark.slow

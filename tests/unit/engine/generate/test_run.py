@@ -601,7 +601,7 @@ class TestPrompts:
         ]
 
     def test_a_dry_run_warns_as_the_run_does(self, world, tmp_path, reporter, monkeypatch):
-        monkeypatch.setattr(load.T5Encoder, "from_folder", lambda *_, **__: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(load, "load_t5", lambda *_, **__: pytest.fail("nothing may be loaded"))
         plan_generation(demo_settings(world, tmp_path, prompt="a dragon, raining, Zebra"), reporter=reporter)
         plan_generation(released_settings(world, tmp_path, prompt="a dragon " * 9), reporter=reporter)
         assert reporter.warnings == [

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import pytest
 import tiny_training
 import torch
+import transformers
+from closeness import assert_close
 from safetensors.torch import load_file, save_file
 from toy_training import Listener
 
@@ -24,6 +26,7 @@ from opensora_cli.core.exceptions import (
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.text_encoders import load_clip, load_t5
 from opensora_cli.engine.encode.clip_cache import write_header
 from opensora_cli.engine.encode.encoding import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, run
@@ -34,7 +37,6 @@ from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 
 FLOAT32 = {"device": "cpu", "dtype": torch.float32}
 
@@ -109,9 +111,9 @@ class TestVae:
 
 class TestText:
     def test_the_export_is_read_back(self, text_folder):
-        length = {"max_length": tiny_training.MAX_LENGTH}
-        t5 = T5Encoder.from_folder(text_folder / "t5", **length, **FLOAT32)
-        clip = ClipEncoder.from_folder(text_folder / "clip", **length, **FLOAT32)
+        length = {"max_length": tiny_training.MAX_LENGTH, "device": torch.device("cpu"), "dtype": torch.float32}
+        t5 = load_t5(text_folder / "t5", **length)
+        clip = load_clip(text_folder / "clip", **length)
         prompts = ["raining, sea", "a red boat"]
         assert t5.encode(prompts).shape == (2, tiny_training.MAX_LENGTH, tiny_training.WIDTH)
         assert clip.encode(prompts).shape == (2, tiny_training.WIDTH)
@@ -119,6 +121,19 @@ class TestText:
             assert encoder.unknown_words("a zebra on the sea") == ["zebra"]
             assert not torch.equal(*encoder.encode(prompts))
         assert "sea" in json.loads((text_folder / "vocabulary.json").read_text())["places"]
+
+    def test_the_export_is_read_by_transformers(self, text_folder):
+        options = {"max_length": tiny_training.MAX_LENGTH, "device": torch.device("cpu"), "dtype": torch.float32}
+        prompts = ["raining, sea", "a red zebra " * 20]
+        padded = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        for name, load, model_class, output in (
+            ("t5", load_t5, transformers.T5EncoderModel, "last_hidden_state"),
+            ("clip", load_clip, transformers.CLIPTextModel, "pooler_output"),
+        ):
+            model = model_class.from_pretrained(text_folder / name)
+            ids = transformers.AutoTokenizer.from_pretrained(text_folder / name)(prompts, **padded).input_ids
+            with torch.no_grad():
+                assert_close(load(text_folder / name, **options).encode(prompts), model(ids)[output])
 
     def test_torchs_random_state_is_kept_and_nothing_is_printed(self, tmp_path, capfd):
         before = torch.get_rng_state()

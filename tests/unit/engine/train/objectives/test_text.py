@@ -9,7 +9,14 @@ import torch
 
 from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather, known_words
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.objectives.text import QUESTIONS, TextTask, answers, build_tokenizer, sample_captions
+from opensora_cli.engine.train.objectives.text import (
+    QUESTIONS,
+    Reading,
+    TextTask,
+    answers,
+    build_vocabulary,
+    sample_captions,
+)
 
 THING = Thing(Shape.BOAT, Colour.BLUE, Direction.RIGHT, Speed.FAST)
 SCENE = Scene(Place.FOREST, Weather.SNOW, Time.SUNSET, THING, seed=0)
@@ -28,19 +35,19 @@ class TestAnswers:
 
 class TestTokenizer:
     def test_words_and_marks(self):
-        tokenizer = build_tokenizer(max_length=12, start=False)
-        assert tokenizer.tokenize("Raining, SEA.") == ["raining", ",", "sea", "."]
-        assert tokenizer.tokenize("a zebra on the sea") == ["a", "<unk>", "on", "the", "sea"]
-        assert all(tokenizer.tokenize(word) == [word] for word in known_words())
+        vocabulary = build_vocabulary(start=False)
+        assert vocabulary.encode("Raining, SEA.").tokens == ["raining", ",", "sea", ".", "</s>"]
+        assert vocabulary.encode("a zebra on the sea").tokens == ["a", "<unk>", "on", "the", "sea", "</s>"]
+        assert all(vocabulary.encode(word).tokens == [word, "</s>"] for word in known_words())
 
     @pytest.mark.parametrize("start", [False, True])
     def test_ends_pads_and_cuts(self, start):
-        tokenizer = build_tokenizer(max_length=6, start=start)
+        vocabulary = build_vocabulary(start=start)
+        reading = Reading(vocabulary, 6)
         begin = ["<s>"] if start else []
 
         def tokens(text):
-            ids = tokenizer(text, padding="max_length", truncation=True).input_ids
-            return tokenizer.convert_ids_to_tokens(ids)
+            return [vocabulary.id_to_token(each) for each in reading.ids([text])[0].tolist()]
 
         assert tokens("sea") == [*begin, "sea", "</s>"] + ["<pad>"] * (4 - start)
         assert tokens("sea " * 9) == [*begin, *["sea"] * (5 - start), "</s>"]

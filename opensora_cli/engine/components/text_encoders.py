@@ -1,0 +1,110 @@
+"""Text encoders loaded: on their device as a whole, or T5 with layers that come there one by one from their file."""
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from opensora_cli.checkpoint.load import PlannedTensor, load_into_module, plan_tensors
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.weights import Stamp, stamp_of
+from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
+from opensora_cli.models.text.clip import ClipTextModel, clip_weights
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS, T5Model, t5_weights
+
+STREAMED_LAYERS = 2
+"""On the device at a time: one computes while the next one comes."""
+
+_WEIGHTS = tuple(
+    f"{stem}{suffix}" for stem in ("model.safetensors", "pytorch_model.bin") for suffix in ("", ".index.json")
+)
+
+
+def load_t5(
+    folder: Path, *, max_length: int, device: torch.device, dtype: torch.dtype, layers_on_host: bool = False
+) -> T5Encoder:
+    """Return the T5 encoder of a folder; every text is padded or cut to `max_length` tokens.
+
+    With `layers_on_host` its layers stay on the CPU, for `streamed_layers`: mapped from the file, in the dtype there if
+    they are `cast_later`. Errors are those of `T5Encoder.reader`, and a CheckpointError for weights that are broken or
+    do not fit config.json.
+    """
+    tokenizer = T5Encoder.reader(folder, max_length=max_length).tokenizer
+    with on_meta():
+        model = T5Model(T5Sizes.of(folder))
+    layers = [f"{LAYERS}.*"] if layers_on_host else []
+    load_into_module(
+        model,
+        _weights(folder),
+        device=device,
+        dtype=dtype,
+        convert=t5_weights,
+        keep_on_host=layers,
+        keep_dtype=layers if cast_later(device, dtype) else [],
+        keep_fp32=[KEPT_IN_FP32] if dtype is torch.float16 else [],
+    )
+    return T5Encoder(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
+
+
+def load_clip(folder: Path, *, max_length: int, device: torch.device, dtype: torch.dtype) -> ClipEncoder:
+    """Return the text tower of the CLIP in a folder; every text is padded or cut to `max_length` tokens.
+
+    Errors are those of `ClipEncoder.reader`, and a CheckpointError for weights as in `load_t5`.
+    """
+    tokenizer = ClipEncoder.reader(folder, max_length=max_length).tokenizer
+    with on_meta():
+        model = ClipTextModel(ClipSizes.of(folder))
+    load_into_module(model, _weights(folder), device=device, dtype=dtype, convert=clip_weights)
+    return ClipEncoder(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
+
+
+def streamed_layers(
+    t5: T5Encoder, *, device: torch.device, dtype: torch.dtype
+) -> AbstractContextManager[StreamingFigures]:
+    """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
+    return stream_blocks(
+        [t5.blocks],
+        device=device,
+        resident=STREAMED_LAYERS,
+        source="mapped",
+        dtype=dtype if cast_later(device, dtype) else None,
+    )
+
+
+def cast_later(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether layers are cast when they are needed, or once shared: on a CPU.
+
+    With float16 some weights are float32, so that each is cast as it is loaded.
+    """
+    return device.type == "cpu" and dtype is not torch.float16
+
+
+def stored_t5_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype that most of a T5's layers have in its files; None if these cannot be read."""
+    try:
+        layers = [tensor for tensor in text_tensors(folder, stamp_of(folder)) if tensor.key.startswith(LAYERS)]
+    except CheckpointError:
+        return None
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in layers:
+        sizes[tensor.dtype] += tensor.numel
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+@lru_cache(maxsize=16)
+def text_tensors(folder: Path, stamp: Stamp) -> tuple[PlannedTensor, ...]:
+    """Return what is in the weights of a text encoder's folder; `stamp` is of the folder now.
+
+    Raises CheckpointError if they are missing or broken.
+    """
+    return plan_tensors(_weights(folder), dtype=torch.float32)
+
+
+def _weights(folder: Path) -> Path:
+    """Return the file of weights, or its index; where there are several, the one that transformers takes."""
+    return next((folder / name for name in _WEIGHTS if (folder / name).exists()), folder)

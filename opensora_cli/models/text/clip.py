@@ -1,0 +1,109 @@
+"""The text tower of a CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020), with the names of its files."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opensora_cli.models.text.activations import ACTIVATIONS
+from opensora_cli.models.text.sizes import ClipSizes
+
+_TOWER = "text_model."
+_OTHER_PARTS = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
+_POSITION_IDS = "embeddings.position_ids"
+"""A constant, which files of older versions carry."""
+
+
+class ClipTextModel(nn.Module):
+    """Tables of tokens and positions, layers in which each token attends to those before it, and a norm."""
+
+    def __init__(self, sizes: ClipSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embeddings = _Embeddings(sizes)
+        self.encoder = _Encoder(sizes)
+        self.final_layer_norm = nn.LayerNorm(sizes.hidden_size, eps=sizes.eps)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """Return the pooled output, (B, C), of token ids: the last state of the token that ends the text."""
+        states_BLC = self.final_layer_norm(self.encoder(self.embeddings(ids_BL)))
+        # OpenAI's files say 2, and mean the largest id.
+        ends_BL = ids_BL if self.sizes.end_id == 2 else (ids_BL == self.sizes.end_id).int()
+        pooled: Tensor = states_BLC[torch.arange(len(ids_BL), device=ids_BL.device), ends_BL.argmax(dim=-1)]
+        return pooled
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, sizes: ClipSizes) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.position_embedding = nn.Embedding(sizes.max_length, sizes.hidden_size)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        states: Tensor = self.token_embedding(ids_BL) + self.position_embedding.weight[: ids_BL.shape[1]]
+        return states
+
+
+class _Encoder(nn.Module):
+    def __init__(self, sizes: ClipSizes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.num_layers))
+
+    def forward(self, states_BLC: Tensor) -> Tensor:
+        for layer in self.layers:
+            states_BLC = layer(states_BLC)
+        return states_BLC
+
+
+class _Layer(nn.Module):
+    def __init__(self, sizes: ClipSizes) -> None:
+        super().__init__()
+        self.self_attn = _Attention(sizes)
+        self.layer_norm1 = nn.LayerNorm(sizes.hidden_size, eps=sizes.eps)
+        self.mlp = _MLP(sizes)
+        self.layer_norm2 = nn.LayerNorm(sizes.hidden_size, eps=sizes.eps)
+
+    def forward(self, states_BLC: Tensor) -> Tensor:
+        states_BLC = states_BLC + self.self_attn(self.layer_norm1(states_BLC))
+        out: Tensor = states_BLC + self.mlp(self.layer_norm2(states_BLC))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, sizes: ClipSizes) -> None:
+        super().__init__()
+        self.num_heads = sizes.num_heads
+        self.k_proj = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+        self.v_proj = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+        self.q_proj = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+        self.out_proj = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended_BHLD = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out_proj(attended_BHLD.transpose(1, 2).flatten(2))
+        return out
+
+
+class _MLP(nn.Module):
+    def __init__(self, sizes: ClipSizes) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(sizes.hidden_size, sizes.intermediate_size)
+        self.fc2 = nn.Linear(sizes.intermediate_size, sizes.hidden_size)
+        self.activation = ACTIVATIONS[sizes.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return out
+
+
+def clip_weights(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file that the text tower has; a whole CLIP's image tower is left out."""
+    for key in tensors:
+        name = key.removeprefix(_TOWER)
+        if name != _POSITION_IDS and not key.startswith(_OTHER_PARTS):
+            yield name, tensors[key]
