@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from speed_loop import measure_block, measure_loop
 from speed_pairs import HEAD, Row
+from speed_start import measure_start
 
 SCHEMA = "osora.bench.speed/1"
 
@@ -34,6 +35,7 @@ class Part(NamedTuple):
 PARTS = {
     "loop": Part("the demo's denoising, t2v and i2v, against three batched branches at every step", measure_loop),
     "block": Part("an evaluation of blocks of the released size", measure_block),
+    "start": Part("commands as a whole, help and refusals to the demo on two ranks, against limits", measure_start),
 }
 
 

@@ -14,6 +14,11 @@ print(json.dumps([[main(request), "torch" in sys.modules] for request in json.lo
 """
 
 REQUESTS = [
+    (2, ["generate", "sea", "--nonsense"], "--nonsense"),
+    (2, ["generate", "sea", "--explore", "2"], "--explore needs --explore-steps"),
+    (2, ["generate", "sea", "--on", "8xH100"], "has no effect without --dry-run"),
+    (2, ["generate", "sea", "--stop-at", "60"], "stop_at=60"),
+    (2, ["generate", "sea", "--set", "parallel.ulysses_degree=5"], "parallel.ulysses_degree=5"),
     (2, ["generate", "sea", "--set", "nope.key=1"], "nope.key (from --set) is not a setting"),
     (2, ["generate", "sea", "--steps", "0"], "num_inference_steps=0 must be at least 1"),
     (2, ["generate", "sea", "--num-frames", "16"], "use 17"),
@@ -30,6 +35,7 @@ REQUESTS = [
     (3, ["generate", "--resume", "gone.safetensors"], "gone.safetensors does not exist"),
     (3, ["generate", "sea", "--config", "gone.yaml"], "gone.yaml does not exist"),
     (3, ["generate", "sea", "--config", "broken.yaml"], "is not valid YAML"),
+    (2, ["train", "--config", "demo", "--nonsense"], "--nonsense"),
     (2, ["train", "--config", "demo", "--set", "nope=1"], "nope (from --set) is not a setting"),
     (3, ["train", "--config", "demo", "--set", "data.table=gone.csv"], "gone.csv does not exist"),
     (3, ["train", "--config", "demo", "--set", "data.table=gone.csv", "--check-data"], "gone.csv does not exist"),

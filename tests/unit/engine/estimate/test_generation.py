@@ -304,13 +304,13 @@ def test_reading_the_prompts_takes_what_was_estimated():
         expected = counted(lambda: encode_text(plan, models, record))
     stage = estimated(plan, OffloadPlan())["text"]
     assert beside_weights(stage) == pytest.approx(expected, rel=TOLERANCE)
-    assert stage.weight_bytes == sum(storage_bytes(encoder.model.parameters()) for encoder in encoders)
+    assert stage.weight_bytes == sum(weight.nbytes for encoder in encoders for weight in encoder.model.parameters())
 
 
 @SLOW
 def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
     layers = load.load_t5(plan_of({})).blocks
-    whole = sum(storage_bytes(layer.parameters()) for layer in layers)
+    whole = sum(weight.nbytes for weight in layers.parameters())
     alone, three, four, five = (
         estimated(plan_of({"parallel.gpus": ranks}), OffloadPlan())["text"].weight_bytes for ranks in (1, 3, 4, 5)
     )
@@ -356,7 +356,7 @@ def test_of_the_text_encoder_only_some_layers_stay_when_it_is_streamed():
     plan = plan_of({})
     layers = load.load_t5(plan).blocks
     whole, streamed = (estimated(plan, OffloadPlan(stream_text=chosen))["text"] for chosen in (False, True))
-    saved = sum(storage_bytes(layer.parameters()) for layer in layers)
+    saved = sum(weight.nbytes for weight in layers.parameters())
     held = streaming_bytes([slot_bytes(layer) for layer in layers], resident=2)
     assert whole.weight_bytes - streamed.weight_bytes == saved - held
 
