@@ -1,5 +1,6 @@
 """What went wrong becomes a message and an exit code; what is a bug keeps its traceback."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -278,6 +279,22 @@ def test_interrupt_is_held_back() -> None:
         hold()
     assert reached == ["the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_garbage_is_not_looked_for_in_what_torch_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", pytest)
+    with errors.uninterrupted():  # it is there: what is of now may be garbage soon
+        assert gc.isenabled()
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with errors.uninterrupted():
+            assert not gc.isenabled()
+            brought: list[object] = [[]]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        assert all(each is not brought for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_interrupt_in_a_finaliser_is_not_lost(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
