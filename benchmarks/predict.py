@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from opensora_cli.core.formatting import duration
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.estimate.predicted_time import PredictedTime, Seconds, added, times, total
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
@@ -20,7 +21,7 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
-from opensora_cli.engine.train.plan import TrainPlan, plan_training
+from opensora_cli.engine.train.plan import TrainPlan, plan_training, with_memory
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.hardware import GpuSettings, read_machine
@@ -32,6 +33,7 @@ EVALUATIONS = 150
 GPUS = ("4090", "A100-80GB", "H100", "H200")
 STAGES = ("image", "stage1", "stage2")
 COUNTS = (1, 2, 4, 8)
+RECOMPUTING = (("stage1_lora_16gib", "1x4090"), ("stage1", "16xH100"), ("stage2", "16xH200"))
 CARD_OF_16_GIB = """extends: hardware/4090
 name: 16GiB
 memory: 16384MiB
@@ -218,6 +220,29 @@ def training_table() -> list[str]:
     return [_row(("command", "memory of a GPU", "a step, predicted", "most of it")), _row(["---"] * 4), *rows]
 
 
+def recomputing_row(recipe: str, machine: str, *, is_auto: bool) -> str:
+    """Return what a recipe computes again in backward, as it is or as `auto` chooses it, with the command."""
+    changes = {"memory.checkpointing": "auto", "memory.checkpoint_double_blocks": "none"} if is_auto else {}
+    given = "".join(f" --set {key}={value}" for key, value in changes.items())
+    plan = train_plan(recipe, machine, {"train_mmdit.cache": "cache", **changes})
+    plan = with_memory(plan, reporter=SilentReporter(), machine=read_machine(machine))
+    held, time = plan.activations, plan.predicted
+    assert held is not None
+    assert time is not None
+    peak, free = max(each.device_peak_bytes for each in plan.memory) / GIB, (plan.free_bytes or 0) / GIB
+    again = " and ".join(f"{count} {path}" for path, count in held.checkpointed_blocks.items())
+    again = again if held.recomputed is None else f"{held.recomputed.operations:.0%} of the forward pass"
+    command = f"`osora train --config {recipe} --set train_mmdit.cache=cache{given} --dry-run --on {machine}`"
+    return _row((command, f"{peak:.1f} of {free:.1f} GiB", again, duration(time.seconds)))
+
+
+def recomputing_table() -> list[str]:
+    """Return the rows of recipes as they are, and with `memory.checkpointing=auto`."""
+    head = _row(("command", "memory of a GPU", "computed again", "a step, predicted"))
+    rows = [recomputing_row(*each, is_auto=is_auto) for each in RECOMPUTING for is_auto in (False, True)]
+    return [head, _row(["---"] * 4), *rows]
+
+
 def _time_cells(found: PredictedTime) -> tuple[str, str]:
     part, seconds = next(iter(found.parts_s.items()))
     return duration(found.seconds), f"{part} {seconds / found.seconds:.0%}"
@@ -241,6 +266,7 @@ def main() -> None:
         for resolution in ("256px", "768px"):
             print("", *generation_table(resolution), sep="\n")
         print("", *training_table(), sep="\n")
+        print("", *recomputing_table(), sep="\n")
 
 
 if __name__ == "__main__":

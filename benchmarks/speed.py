@@ -21,6 +21,7 @@ import torch
 from speed_loop import measure_block, measure_loop
 from speed_pairs import HEAD, Row
 from speed_start import measure_start
+from speed_train import measure_train
 
 SCHEMA = "osora.bench.speed/1"
 
@@ -36,6 +37,7 @@ PARTS = {
     "loop": Part("the demo's denoising, t2v and i2v, against three batched branches at every step", measure_loop),
     "block": Part("an evaluation of blocks of the released size", measure_block),
     "start": Part("commands as a whole, help and refusals to the demo on two ranks, against limits", measure_start),
+    "train": Part("a training step with everything on, against a plain loop", measure_train),
 }
 
 

@@ -44,12 +44,13 @@ from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
+from opensora_cli.engine.train.watching.watching import Watching
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 SCHEMA = "osora.bench.train/1"
-MOST_SLOWER, MOST_WAIT, MOST_STANDSTILL = 0.03, 0.05, 0.1
+MOST_SLOWER, MOST_WAIT, MOST_STANDSTILL = 0.01, 0.05, 0.1
 _BATCHES = 4
 _CLIPS, _CLIP_SIZE, _CLIP_FRAMES, _CLIP_FPS = 32, 128, 49, 24.0
 
@@ -118,9 +119,12 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
     return batches, encoders.empty_prompt()
 
 
-def make_trainer(settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device) -> Trainer[ClipBatch]:
-    """Return the trainer, as `osora train` builds it."""
+def make_trainer(
+    settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device, *, watching: Watching | None = None
+) -> Trainer[ClipBatch]:
+    """Return the trainer, as `osora train` builds it; `watching` None: nothing but a clock."""
     distribution, reporter = Distribution(device), SilentReporter()
+    watching = watching or Watching(Clock())
     return Trainer(
         build_task(settings, distribution=distribution, reporter=reporter),
         batches,
@@ -128,7 +132,8 @@ def make_trainer(settings: TrainSettings, batches: BatchSource[ClipBatch], devic
         optimizer=settings.optimizer,
         precision=Precision(settings.precision, device),
         distribution=distribution,
-        clock=Clock(),
+        clock=watching.clock,
+        observers=watching.observers,
         reporter=reporter,
     )
 

@@ -5,10 +5,10 @@ non-reentrant checkpointing, so that gradients are those of plain training bit f
 repeated), and it works inside DDP and FSDP2, whichever is applied first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from types import MethodType
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from opensora_cli.memory.activations import ActivationManager
+from opensora_cli.memory.kept_results import keeping
 
 RECOMPUTING = "_recomputing"
 """An attribute of a module, if it has it: makes the context in which its checkpoint is computed again in backward."""
@@ -34,6 +35,8 @@ class _Policy:
 
     gc_step: int
     activations: ActivationManager | None
+    keep: float | None = None
+    """Results that cost so many operations a byte are kept; None: none are."""
 
 
 class GradCheckpoint:
@@ -72,6 +75,7 @@ def set_grad_checkpoint(
     depth: Mapping[str, int | None] | None = None,
     others: Sequence[str] = (),
     activations: ActivationManager | None = None,
+    keep: Mapping[str, float] | None = None,
 ) -> GradCheckpoint:
     """Checkpoint the blocks of a model: the modules in its `ModuleList`s, called by any other.
 
@@ -87,6 +91,8 @@ def set_grad_checkpoint(
             by one have a checkpoint each.
         depth: path of a `ModuleList` -> how many of its blocks, from the first; None, or no entry: all. The last ones
             are the best to leave out: backward frees what they keep before it computes the others again.
+        keep: path of a block -> how many operations a byte of a product's or an attention's result must have taken for
+            it to be kept and not computed again; see `kept_results`.
 
     Raises:
         ValueError: gc_step is under 1, a path is not there, a depth is not possible, no attention could be wrapped, or
@@ -95,7 +101,7 @@ def set_grad_checkpoint(
     if gc_step < 1:
         raise ValueError(f"gc_step={gc_step} must be at least 1")
     wrapped, left_out = _choose(model, depth or {}, others)
-    policy = _Policy(gc_step, activations)
+    policy, kept = _Policy(gc_step, activations), keep or {}
     done = GradCheckpoint(wrapped)
     attentions = 0
     for path, module in model.named_modules():
@@ -106,7 +112,7 @@ def set_grad_checkpoint(
             raise ValueError(f"{path or type(module).__name__} is wrapped already: undo that first, with remove()")
         # What only holds such blocks is no block itself.
         if path in wrapped or not any(_is_at_or_below(block, path) for block in wrapped):
-            done.replace(module, _POLICY, policy)
+            done.replace(module, _POLICY, policy if path not in kept else replace(policy, keep=kept[path]))
         if path in wrapped:
             done.replace(module, "forward", MethodType(_checkpointed_forward, module))
         if use_fp32_attention and callable(vars(module).get("attention")):
@@ -223,10 +229,19 @@ def _run(
             _inside_checkpoint.reset(token)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), nullcontext() if recomputing is None else recomputing()
+        first, second = (nullcontext(), nullcontext()) if policy.keep is None else keeping(policy.keep)
+        return first, second if recomputing is None else _within(recomputing, second)
 
     with nullcontext() if policy.activations is None else policy.activations.offloading():
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _within(outer: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(outer())
+        stack.enter_context(inner)
+        yield
 
 
 class _Float32Attention:

@@ -1,9 +1,17 @@
 """How a training run goes: its steps and checkpoints, optimizer, precision and memory."""
 
 from enum import StrEnum
-from typing import Self
+from typing import Final, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from opensora_cli.settings.base import ByteSize, Section
 from opensora_cli.settings.components import Tf32Settings
@@ -192,11 +200,17 @@ class WeightOffload(StrEnum):
     """Those of the transformer's blocks: they come to the device for forward, and again for backward."""
 
 
+AUTO: Final = "auto"
+"""`memory.checkpointing` by what the device's memory asks for."""
+
+
 class TrainMemorySettings(Section):
     """How training fits into the memory of its device. Only `fp8_storage` changes what is learnt."""
 
-    checkpointing: bool = Field(
-        default=False, description="compute blocks again in backward, instead of keeping what they computed"
+    checkpointing: bool | Literal["auto"] = Field(
+        default=False,
+        description="compute blocks again in backward, instead of keeping what they computed; auto: as little as the "
+        "device's memory asks for, and what costs most for its bytes last",
     )
     checkpoint_double_blocks: NonNegativeInt | None = Field(
         default=None, description="how many double-stream blocks, from the first; none: all"
@@ -254,6 +268,31 @@ class TrainMemorySettings(Section):
         if self.host_weights is HostWeights.PINNED and device == "cpu":
             problems.append("memory.host_weights=pinned has no effect with device=cpu, which reads them where they are")
         return problems
+
+    @field_validator("checkpointing", mode="wrap")
+    @classmethod
+    def _checkpointing_is_auto_or_not(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(f"memory.checkpointing={value} must be true, false or auto") from None
+
+    @model_validator(mode="after")
+    def _auto_chooses_alone(self) -> Self:
+        if self.checkpointing != AUTO:
+            return self
+        for name in ("checkpoint_double_blocks", "checkpoint_single_blocks"):
+            if (count := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"memory.{name}={count} does not go with memory.checkpointing=auto, which chooses it: use none, or "
+                    "checkpointing=true"
+                )
+        if self.activation_offload is not ActivationOffload.NONE:
+            raise ValueError(
+                f"memory.activation_offload={self.activation_offload} does not go with memory.checkpointing=auto, "
+                "which keeps on the device what fits there: use none, or checkpointing=true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _every_streamed_block_is_checkpointed(self) -> Self:

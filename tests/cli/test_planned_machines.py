@@ -152,6 +152,23 @@ def test_a_training_is_planned_for_what_is_named(
     assert "needs products in 8 bits, which A100-40GB has not" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_what_is_computed_again_is_chosen_for_what_is_named(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [*recipe, "--set", "memory.checkpointing=auto", "--set", "train_mmdit.cache=clips"]
+    assert main([*chosen, "--dry-run", "--on", "H100"]) == 0
+    out = capsys.readouterr().out
+    nothing = "checkpoints in 0 double_blocks and 0 single_blocks, 0% of the blocks' forward pass is computed again"
+    assert f"\nmemory      {nothing}\n" in out
+    (tmp_path / "small.yaml").write_text("extends: hardware/H100\nname: small\nmemory: 1MiB\nreserved: 1\n")
+    assert main([*chosen, "--dry-run", "--on", f"1x{tmp_path / 'small.yaml'}"]) == 4
+    out = capsys.readouterr().out
+    assert "checkpoints in 1 double_blocks and 1 single_blocks, 100% of the blocks' forward pass" in out
+    assert main(["mem-profile", *chosen[1:5], *chosen[7:9]]) == 2
+    assert "memory.checkpointing=auto is chosen for the memory of a device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("target", ["vae", "text"])
 def test_a_training_whose_time_is_not_predicted_says_so(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

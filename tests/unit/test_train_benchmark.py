@@ -79,7 +79,7 @@ def test_everything_is_measured_and_printed(
     assert len(printed) == 1 + len(found)
     for line, share in zip(printed[1:], found, strict=True):
         assert f" {share:.1%} " in line
-    assert code == int(any(share > most for share, most in zip(found[-3:], (0.03, 0.05, 0.1), strict=True)))
+    assert code == int(any(share > most for share, most in zip(found[-3:], (0.01, 0.05, 0.1), strict=True)))
 
 
 @pytest.mark.parametrize(("wait", "is_fine"), [(0.05, True), (0.051, False)])

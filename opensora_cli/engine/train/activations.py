@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 import torch
 from pydantic import ConfigDict, Field
@@ -124,6 +124,24 @@ _OFFLOAD_ABOVE = 0.8
 _SMALLER = "smaller batches need less: --set data.scenes.batch_size=N, or data.buckets"
 
 
+class KeptResults(Document):
+    """Which results are kept of checkpointed blocks."""
+
+    operations_a_byte: float
+    """Those of products and attention that take as many, or more."""
+    blocks: dict[str, int]
+    """Path of each stack -> how many of its checkpointed blocks, the last ones."""
+
+
+class Recomputed(Document):
+    """What is computed again in backward, as shares of the blocks' forward pass."""
+
+    products: float
+    attention: float
+    operations: float
+    """Of both together."""
+
+
 class ActivationPlan(Document):
     """Which blocks are checkpointed, and where their inputs are held."""
 
@@ -131,6 +149,10 @@ class ActivationPlan(Document):
 
     checkpointed_blocks: dict[str, int]
     """Path of each stack of blocks -> how many are checkpointed, from the first."""
+    kept: tuple[KeptResults, ...] = ()
+    """What these keep all the same; of a block in several, the lowest number holds."""
+    recomputed: Recomputed | None = None
+    """With `memory.checkpointing=auto`, as far as the cost is known."""
     activation_offload: ActivationOffload
     offload_above: float | None
     """With `dynamic`: the share of the device's memory."""
@@ -150,11 +172,29 @@ class ActivationPlan(Document):
             words.append("their inputs on the host")
         if self.activation_offload is not ActivationOffload.NONE:
             words.append(f"buffer {format_bytes(self.buffer_bytes)}")
+        for kept in self.kept:
+            of = " and ".join(f"the last {count} of {path}" for path, count in kept.blocks.items() if count)
+            words.append(f"{of} keep results of {kept.operations_a_byte:,.0f} operations a byte or more")
+        if self.recomputed is not None:
+            words.append(f"{self.recomputed.operations:.0%} of the blocks' forward pass is computed again")
         return ", ".join(words)
+
+    def keep(self) -> dict[str, float]:
+        """Return path of a block -> from how many operations a byte on its results are kept; others keep none."""
+        found: dict[str, float] = {}
+        for kept in self.kept:
+            for path, count in kept.blocks.items():
+                last = self.checkpointed_blocks[path]
+                for index in range(last - count, last):
+                    block = f"{path}.{index}"
+                    found[block] = min(found.get(block, inf), kept.operations_a_byte)
+        return found
 
 
 def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
     """Return what is held where; None: everything on the device, as autograd does it.
+
+    With `memory.checkpointing=auto` it is what takes the least memory; `choose_activations` finds what fits.
     Raises RequestError if the buffer is too small for a step, or sizes contradict each other.
     """
     memory = settings.memory
@@ -195,7 +235,13 @@ def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterato
         yield None
         return
     manager = _manager(plan)
-    with set_grad_checkpoint(module, depth=plan.checkpointed_blocks, others=(OUTPUT_LAYER,), activations=manager):
+    with set_grad_checkpoint(
+        module,
+        depth=plan.checkpointed_blocks,
+        others=(OUTPUT_LAYER,),
+        activations=manager,
+        keep=plan.keep(),
+    ):
         yield manager
 
 

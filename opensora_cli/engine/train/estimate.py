@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -79,13 +79,21 @@ class TrainingMemory:
     """The whole timeline."""
 
 
-def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemory:
+def estimate_training(
+    settings: TrainSettings,
+    *,
+    rank: int = 0,
+    activations: ActivationPlan | None = None,
+    watch: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
+) -> TrainingMemory:
     """Return what `measure_training` would on one of the ranks, on fake tensors: nothing is computed, and a few MB are
     allocated.
 
+    `activations` None: as `plan_activations` has it. `watch` makes a context of the transformer, which has few blocks,
+    for the time of the step.
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
-    plan, weights = plan_activations(settings), plan_frozen_weights(settings)
+    plan, weights = activations or plan_activations(settings), plan_frozen_weights(settings)
     few, plan, times = with_few_blocks(settings, plan)
     with torch.device("meta"):
         task, frozen = bare_task(few)
@@ -100,7 +108,8 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
             give_fake_weights(module, device=device)
             if module is not task.module and isinstance(module, Autoencoder):
                 module.encoder = cast(Any, Repeated(module.encoder))
-        return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
+        with nullcontext() if watch is None else watch(task.module):
+            return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.exchanges import describe_exchange
-from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.engine.components.hardware import GIB, pick_hardware
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters, plan_attention
@@ -32,6 +32,7 @@ from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
+from opensora_cli.engine.train.recomputing import choose_for_ranks, chooses
 from opensora_cli.engine.train.watching.logs import require_tensorboard
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine
@@ -112,6 +113,10 @@ class TrainPlan(Document):
             *(self.predicted.lines() if self.predicted is not None else []),
             *([f"predicted   no time: that of a step of {self.target} is not predicted"] if self._has_no_time else []),
         ]
+
+    def holding(self, activations: ActivationPlan | None) -> "TrainPlan":
+        """Return the plan with what was chosen to be held between forward and backward; None: nothing was."""
+        return self if activations is None else self.model_copy(update={"activations": activations})
 
     @property
     def _has_no_time(self) -> bool:
@@ -199,15 +204,34 @@ def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine 
     """
     found: dict[str, object] = {}
     try:
-        memory = estimate_ranks(plan.settings, reporter=reporter)
+        if chooses(plan.settings):
+            plan, memory = _with_choice(plan, reporter=reporter, machine=machine)
+        else:
+            memory = estimate_ranks(plan.settings, reporter=reporter)
         found["memory"] = memory
         if machine is not None and memory:
             found["fits"] = all(each.device_peak_bytes <= machine.gpu.free_bytes for each in memory)
     except HardwareError as error:
         reporter.warn(error.message)
     if machine is not None:
-        found |= {"free_bytes": machine.gpu.free_bytes, "predicted": predict_step(plan.settings, machine.gpu)}
+        predicted = predict_step(plan.settings, machine.gpu, activations=plan.activations)
+        found |= {"free_bytes": machine.gpu.free_bytes, "predicted": predicted}
     return plan.model_copy(update=found)
+
+
+def _with_choice(
+    plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine | None
+) -> tuple[TrainPlan, tuple[RankMemory, ...]]:
+    """Return the plan with what is chosen to be held, and the memory of each rank."""
+    settings = plan.settings
+    if machine is not None:
+        free, is_gpu = machine.gpu.free_bytes, True
+    else:
+        hardware = pick_hardware(settings.device_name, "float32")
+        is_gpu = hardware.device.type == "cuda"
+        free = hardware.free_bytes // (1 if is_gpu else settings.parallel.ranks_per_node)
+    activations, memory = choose_for_ranks(settings, free_bytes=free, is_gpu=is_gpu, reporter=reporter)
+    return plan.holding(activations), memory
 
 
 def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettings:

@@ -33,7 +33,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     total,
 )
 from opensora_cli.engine.estimate.work import Work
-from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations, token_grid
+from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations, token_grid
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.early import find_frozen_parts
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
@@ -61,17 +61,20 @@ _DEQUANTIZED_BYTES = 3
 """A weight in 8 bits is read, and written in 16."""
 
 
-def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | None:
+def predict_step(
+    settings: TrainSettings, gpu: GpuSettings, *, activations: ActivationPlan | None = None
+) -> PredictedTime | None:
     """Return the seconds of a step, all of whose micro-batches are the largest, on GPUs of this kind.
 
-    None of autoencoders and text encoders, whose times are not predicted.
+    `activations`: what is held and what is computed again; None: as `plan_activations` has it. It is None for
+    autoencoders and text encoders, whose times are not predicted.
     """
     if settings.target is not TrainTarget.MMDIT:
         return None
     shape = largest_batch_shape(settings)
     data_ranks = settings.parallel.data_ranks(settings.strategy)
     rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
-    passes = _passes(settings, gpu)
+    passes = _passes(settings, gpu, activations or plan_activations(settings))
     stages = {
         ENCODE: times(_encoding(settings, gpu), rounds),
         PASSES: times(passes, rounds),
@@ -88,9 +91,9 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
     )
 
 
-def _passes(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
+def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | None) -> Seconds:
     """Return a forward and a backward pass of a rank, and what is computed again in between."""
-    config, dtype, plan = mmdit_config(settings.model), DTYPES[settings.precision.compute], plan_activations(settings)
+    config, dtype = mmdit_config(settings.model), DTYPES[settings.precision.compute]
     forward = _forward(settings, config)
     products = 1 if settings.lora.is_on else 2
     backward = Work(
@@ -102,10 +105,20 @@ def _passes(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
     )
     # Backward, their gradients in fp32 follow keys and values.
     passes = [(config, forward, 1.0), (config, backward, 3.0)]
-    if plan is not None:
+    computes_again = plan is not None and any(plan.checkpointed_blocks.values())
+    if plan is not None and computes_again:
         double, single = plan.checkpointed_blocks.values()
         checkpointed = replace(config, depth=double, depth_single_blocks=single)
-        passes.append((checkpointed, _forward(settings, checkpointed), 1.0))
+        again = _forward(settings, checkpointed)
+        if plan.recomputed is not None:
+            share = plan.recomputed
+            again = replace(
+                again,
+                product_flops=share.products * forward.product_flops,
+                product_bytes=share.products * forward.product_bytes,
+                attention_flops=share.attention * forward.attention_flops,
+            )
+        passes.append((checkpointed, again, 1.0))
     found: Seconds = {}
     for blocks, work, keys_and_values in passes:
         seconds = kernel_seconds(work, gpu, dtype, in_fp8=settings.precision.fp8_linears)
@@ -118,7 +131,7 @@ def _passes(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
         found = added(found, {COPIES: max(0.0, there_and_back - computed)})
     if weights is not None and weights.fp8_storage:
         # At each forward pass through a block; the backward pass has the weights of the last one.
-        dequantized = (1 if plan is None else 2) * _DEQUANTIZED_BYTES * _all_numbers(settings)
+        dequantized = (1 + computes_again) * _DEQUANTIZED_BYTES * _all_numbers(settings)
         found = added(found, {TRAFFIC: gpu.memory_rate.seconds(dequantized)})
     if weights is not None and weights.host_weights is not None:
         # For forward, and again for backward.

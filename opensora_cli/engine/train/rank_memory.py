@@ -75,17 +75,21 @@ def estimate_ranks(
     `first` is what `estimate_training` has found of the first one already. Raises RequestError if sizes contradict each
     other, and RuntimeError in a process that is a rank itself.
     """
-    kinds: dict[object, list[int]] = {}
-    for rank, kind in enumerate(_kinds_of_ranks(settings)):
-        kinds.setdefault(kind, []).append(rank)
-    found: dict[int, RankMemory] = {}
+    alike = first_ranks(settings)
+    kinds = sorted(set(alike))
+    found = {} if first is None else {0: first}
     with (reporter or SilentReporter()).stage("estimate memory", total=len(kinds), unit="kinds of ranks") as progress:
-        for ranks in kinds.values():
-            known = first if ranks[0] == 0 else None
-            memory = RankMemory.of(ranks[0], known or estimate_training(settings, rank=ranks[0]))
-            found |= {rank: memory.model_copy(update={"rank": rank}) for rank in ranks}
+        for rank in kinds:
+            if rank not in found:
+                found[rank] = estimate_training(settings, rank=rank)
             progress.advance()
-    return tuple(found[rank] for rank in sorted(found))
+    return tuple(RankMemory.of(rank, found[like]) for rank, like in enumerate(alike))
+
+
+def first_ranks(settings: TrainSettings) -> list[int]:
+    """Return for each rank the first one that holds what it holds."""
+    kinds: dict[object, int] = {}
+    return [kinds.setdefault(kind, rank) for rank, kind in enumerate(_kinds_of_ranks(settings))]
 
 
 def _kinds_of_ranks(settings: TrainSettings) -> list[object]:

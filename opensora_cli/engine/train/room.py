@@ -15,7 +15,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.components.hardware import peak_resident_bytes
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.activations import layer_values
+from opensora_cli.engine.train.activations import ActivationPlan, layer_values
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.estimate import ACTIVATIONS, OPTIMIZER, estimate_training
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
@@ -30,11 +30,18 @@ _COPIES = 8
 STEP = "a step"
 
 
-def first_step_bytes(settings: TrainSettings, *, rank: int = 0, has_moments: bool, reporter: Reporter) -> int:
+def first_step_bytes(
+    settings: TrainSettings,
+    *,
+    rank: int = 0,
+    activations: ActivationPlan | None = None,
+    has_moments: bool,
+    reporter: Reporter,
+) -> int:
     """Return what the first step will take on a CPU, beside what is loaded before it; 0 where there is plenty.
 
-    To be called before a rank joins the others. `has_moments`: a checkpoint has them. Raises RequestError if sizes
-    contradict each other.
+    To be called before a rank joins the others. `activations` None: as `plan_activations` has it. `has_moments`: a
+    checkpoint has them. Raises RequestError if sizes contradict each other.
     """
     if device_type(settings.device_name) != "cpu":
         return 0
@@ -43,7 +50,7 @@ def first_step_bytes(settings: TrainSettings, *, rank: int = 0, has_moments: boo
         return 0
     try:
         with reporter.stage("estimate memory"), torch.random.fork_rng(devices=[]):
-            memory = estimate_training(settings, rank=rank)
+            memory = estimate_training(settings, rank=rank, activations=activations)
     except HardwareError as error:
         reporter.warn(error.message)
         return 0

@@ -41,6 +41,7 @@ from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
+from opensora_cli.engine.train.recomputing import Choice, agreed_choice, choose_here
 from opensora_cli.engine.train.resuming import (
     choose_checkpoint,
     set_aside_newer,
@@ -110,10 +111,12 @@ def train(
     reporter = reporter or SilentReporter()
     if context is not None:
         own = settings_of_ranks(settings, context)
-        taken = first_step_bytes(own, rank=context.rank, has_moments=resume is not None, reporter=reporter)
+        choice = choose_here(own, context=context, reporter=reporter)
+        taken = _first_step_bytes(own, choice, rank=context.rank, has_moments=resume is not None, reporter=reporter)
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
             plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite)
+            plan = plan.holding(agreed_choice(choice, ranks=distribution.ranks))
             return _Run(plan, distribution, watched, first_step_bytes=taken).run()
     plan = _checked_plan(settings, resume=resume, overwrite=overwrite)
     if settings.parallel.world_size > 1:
@@ -121,8 +124,17 @@ def train(
         start_ranks(settings, flags=rank_flags)
         return None
     distribution = Distribution(training_device(settings))
-    taken = first_step_bytes(settings, has_moments=resume is not None, reporter=reporter)
+    choice = choose_here(settings, reporter=reporter)
+    taken = _first_step_bytes(settings, choice, has_moments=resume is not None, reporter=reporter)
+    plan = plan.holding(agreed_choice(choice, ranks=1))
     return _Run(plan, distribution, reporter, first_step_bytes=taken).run()
+
+
+def _first_step_bytes(
+    settings: TrainSettings, choice: Choice | None, *, rank: int = 0, has_moments: bool, reporter: Reporter
+) -> int:
+    activations = None if choice is None else choice.plan
+    return first_step_bytes(settings, rank=rank, activations=activations, has_moments=has_moments, reporter=reporter)
 
 
 def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> TrainPlan:

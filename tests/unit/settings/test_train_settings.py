@@ -205,6 +205,17 @@ class TestFindRecipe:
             {"memory__checkpoint_double_blocks": "1"},
             "memory.checkpoint_double_blocks=1 has no effect without memory.checkpointing=true",
         ),
+        ("demo", {"memory__checkpointing": "some"}, "memory.checkpointing=some must be true, false or auto"),
+        (
+            "demo",
+            {"memory__checkpointing": "auto", "memory__checkpoint_single_blocks": "1"},
+            "memory.checkpoint_single_blocks=1 does not go with memory.checkpointing=auto, which chooses it: use none",
+        ),
+        (
+            "demo",
+            {"memory__checkpointing": "auto", "memory__activation_offload": "all"},
+            "memory.activation_offload=all does not go with memory.checkpointing=auto, which keeps on the device",
+        ),
         (
             "demo",
             {"memory__activation_offload": "all"},

@@ -110,6 +110,8 @@ def test_words():
     assert "their inputs on the host above 80% of the memory, buffer" in plan.line()
     assert plan.to_json() == {
         "checkpointed_blocks": {"double_blocks": 2, "single_blocks": 3},
+        "kept": [],
+        "recomputed": None,
         "activation_offload": "dynamic",
         "offload_above": 0.8,
         "needed_bytes": plan.needed_bytes,

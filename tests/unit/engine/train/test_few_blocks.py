@@ -6,6 +6,7 @@ import pytest
 import tiny_training
 
 from opensora_cli.engine.train import few_blocks
+from opensora_cli.engine.train.activations import ActivationPlan, KeptResults, plan_activations
 from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -21,10 +22,12 @@ def slow(name: str, changes: dict[str, object]) -> object:
     return pytest.param({**DEEP, **changes}, id=name, marks=pytest.mark.slow)
 
 
-def assert_alike(settings: TrainSettings, monkeypatch: pytest.MonkeyPatch, *, rel: float) -> None:
-    few = estimate_training(settings)
+def assert_alike(
+    settings: TrainSettings, monkeypatch: pytest.MonkeyPatch, *, rel: float, activations: ActivationPlan | None = None
+) -> None:
+    few = estimate_training(settings, activations=activations)
     monkeypatch.setattr(few_blocks, "FEW", 100)
-    whole = estimate_training(settings)
+    whole = estimate_training(settings, activations=activations)
     assert len(few.by_weight) < len(whole.by_weight)
     for name in ("peak_bytes", "device_peak_bytes", "held_for_backward", "buffer_used_bytes"):
         assert getattr(few, name) == pytest.approx(getattr(whole, name), rel=rel), name
@@ -61,6 +64,24 @@ def test_few_blocks_take_what_all_take(
     changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_alike(tiny_training.mmdit_settings(tmp_path).replace(changes), monkeypatch, rel=0)
+
+
+@pytest.mark.slow
+def test_blocks_that_keep_more_are_a_kind_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tiny_training.mmdit_settings(tmp_path).replace(
+        {**DEEP, "model.depth_single_blocks": 9, "memory.checkpointing": "auto"}
+    )
+    plan = plan_activations(settings)
+    assert plan is not None
+    both = (
+        KeptResults(operations_a_byte=64.0, blocks={"double_blocks": 7, "single_blocks": 9}),
+        KeptResults(operations_a_byte=1.0, blocks={"double_blocks": 0, "single_blocks": 4}),
+    )
+    some = {"double_blocks": 7, "single_blocks": 5}
+    assert_alike(settings, monkeypatch, rel=0, activations=plan.model_copy(update={"kept": both}))
+    monkeypatch.undo()
+    fewer = {"checkpointed_blocks": some, "kept": (KeptResults(operations_a_byte=1.0, blocks=some),)}
+    assert_alike(settings, monkeypatch, rel=0, activations=plan.model_copy(update=fewer))
 
 
 @pytest.mark.slow

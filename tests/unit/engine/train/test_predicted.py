@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 import tiny_training
 
-from opensora_cli.engine.estimate.predicted_time import COLLECTIVES, COPIES, ENCODING, PRODUCTS, TRAFFIC, UPDATE
+from opensora_cli.engine.estimate.predicted_time import (
+    ATTENTION,
+    COLLECTIVES,
+    COPIES,
+    ENCODING,
+    PRODUCTS,
+    TRAFFIC,
+    UPDATE,
+)
+from opensora_cli.engine.train.activations import Recomputed, plan_activations
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.hardware import read_machine
@@ -39,6 +48,23 @@ def test_a_backward_pass_does_twice_the_products(tmp_path: Path) -> None:
     assert adapter[UPDATE] < 0.1 * trained[UPDATE]
     again = parts_of(settings_of(tmp_path, memory__checkpointing=True))
     assert again[PRODUCTS] == pytest.approx(trained[PRODUCTS] * 4 / 3, rel=0.01)
+
+
+def test_what_is_kept_is_not_predicted_again(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, memory__checkpointing="auto")
+    everything, plan = parts_of(settings), plan_activations(settings)
+    assert plan is not None
+    half = plan.model_copy(update={"recomputed": Recomputed(products=0.5, attention=0.0, operations=0.4)})
+    found = predict_step(settings, H100, activations=half)
+    none = plan.model_copy(update={"checkpointed_blocks": {"double_blocks": 0, "single_blocks": 0}})
+    plain = predict_step(settings, H100, activations=none)
+    assert found is not None
+    assert plain is not None
+    assert plain.parts_s == parts_of(settings_of(tmp_path))
+    assert everything[PRODUCTS] - found.parts_s[PRODUCTS] == pytest.approx(plain.parts_s[PRODUCTS] / 6, rel=0.01)
+    assert found.parts_s[ATTENTION] == plain.parts_s[ATTENTION] < everything[ATTENTION]
+    # Norms and rotary embedding are.
+    assert found.parts_s[TRAFFIC] == everything[TRAFFIC]
 
 
 def test_ranks_share_weights_and_wait_for_gradients(tmp_path: Path) -> None:

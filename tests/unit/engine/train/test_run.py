@@ -1,8 +1,10 @@
 """`train`: all three targets in small, one after the other, and the files between them."""
 
 import json
+import re
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import tiny_training
@@ -26,12 +28,14 @@ from opensora_cli.core.exceptions import (
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.text_encoders import load_clip, load_t5
 from opensora_cli.engine.encode.clip_cache import write_header
 from opensora_cli.engine.encode.encoding import EmptyPrompt
-from opensora_cli.engine.train import checkpoints, run
+from opensora_cli.engine.train import checkpoints, recomputing, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.plan import plan_training, with_memory
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
@@ -188,6 +192,33 @@ class TestMMDiT:
             assert manager.peak_bytes == manager.buffer_bytes == plan.activations.needed_bytes > 0
             assert manager.copied_to_device == manager.copied_to_host == 2 * plan.activations.needed_bytes
             assert (manager.used_bytes, manager.outside_bytes) == (0, 0)
+
+    def test_what_is_chosen_to_be_recomputed_changes_no_bit_and_may_change(
+        self, tmp_path, vae_folder, text_folder, monkeypatch
+    ):
+        settings = tiny_training.mmdit_settings(tmp_path / "plain", vae_folder, text_folder)
+        train(settings)
+        weights = exported(tmp_path / "plain")
+        chosen = settings.replace({"memory.checkpointing": "auto", "output": str(tmp_path / "auto")})
+        lines, least = [], estimate_training(chosen).peak_bytes
+        # The third and the fourth step forward, behind two estimates.
+        reporter = tiny_training.StopAfter(4)
+        reporter.note = lines.append
+        # With so much memory some of it is kept, and with ten times as much all of it.
+        monkeypatch.setattr(recomputing, "_SHARE", 1.0)
+        hardware = replace(pick_hardware("cpu", "float32"), free_bytes=least + 30_000)
+        monkeypatch.setattr(recomputing, "pick_hardware", lambda name, dtype: hardware)
+        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
+            train(chosen, reporter=reporter)
+        [line] = [line for line in lines if line.startswith("memory: ")]
+        assert re.search(r"checkpoints in 1 double_blocks and 1 single_blocks, .*keep results of \d+ operations", line)
+        hardware = replace(hardware, free_bytes=10 * least)
+        reporter = SilentReporter()
+        reporter.note = lines.append
+        assert train(chosen, resume=Resume(), reporter=reporter).resumed_from == 2
+        [*_, line] = [line for line in lines if line.startswith("memory: ")]
+        assert line.startswith("memory: checkpoints in 0 double_blocks and 0 single_blocks, 0% of the blocks'")
+        assert exported(tmp_path / "auto") == weights
 
     def test_a_transformers_run_is_resumed(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)

@@ -1,0 +1,75 @@
+"""The part of `speed.py` about training: a step of the trainer with everything on against one of a plain loop."""
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from plain_loop import PlainLoop
+from speed_pairs import Row, compared
+from train import FixedBatches, demo_settings, encoded_batches, make_trainer
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import ClipBatch
+from opensora_cli.engine.encode.encoding import EmptyPrompt
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.watching.watching import open_watching
+from opensora_cli.settings.train import TrainSettings
+
+GOAL = 1 / 1.01
+"""At most a hundredth slower."""
+_CPU = torch.device("cpu")
+_RELEASED = {
+    "model.hidden_size": "3072",
+    "model.num_heads": "24",
+    "model.axes_dim": "16,56,56",
+    "model.depth": "0",
+    "model.depth_single_blocks": "1",
+    "train_mmdit.attention": "sdpa",
+}
+"""A block as wide as the released ones; weights, gradients, and moments and averages of both loops are 5 GB."""
+
+
+def measure_train(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the demo's step, that of a block of the released width, and the demo's compiled against its own.
+
+    Clips are encoded already. The trainer clips, averages, checks that all is finite, keeps its times, and writes each
+    step to its log and to TensorBoard; the plain loop clips and averages.
+    """
+    for name, batch_size, model in (("demo", 8, {}), ("released width, one block", 1, _RELEASED)):
+        with _watched(batch_size, model) as (trainer, batches, empty):
+            # Of large weights there is one copy, which both loops train.
+            module = trainer.task.module if model else copy.deepcopy(trainer.task.module)
+            settings = _settings(batch_size, model)
+            plain = PlainLoop(module, batches, empty=empty, settings=settings, device=_CPU)
+            yield compared(f"training step, {name}", plain.step, trainer.do_step, pairs=options.pairs, goal=GOAL)
+    with _watched(8, {}) as (eager, _, _), _watched(8, {"compile": "true"}) as (compiled, _, _):
+        yield compared("training step, demo, compiled", eager.do_step, compiled.do_step, pairs=options.pairs)
+
+
+@contextmanager
+def _watched(
+    batch_size: int, changes: Mapping[str, str]
+) -> Iterator[tuple[Trainer[ClipBatch], list[ClipBatch], EmptyPrompt]]:
+    """Yield a trainer with everything on, its micro-batches, and the empty prompt."""
+    settings = _settings(batch_size, changes)
+    batches, empty = encoded_batches(settings, _CPU)
+    with tempfile.TemporaryDirectory() as folder:
+        watching = open_watching(
+            settings, distribution=Distribution(_CPU), output=Path(folder), reporter=SilentReporter()
+        )
+        trainer = make_trainer(settings, FixedBatches(batches), _CPU, watching=watching)
+        watching.start(0)
+        try:
+            yield trainer, batches, empty
+        finally:
+            watching.close()
+
+
+def _settings(batch_size: int, changes: Mapping[str, str]) -> TrainSettings:
+    everything = {"loop.log_every": "1", "watching.tensorboard": "true", "data.scenes.batch_size": str(batch_size)}
+    return demo_settings(batch_size=batch_size, compute="fp32", changes={**everything, **changes})
