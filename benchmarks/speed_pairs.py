@@ -19,8 +19,8 @@ class Row:
     """Median of the ratios of the pairs, plain over ours."""
     spread: tuple[float, float]
     """The lowest and the highest of them."""
-    faster_processor: float
-    """The same by seconds of the processor, which mind other programs less."""
+    faster_processor: float | None = None
+    """The same by seconds of the processor, which mind other programs less; None: not counted."""
     goal: float | None = None
     """What `faster` should be; None: nothing is asked."""
     note: str = ""
@@ -36,10 +36,10 @@ class Row:
     def line(self, part: str) -> str:
         """Return it for people; see `HEAD`."""
         low, high = self.spread
-        goal = "" if self.goal is None else f"{self.goal:.2f}"
+        processor, goal = ("" if each is None else f"{each:.2f}" for each in (self.faster_processor, self.goal))
         return (
             f"{part:<10} {self.name:<34} {self.plain_s:>9.3f} {self.ours_s:>9.3f} {self.faster:>7.2f} "
-            f"{f'{low:.2f}-{high:.2f}':>11} {self.faster_processor:>9.2f} {goal:>5}  {self.note}"
+            f"{f'{low:.2f}-{high:.2f}':>11} {processor:>9} {goal:>5}  {self.note}"
         ).rstrip()
 
     def document(self, part: str) -> dict[str, Any]:

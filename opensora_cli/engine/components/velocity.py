@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from opensora_cli.sampling.guidance import Branch
+
+_FEW_TOKENS = {"cpu": 1024}
+_FEW_TOKENS_ELSEWHERE = 8192
+"""That a device is not yet busy with, so that several branches in one batch take less time than one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +23,19 @@ class PromptEmbeds:
     """Of CLIP."""
 
 
-class GuidedVelocity:
-    """Evaluates the transformer for a batch of samples, each with `embeds` of its own, branch after branch.
+class _Inputs(NamedTuple):
+    """What the transformer is given for some branches at every step."""
 
-    Branches one after the other and not as a batch: one clip fills a GPU, and on a CPU a batch of them was a tenth
-    faster at most. So neither the peak of memory nor the result depends on the step.
+    prompt_embeds_BLC: torch.Tensor
+    pooled_prompt_embeds_BV: torch.Tensor
+    conditioning_BNK: torch.Tensor | None
+
+
+class GuidedVelocity:
+    """Evaluates the transformer for a batch of samples, each with `embeds` of its own.
+
+    Branches are one batch where `are_batched`, and else computed one after the other: then neither the peak of memory
+    nor the result depends on the step.
 
     `conditioning_BNK` is None for a model without a condition embedding; `embedded_guidance` is for a
     guidance-distilled one. `position_ids_1N3` are the same for all samples. `on_evaluation` is called after each
@@ -45,34 +58,65 @@ class GuidedVelocity:
         self.position_ids_1N3 = position_ids_1N3
         self.embedded_guidance = embedded_guidance
         self.on_evaluation = on_evaluation
+        self._inputs: dict[tuple[Branch, ...], _Inputs] = {}
 
     def __call__(
         self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...], /
     ) -> dict[Branch, torch.Tensor]:
         """Return velocity_BND of every one of `branches` at time `t`."""
-        return {branch: self._evaluate(packed_latents_BND, t, branch) for branch in branches}
+        if not branches:
+            return {}
+        text_tokens = self.embeds[0].prompt_embeds_2LC.shape[1]
+        tokens = len(branches) * packed_latents_BND.shape[0] * (packed_latents_BND.shape[1] + text_tokens)
+        groups = [branches] if are_batched(tokens, packed_latents_BND.device) else [(each,) for each in branches]
+        velocities: dict[Branch, torch.Tensor] = {}
+        for group in groups:
+            velocities |= zip(group, self._evaluate(packed_latents_BND, t, group), strict=True)
+        return velocities
 
-    def _evaluate(self, packed_latents_BND: torch.Tensor, t: float, branch: Branch) -> torch.Tensor:
-        row = 0 if branch.uses_prompt else 1
-        conditioning = self.conditioning_BNK
-        if conditioning is not None and not branch.uses_conditioning:
-            conditioning = torch.zeros_like(conditioning)
-        device, batch = packed_latents_BND.device, len(self.embeds)
+    def _evaluate(
+        self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        if branches not in self._inputs:
+            self._inputs[branches] = self._inputs_of(branches)
+        prompt_embeds_BLC, pooled_BV, conditioning_BNK = self._inputs[branches]
+        device, count = packed_latents_BND.device, len(branches)
+        batch = count * packed_latents_BND.shape[0]
         # `torch.full`: a GPU would be waited for to copy what `torch.tensor` makes on the host.
         guidance = self.embedded_guidance
         velocity: torch.Tensor = self.transformer(
-            packed_latents_BND,
+            _together([packed_latents_BND] * count),
             position_ids_BN3=self.position_ids_1N3,
             timesteps_B=torch.full((batch,), t, device=device),
-            prompt_embeds_BLC=_together([each.prompt_embeds_2LC[row : row + 1] for each in self.embeds]),
-            pooled_prompt_embeds_BV=_together([each.pooled_prompt_embeds_2V[row : row + 1] for each in self.embeds]),
-            conditioning_BNK=conditioning,
+            prompt_embeds_BLC=prompt_embeds_BLC,
+            pooled_prompt_embeds_BV=pooled_BV,
+            conditioning_BNK=conditioning_BNK,
             embedded_guidance_B=None if guidance is None else torch.full((batch,), guidance, device=device),
         )
-        self.on_evaluation()
-        return velocity
+        for _ in branches:
+            self.on_evaluation()
+        return (velocity,) if count == 1 else velocity.chunk(count)
+
+    def _inputs_of(self, branches: tuple[Branch, ...]) -> _Inputs:
+        rows = [(each, 0 if branch.uses_prompt else 1) for branch in branches for each in self.embeds]
+        given = self.conditioning_BNK
+        return _Inputs(
+            _together([each.prompt_embeds_2LC[row : row + 1] for each, row in rows]),
+            _together([each.pooled_prompt_embeds_2V[row : row + 1] for each, row in rows]),
+            None
+            if given is None
+            else _together([given if branch.uses_conditioning else torch.zeros_like(given) for branch in branches]),
+        )
 
 
-def _together(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Return (B, ...) of B times (1, ...), without a copy where there is one."""
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+def are_batched(tokens: int, device: torch.device) -> bool:
+    """Return whether branches of so many tokens in all, text included, are computed as one batch on a device.
+
+    Decided by size alone, so that a run that goes on does the same: results differ by rounding.
+    """
+    return tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return (B, ...) of several, without a copy where there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

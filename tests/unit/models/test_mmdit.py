@@ -10,7 +10,13 @@ from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, Split, repeated_blocks
-from opensora_cli.models.mmdit.layers import HeadNorm, modulated_norm, rotary_angles, sinusoidal_embedding
+from opensora_cli.models.mmdit.layers import (
+    HeadNorm,
+    modulated_norm,
+    rotary_angles,
+    rotated_heads,
+    sinusoidal_embedding,
+)
 from opensora_cli.models.mmdit.layout import converter, is_fused
 
 
@@ -133,6 +139,43 @@ class TestPrecision:
         norm = HeadNorm(2)
         nn.init.constant_(norm.scale, 3.0)
         assert_close(norm(x), 3.0 * x / torch.tensor(5e-6 + 1e-6).sqrt())
+
+
+class TestWithoutGradients:
+    """What is computed with less traffic of memory, and in place, where no gradient is recorded."""
+
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-6), (torch.bfloat16, 2**-8)]
+    )
+    def test_heads_are_normalised_and_rotated_as_with_them(self, dtype, tolerance):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 7, 36, generator=generator)
+        x[0, 0] *= 1e-3  # so that the epsilon of the norm counts
+        x, norm = x.to(dtype), HeadNorm(12)
+        norm.scale.data = torch.rand(12, generator=generator) + 0.5
+        rotary = rotary_angles(torch.arange(21).reshape(1, 7, 3), axes_dim=(4, 4, 4), theta=10000)
+        expected = rotated_heads(x, norm, rotary)
+        before = x.clone()
+        with torch.no_grad():
+            found = rotated_heads(x, norm, rotary)
+        assert found.dtype == dtype
+        assert found.shape == (2, 3, 7, 12)
+        assert torch.equal(x, before)
+        assert_close(found.float(), expected.float(), tolerance=tolerance)
+
+    def test_velocity_is_the_same_and_no_input_changes(self):
+        config = small_config()
+        model, given = filled(config), inputs(config)
+        before = {name: tensor.clone() for name, tensor in given.items()}
+        inputs_of_blocks = []
+        for block in (*model.double_blocks, *model.single_blocks):
+            block.register_forward_pre_hook(lambda module, args: inputs_of_blocks.append((args[0], args[0].clone())))
+        with torch.no_grad():
+            found = run(model, given)
+        assert len(inputs_of_blocks) == 4
+        assert all(torch.equal(tensor, copy) for tensor, copy in inputs_of_blocks)
+        assert all(torch.equal(given[name], before[name]) for name in given)
+        assert_close(found, run(model, given))
 
 
 class TestInputs:
