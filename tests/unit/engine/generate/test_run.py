@@ -225,13 +225,14 @@ def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch
 
 
 class CountingTransformer:
-    """Says zero, and remembers what it was shown."""
+    """Says zero, and remembers what each branch of a batch was shown."""
 
     def __init__(self):
         self.calls = []
 
     def __call__(self, packed_latents, **inputs):
-        self.calls.append(inputs)
+        for row in range(packed_latents.shape[0]):
+            self.calls.append({name: None if each is None else each[row % len(each)] for name, each in inputs.items()})
         return torch.zeros_like(packed_latents)
 
 
