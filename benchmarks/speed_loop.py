@@ -10,6 +10,7 @@ from speed_pairs import Row, compared
 from torch import Tensor
 
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
+from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.load import load_transformer
@@ -116,6 +117,7 @@ def measure_block(options: argparse.Namespace) -> Iterator[Row]:
     for weight in model.parameters():
         for piece in weight.view(-1).split(len(drawn)):
             piece.copy_(drawn[: len(piece)])
+    model.set_sequence_chunk(CHUNK_TOKENS)  # as plans do
     rows, columns = 16, 20
     frames = max(1, (options.tokens - _TEXT_TOKENS) // (rows * columns))
     tokens = frames * rows * columns
