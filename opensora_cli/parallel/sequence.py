@@ -69,7 +69,7 @@ class SequenceParallel:
         self._inputs = dict(sequence_inputs)
         self._text_inputs = dict(text_sequence_inputs)
 
-    def __call__(self, tokens: Tensor, /, **inputs: Tensor | None) -> Tensor:
+    def __call__(self, tokens: Tensor, /, **inputs: object) -> Tensor:
         """Return `model(tokens, **inputs)`. The names of the arguments are the model's.
 
         `tokens` is the first of `sequence_inputs`; what is in neither table goes to every rank whole. Raises
@@ -78,10 +78,10 @@ class SequenceParallel:
         first, dim = next(iter(self._inputs.items()))
         sizes, text_sizes = self._shares(tokens.shape[dim], inputs)
         self._lengths.of_ranks = tuple(map(sum, zip(sizes, text_sizes, strict=True)))
-        own: dict[str, Tensor | None] = {}
+        own: dict[str, object] = {}
         for name, value in {first: tokens, **inputs}.items():
-            if value is None:
-                own[name] = None
+            if not isinstance(value, Tensor):
+                own[name] = value
             elif name in self._inputs:
                 own[name] = split_forward_gather_backward(value, self._inputs[name], self._group, sizes=sizes)
             elif name in self._text_inputs:
@@ -91,7 +91,7 @@ class SequenceParallel:
         result = self.model(own.pop(first), **own)
         return gather_forward_split_backward(result, dim, self._group, sizes=sizes)
 
-    def _shares(self, length: int, inputs: Mapping[str, Tensor | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _shares(self, length: int, inputs: Mapping[str, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ranks = dist.get_world_size(self._group)
         if length < ranks:
             raise RequestError(
@@ -99,6 +99,6 @@ class SequenceParallel:
                 hint=f"ulysses_degree x ring_degree may be {length} at most for a video of this size",
             )
         texts = [(inputs.get(name), dim) for name, dim in self._text_inputs.items()]
-        text_length = next((text.shape[dim] for text, dim in texts if text is not None), 0)
+        text_length = next((text.shape[dim] for text, dim in texts if isinstance(text, Tensor)), 0)
         # The other way round, so that a rank with a latent token more has a text token less.
         return shares(length, ranks), shares(text_length, ranks)[::-1]

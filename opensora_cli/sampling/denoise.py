@@ -13,25 +13,35 @@ import torch
 
 from opensora_cli.core.solvers import Solver
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, combine_branches
+from opensora_cli.sampling.step_cache import CachedStep, Phase
 
 
 class VelocityFn(Protocol):
     """Evaluates the model for some branches at one time, as a batch or one after the other."""
 
     def __call__(
-        self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...], /
+        self,
+        packed_latents_BND: torch.Tensor,
+        t: float,
+        branches: tuple[Branch, ...],
+        /,
+        cached: CachedStep | None = None,
     ) -> Mapping[Branch, torch.Tensor]:
-        """Return velocity_BND of every one of `branches` at time `t`, 1 (noise) to 0 (data)."""
+        """Return velocity_BND of every one of `branches` at time `t`, 1 (noise) to 0 (data).
+
+        With `cached`, what the blocks add is kept for later steps of the phase, or is that of an earlier one.
+        """
 
 
 class Past(NamedTuple):
-    """The latest evaluation of a branch."""
+    """What a later step looks back at: the latest velocity of a branch, or the latents that were last evaluated in a
+    phase of a step cache."""
 
     t: float
-    velocity_BND: torch.Tensor
+    value_BND: torch.Tensor
 
 
-NO_PAST: Mapping[Branch, Past] = MappingProxyType({})
+NO_PAST: Mapping[Branch | Phase, Past] = MappingProxyType({})
 
 
 class Step(NamedTuple):
@@ -41,8 +51,8 @@ class Step(NamedTuple):
     packed_latents_BND: torch.Tensor
     velocity_BND: torch.Tensor
     """The guided one at the beginning of the step."""
-    past: Mapping[Branch, Past] = NO_PAST
-    """Of every branch that has been evaluated; of a solver that looks back."""
+    past: Mapping[Branch | Phase, Past] = NO_PAST
+    """Of every branch that has been evaluated, of a solver that looks back; of every phase, with a step cache."""
 
 
 OnStep = Callable[[Step], None]
@@ -69,7 +79,8 @@ def denoise(
     scales: Sequence[GuidanceScales],
     solver: Solver = Solver.EULER,
     steps_done: int = 0,
-    past: Mapping[Branch, Past] = NO_PAST,
+    cache: Sequence[CachedStep] | None = None,
+    past: Mapping[Branch | Phase, Past] = NO_PAST,
     stop_at: int | None = None,
     on_step: OnStep = _ignore,
 ) -> torch.Tensor:
@@ -78,15 +89,24 @@ def denoise(
     Only the branches that can change a step's result are computed; `count_evaluations` returns how many that will be.
     `packed_latents_BND` is noise, or what is there after `steps_done`, its tokens ordered by latent frame; they keep
     their dtype from step to step. `past` is what that step has left, without which a solver that looks back begins with
-    an Euler step. With `stop_at`, the latents after so many steps are returned. `scales` (see `guidance_scales`) are
-    one for each step, and there is at least one (ValueError).
+    an Euler step. With `stop_at`, the latents after so many steps are returned. `scales` (see `guidance_scales`) and
+    `cache` (see `cached_steps`) are one for each step, and there is at least one (ValueError).
     """
     if len(timesteps) < 2 or len(scales) != len(timesteps) - 1:
         raise ValueError(f"sampling needs a step, and scales for each: {len(timesteps)} times, {len(scales)} scales")
     latents_BND, seen = packed_latents_BND, dict(past)
+    if cache is not None:
+        for phase, at in past.items():
+            if isinstance(phase, tuple):
+                velocity(at.value_BND, at.t, phase, cached=CachedStep(phase, is_reused=False))
     for step, (t, t_next) in islice(enumerate(pairwise(timesteps)), steps_done, stop_at):
         branches = branches_needed(scales[step])
-        velocities = velocity(latents_BND, t, branches)
+        if cache is None:
+            velocities = velocity(latents_BND, t, branches)
+        else:
+            velocities = velocity(latents_BND, t, branches, cached=cache[step])
+            if not cache[step].is_reused:
+                seen[branches] = Past(t, latents_BND)
         guided_BND = slope_BND = combine_branches(velocities, scales[step])
         if solver is Solver.AB2:
             slope_BND = combine_branches(_half_a_step_on(velocities, seen, t=t, t_next=t_next), scales[step])
@@ -102,7 +122,7 @@ def denoise(
 
 
 def _half_a_step_on(
-    velocities: Mapping[Branch, torch.Tensor], past: Mapping[Branch, Past], *, t: float, t_next: float
+    velocities: Mapping[Branch, torch.Tensor], past: Mapping[Branch | Phase, Past], *, t: float, t_next: float
 ) -> dict[Branch, torch.Tensor]:
     """Return velocities by the line through those at `t` and the past; a branch without one keeps its own.
 
@@ -112,16 +132,28 @@ def _half_a_step_on(
     return {
         branch: velocity_BND
         if branch not in past
-        else velocity_BND.lerp(past[branch].velocity_BND, (t_next - t) / 2 / (past[branch].t - t))
+        else velocity_BND.lerp(past[branch].value_BND, (t_next - t) / 2 / (past[branch].t - t))
         for branch, velocity_BND in velocities.items()
     }
 
 
 def last_times(
-    scales: Sequence[GuidanceScales], timesteps: Sequence[float], *, begun_at: int, steps_done: int
-) -> dict[Branch, float]:
-    """Return when each branch was evaluated last in steps from `begun_at` to `steps_done`: the times of a `past`."""
-    times: dict[Branch, float] = {}
-    for each, t in islice(zip(scales, timesteps, strict=False), begun_at, steps_done):
-        times |= dict.fromkeys(branches_needed(each), t)
-    return times
+    scales: Sequence[GuidanceScales],
+    timesteps: Sequence[float],
+    *,
+    solver: Solver,
+    cache: Sequence[CachedStep] | None = None,
+    begun_at: int,
+    steps_done: int,
+) -> dict[Branch | Phase, float]:
+    """Return the times of the `past` that steps from `begun_at` to `steps_done` leave: of branches, in their order,
+    and then of phases, in that of the first step of each.
+    """
+    branches: dict[Branch, float] = {}
+    phases: dict[Branch | Phase, float] = {}
+    for step in range(begun_at, steps_done):
+        if solver is Solver.AB2:
+            branches |= dict.fromkeys(branches_needed(scales[step]), timesteps[step])
+        if cache is not None and not cache[step].is_reused:
+            phases[cache[step].phase] = timesteps[step]
+    return {branch: branches[branch] for branch in Branch if branch in branches} | phases

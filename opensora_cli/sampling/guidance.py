@@ -8,7 +8,7 @@ after Brooks et al., "InstructPix2Pix" (arXiv 2211.09800, equation 3). The scale
 at every odd step, or have the mean of that. A branch whose velocities cancel out of the sum is not computed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
@@ -194,15 +194,21 @@ def _for_tokens(weights: tuple[float, ...], velocity_BND: torch.Tensor) -> torch
 
 
 def count_evaluations(
-    scales: Sequence[GuidanceScales], *, solver: Solver = Solver.EULER, steps_done: int = 0, ranks: int = 1
+    scales: Sequence[GuidanceScales],
+    *,
+    solver: Solver = Solver.EULER,
+    reused: Collection[int] = (),
+    steps_done: int = 0,
+    ranks: int = 1,
 ) -> int:
     """Return how often the model is evaluated in steps with these scales: 80 (t2v) or 110 (i2v) times with the presets'
     50 steps.
 
-    After `steps_done`, only the rest. Of several `ranks` that share the branches, the one that has the most counts.
+    After `steps_done`, only the rest; those `reused` by a step cache do not count. Of several `ranks` that share the
+    branches, the one that has the most counts.
     """
     return sum(
         -(-len(branches_needed(each)) // ranks) * solver.evaluations(is_last=step == len(scales) - 1)
         for step, each in enumerate(scales)
-        if step >= steps_done
+        if step >= steps_done and step not in reused
     )

@@ -52,6 +52,13 @@ class SamplingSettings(Section):
         description="steps of a run, to whose oscillating guidance each step takes the mean: nearly the same video "
         "with any number of steps; none: it oscillates",
     )
+    step_cache: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="largest change of the latents, of their norm, since a step whose blocks' result is used again in "
+        "place of computing them; 0: all are computed",
+    )
     temporal_image_scaling: bool = Field(
         default=True, description="let the reference guidance grow along the video (i2v)"
     )
@@ -102,6 +109,8 @@ class SamplingSettings(Section):
                 f"sampling.mean_guidance_of={self.mean_guidance_of} has no effect on guidance that does not oscillate: "
                 "drop it, or set sampling.text_oscillation=true"
             )
+        if self.step_cache and self.solver is Solver.HEUN:
+            raise ValueError(f"sampling.step_cache={self.step_cache:g} does not go with sampling.solver=heun: use ab2")
         times = self.timesteps
         if times is None:
             return self

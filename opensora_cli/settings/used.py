@@ -17,7 +17,7 @@ _GUIDANCE = (
     "guidance_interval",
 )
 
-_NEW_IN_SAMPLING = ("stop_at", "solver", "timesteps", "mean_guidance_of", "guidance_interval")
+_NEW_IN_SAMPLING = ("stop_at", "step_cache", "solver", "timesteps", "mean_guidance_of", "guidance_interval")
 """What older versions did not have: where it is as it was for them, their files are those of the same request."""
 
 

@@ -103,6 +103,12 @@ SLOW = {
     "768px, all blocks, one of 8 ranks": Row("768px", 8, changes=ALL_BLOCKS, turns=(0,)),
     # other stages
     "draft": Row("768px", changes={"draft__resolution": "256px"}),
+    "step cache": Row("256px", changes={"sampling__num_inference_steps": 8, "sampling__step_cache": 0.6}),
+    "step cache, branches": Row(
+        "256px",
+        2,
+        changes={"sampling__num_inference_steps": 8, "sampling__step_cache": 0.6, "parallel__cfg_parallel_degree": 2},
+    ),
     "extended": Row("256px", changes={"video__extend": 1, "video__num_frames": 37}, does=("decodes",)),
     "texts": Row("256px", changes=NO_DOUBLE_BLOCK, given=("text",), does=("encodes",)),
     "frames": Row("256px", changes=NO_DOUBLE_BLOCK, does=("decodes",)),

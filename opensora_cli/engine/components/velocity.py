@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from opensora_cli.models.mmdit.model import BlockResidual
 from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.step_cache import CachedStep, Phase
 
 _FEW_TOKENS = {"cpu": 1024}
 _FEW_TOKENS_ELSEWHERE = 8192
@@ -59,11 +61,17 @@ class GuidedVelocity:
         self.embedded_guidance = embedded_guidance
         self.on_evaluation = on_evaluation
         self._inputs: dict[tuple[Branch, ...], _Inputs] = {}
+        self._residuals: dict[tuple[Phase, tuple[Branch, ...]], BlockResidual] = {}
 
     def __call__(
-        self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...], /
+        self,
+        packed_latents_BND: torch.Tensor,
+        t: float,
+        branches: tuple[Branch, ...],
+        /,
+        cached: CachedStep | None = None,
     ) -> dict[Branch, torch.Tensor]:
-        """Return velocity_BND of every one of `branches` at time `t`."""
+        """Return velocity_BND of every one of `branches` at time `t`; see `VelocityFn`."""
         if not branches:
             return {}
         text_tokens = self.embeds[0].prompt_embeds_2LC.shape[1]
@@ -71,11 +79,11 @@ class GuidedVelocity:
         groups = [branches] if are_batched(tokens, packed_latents_BND.device) else [(each,) for each in branches]
         velocities: dict[Branch, torch.Tensor] = {}
         for group in groups:
-            velocities |= zip(group, self._evaluate(packed_latents_BND, t, group), strict=True)
+            velocities |= zip(group, self._evaluate(packed_latents_BND, t, group, cached), strict=True)
         return velocities
 
     def _evaluate(
-        self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...]
+        self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...], cached: CachedStep | None
     ) -> tuple[torch.Tensor, ...]:
         if branches not in self._inputs:
             self._inputs[branches] = self._inputs_of(branches)
@@ -84,6 +92,10 @@ class GuidedVelocity:
         batch = count * packed_latents_BND.shape[0]
         # `torch.full`: a GPU would be waited for to copy what `torch.tensor` makes on the host.
         guidance = self.embedded_guidance
+        kept: dict[str, BlockResidual] = {}
+        if cached is not None:
+            kept["residual"] = self._residuals.setdefault((cached.phase, branches), BlockResidual())
+            kept["residual"].is_reused = cached.is_reused
         velocity: torch.Tensor = self.transformer(
             _together([packed_latents_BND] * count),
             position_ids_BN3=self.position_ids_1N3,
@@ -92,9 +104,11 @@ class GuidedVelocity:
             pooled_prompt_embeds_BV=pooled_BV,
             conditioning_BNK=conditioning_BNK,
             embedded_guidance_B=None if guidance is None else torch.full((batch,), guidance, device=device),
+            **kept,
         )
-        for _ in branches:
-            self.on_evaluation()
+        if cached is None or not cached.is_reused:
+            for _ in branches:
+                self.on_evaluation()
         return (velocity,) if count == 1 else velocity.chunk(count)
 
     def _inputs_of(self, branches: tuple[Branch, ...]) -> _Inputs:

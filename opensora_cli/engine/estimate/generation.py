@@ -47,15 +47,16 @@ from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
-from opensora_cli.sampling.denoise import denoise
-from opensora_cli.sampling.guidance import GuidanceScales
+from opensora_cli.sampling.denoise import VelocityFn, denoise
+from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.sampling.step_cache import CachedStep
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
-_TIMES = (1.0, 0.5, 0.0)
-"""Two steps, of which no later one has more branches: from the second on there are latents besides the noise."""
+_STEPS = 2
+"""Of which no later one has more branches: from the second on there are latents besides the noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,8 @@ class GenerationSizes:
     scales: GuidanceScales
     """Of a step with the most branches."""
     solver: Solver = Solver.EULER
+    cached: tuple[GuidanceScales, ...] = ()
+    """Of a step of each phase, with a step cache."""
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
@@ -171,7 +174,6 @@ def _denoising(
 ) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
-    steps = len(_TIMES) - 1
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = fake_attention(sizes.mesh, attention_stand_in(sizes.attention), exchange=sizes.exchange)
@@ -204,8 +206,14 @@ def _denoising(
             )
             del references
             packed_1ND = pack_latents(noise_1CTHW, patch)
+            scales = [*sizes.cached, *_STEPS * [sizes.scales]]
             denoised_1ND = denoise(
-                velocity, packed_1ND, timesteps=_TIMES, scales=steps * [sizes.scales], solver=sizes.solver
+                _share_of_branches(velocity, sizes.mesh.guidance),
+                packed_1ND,
+                timesteps=[1.0 - step / len(scales) for step in range(len(scales) + 1)],
+                scales=scales,
+                solver=sizes.solver,
+                cache=[CachedStep(branches_needed(each), is_reused=False) for each in scales] if sizes.cached else None,
             )
             latents_1CTHW = unpack_latents(
                 denoised_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
@@ -213,6 +221,20 @@ def _denoising(
             need = Need.of(counter)
             del latents_1CTHW
             return need
+
+
+def _share_of_branches(velocity: VelocityFn, ranks: int) -> VelocityFn:
+    """Allocate what `SharedBranches` does on the rank with the most branches."""
+    if ranks == 1:
+        return velocity
+
+    def shared(
+        packed_latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /, cached: CachedStep | None = None
+    ) -> dict[Branch, Tensor]:
+        own = velocity(packed_latents_1ND, t, branches[::ranks], cached)
+        return {branch: own[branch] if branch in own else torch.empty_like(packed_latents_1ND) for branch in branches}
+
+    return shared
 
 
 @remembered

@@ -194,12 +194,12 @@ class FakeSequenceParallel:
         self._model = model
         self._ranks = mesh.ring * mesh.ulysses
 
-    def __call__(self, packed_latents_BND: Tensor, /, **inputs: Tensor | None) -> Tensor:
+    def __call__(self, packed_latents_BND: Tensor, /, **inputs: object) -> Tensor:
         """Return the velocity of all tokens; see `MMDiT.forward`."""
         share = self._cut(packed_latents_BND, 1)
         dims = SEQUENCE_INPUTS | TEXT_SEQUENCE_INPUTS
         cut = {
-            name: self._cut(value, dims[name]) if value is not None and name in dims else value
+            name: self._cut(value, dims[name]) if isinstance(value, Tensor) and name in dims else value
             for name, value in inputs.items()
         }
         velocity: Tensor = self._model(share, **cut)

@@ -26,6 +26,7 @@ from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_ste
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
+from opensora_cli.sampling.step_cache import Phase
 
 OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
 """Called after each step with how many are done, and what returns latents_BCTHW as they are predicted by then."""
@@ -65,7 +66,7 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
         if is_begun is (sample.saved_steps is None) or len(there) != count + len(past):
             raise CheckpointError(
                 f"{sample.saved} was saved after step {steps} of {plan.num_steps}"
-                + (f", and has {len(there)} latents and velocities" if len(there) > 1 else ""),
+                + (f", and has {len(there)} latents, with what they look back at" if len(there) > 1 else ""),
                 hint="remove it, and start again",
             )
         *before, latents_CTHW = there[:count]
@@ -142,7 +143,7 @@ def _denoise_batch(
     saved = [clip.work.saved[clip.sample.index] for clip in clips if clip.is_begun]
 
     def save_states(step: Step) -> None:
-        past = [step.past[branch].velocity_BND for branch in Branch if branch in step.past]
+        past = [step.past[key].value_BND for key in plan.past_times(step.steps_done)]
         for index, saver in enumerate(savers):
             saver.step(step.steps_done, *(each[index : index + 1] for each in (step.packed_latents_BND, *past)))
 
@@ -314,13 +315,12 @@ def sample_latents(
         embedded_guidance=settings.sampling.embedded_guidance if settings.model.guidance_embed else None,
         on_evaluation=on_evaluation,
     )
-    latents_BCTHW, past = noise_BCTHW, dict[Branch, Past]()
+    latents_BCTHW, past = noise_BCTHW, dict[Branch | Phase, Past]()
     if begun is not None:
         latents_BCTHW = torch.stack([each.latents_CTHW for each in begun]).to(noise_BCTHW)
         times = plan.past_times(steps_done)
-        branches = [branch for branch in Branch if branch in times]
-        for branch, *velocities in zip(branches, *(each.past for each in begun), strict=True):
-            past[branch] = Past(times[branch], pack_latents(torch.stack(velocities).to(noise_BCTHW), patch_size))
+        for (key, t), *values in zip(times.items(), *(each.past for each in begun), strict=True):
+            past[key] = Past(t, pack_latents(torch.stack(values).to(noise_BCTHW), patch_size))
     elif drafts is not None:
         latents_BCTHW = torch.stack(list(drafts)).to(noise_BCTHW).lerp(noise_BCTHW, plan.timesteps[steps_done])
     packed_BND = pack_latents(latents_BCTHW, patch_size)
@@ -350,6 +350,7 @@ def sample_latents(
         timesteps=plan.timesteps,
         scales=plan.scales,
         solver=settings.sampling.solver,
+        cache=plan.cache,
         steps_done=steps_done,
         past=past,
         stop_at=stop,

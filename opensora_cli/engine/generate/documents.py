@@ -100,6 +100,8 @@ class PlanDocument(Document):
     num_inference_steps: int
     solver: Solver
     timesteps: tuple[float, ...]
+    reused_steps: int
+    """Whose blocks are not computed, with `sampling.step_cache`."""
     model_evaluations: int
     """Of all samples."""
     cached_text: bool
@@ -170,6 +172,7 @@ class PlanDocument(Document):
             num_inference_steps=len(plan.timesteps) - 1,
             solver=settings.sampling.solver,
             timesteps=plan.timesteps,
+            reused_steps=len(plan.reused_steps),
             model_evaluations=plan.model_evaluations * plan.num_samples,
             cached_text=not (plan.encodes_text or plan.decodes_only),
             latents_gib=plan.latent_bytes / GIB,
@@ -236,6 +239,7 @@ class PlanDocument(Document):
             *([f"first     a picture of {plan.picture.what}"] if plan.picture is not None else []),
             *([f"draft     {self._draft()}"] if self.draft is not None else []),
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps by {self.solver}, "
+            f"{f'{self.reused_steps} of them from the cache, ' if self.reused_steps else ''}"
             f"{self.model_evaluations} model evaluations",
             *([f"prompts   {CACHED_TEXT_LINE}"] if self.cached_text else []),
             *([f"extend    {self._extension()}"] if self.extension is not None else []),

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
-from opensora_cli.core.solvers import Solver
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import mmdit_config
@@ -19,6 +18,7 @@ from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import Branch, Guidance, GuidanceScales, count_evaluations, guidance_scales
+from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
 from opensora_cli.settings.generate import GenerateSettings
 
 PICTURE = "picture"
@@ -115,11 +115,29 @@ class ExecutionPlan:
         frames = self.settings.num_latent_frames
         return guidance_scales(self.guidance, mode=self.mode, timesteps=self.timesteps, num_latent_frames=frames)
 
-    def past_times(self, steps_done: int) -> dict[Branch, float]:
-        """Return when each branch was evaluated last before a step of a clip; none if the solver looks not back."""
-        if self.settings.sampling.solver is not Solver.AB2:
-            return {}
-        return last_times(self.scales, self.timesteps, begun_at=self.start, steps_done=steps_done)
+    @property
+    def cache(self) -> tuple[CachedStep, ...] | None:
+        """What each step computes, with a step cache; None: there is none."""
+        change = self.settings.sampling.step_cache
+        if not change:
+            return None
+        return cached_steps(self.scales, self.timesteps, largest_change=change, begun_at=self.start)
+
+    @property
+    def reused_steps(self) -> tuple[int, ...]:
+        """Those that a step cache spares."""
+        return tuple(step for step, each in enumerate(self.cache or ()) if each.is_reused)
+
+    def past_times(self, steps_done: int) -> dict[Branch | Phase, float]:
+        """Return the times of what a step of a clip looks back at; see `last_times`."""
+        return last_times(
+            self.scales,
+            self.timesteps,
+            solver=self.settings.sampling.solver,
+            cache=self.cache,
+            begun_at=self.start,
+            steps_done=steps_done,
+        )
 
     @property
     def evaluations_per_sample(self) -> int:
@@ -136,11 +154,15 @@ class ExecutionPlan:
         sampling = self.settings.sampling
 
         def left(done: int) -> int:
-            return count_evaluations(self.scales, solver=sampling.solver, steps_done=done, ranks=ranks)
+            return count_evaluations(
+                self.scales, solver=sampling.solver, reused=self.reused_steps, steps_done=done, ranks=ranks
+            )
 
         if self.decodes_only:
             return 0
-        return max(0, left(steps_done) - (0 if sampling.stop_at is None else left(sampling.stop_at)))
+        # A run that goes on computes again what its cache has to have.
+        again = sum(-(-len(key) // ranks) for key in self.past_times(steps_done) if isinstance(key, tuple))
+        return again + max(0, left(steps_done) - (0 if sampling.stop_at is None else left(sampling.stop_at)))
 
     @property
     def what(self) -> str:

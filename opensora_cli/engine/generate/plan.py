@@ -25,6 +25,7 @@ from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, GuidanceScales, busiest, guidance_scales
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
+from opensora_cli.sampling.step_cache import one_of_each_phase
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.sampling import AUTO
 
@@ -102,6 +103,7 @@ def make_plan(
         lengths=settings.condition.lengths,
         scales=busiest(scales),
         solver=settings.sampling.solver,
+        cached=one_of_each_phase(scales) if settings.sampling.step_cache else (),
         mesh=mesh,
         exchange=exchange,
         loras=LoraRanks.of(loras),
@@ -111,7 +113,7 @@ def make_plan(
     held_bytes = (held_frames or 0) * height * width * 3
     fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, clips=clips, held_bytes=held_bytes)
     offload = fitting.choose(fitting.budget_bytes)
-    return ExecutionPlan(
+    plan = ExecutionPlan(
         settings=settings,
         hardware=hardware,
         weights=weights,
@@ -135,6 +137,18 @@ def make_plan(
         start=0 if draft is None else _start(settings, timesteps),
         continuation=continuation,
     )
+    _require_effect(plan)
+    return plan
+
+
+def _require_effect(plan: ExecutionPlan) -> None:
+    """Raise RequestError if the steps are too far apart for the step cache that is asked for."""
+    change = plan.settings.sampling.step_cache
+    if change and not plan.reused_steps and not plan.decodes_only:
+        raise RequestError(
+            f"sampling.step_cache={change:g} has no effect on {len(plan.timesteps) - 1} steps, which are further apart",
+            hint="use a larger one, or more steps",
+        )
 
 
 def continuation_settings(settings: GenerateSettings) -> GenerateSettings | None:

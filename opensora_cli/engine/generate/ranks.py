@@ -46,6 +46,7 @@ from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.step_cache import CachedStep
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
@@ -155,16 +156,19 @@ class SharedBranches:
         self._group = group
         self._on_evaluation = on_evaluation
 
-    def __call__(self, packed_latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /) -> dict[Branch, Tensor]:
+    def __call__(
+        self, packed_latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /, cached: CachedStep | None = None
+    ) -> dict[Branch, Tensor]:
         """Return velocity_1ND of every one of `branches` at time `t`."""
         rank, count = dist.get_rank(self._group), dist.get_world_size(self._group)
-        own = self._velocity(packed_latents_1ND, t, branches[rank::count])
+        asked = packed_latents_1ND, t, branches[rank::count]
+        own = self._velocity(*asked) if cached is None else self._velocity(*asked, cached)
         velocities = {}
         for index, branch in enumerate(branches):
             velocity_1ND = own[branch].contiguous() if branch in own else torch.empty_like(packed_latents_1ND)
             dist.broadcast(velocity_1ND, group=self._group, group_src=index % count)
             velocities[branch] = velocity_1ND
-            if branch not in own:
+            if branch not in own and (cached is None or not cached.is_reused):
                 self._on_evaluation()
         return velocities
 

@@ -20,7 +20,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.used import used_settings
 
 LATENTS_SCHEMA = "osora.latents/1"
-_KEY, _BEFORE_KEY, _PAST_KEY = "latents", "latents_before", "velocities"
+_KEY, _BEFORE_KEY, _PAST_KEY = "latents", "latents_before", "past"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -44,7 +44,7 @@ class SavedLatents:
         return (*self._read_stacked(_BEFORE_KEY), self.read())
 
     def read_past(self) -> tuple[torch.Tensor, ...]:
-        """Return the velocities of `save_latents`, as `read` does; none if a solver needs none."""
+        """Return the `past` of `save_latents`, as `read` does; none if nothing looks back."""
         return self._read_stacked(_PAST_KEY)
 
     def read(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ def save_latents(
     """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError).
 
     `steps` are those that they have been through, None: all. `before` has the latents_CTHW of the segments that are
-    complete, of a video that is extended; `past` the velocities, of the same shape, that a solver looks back at.
+    complete, of a video that is extended; `past` what a solver or a step cache looks back at, of the same shape.
     """
     values = json.dumps(used_settings(settings))
     metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}

@@ -25,8 +25,7 @@ class DenoisedSample:
     before: tuple[torch.Tensor, ...] = ()
     """The latents of the segments before, which are complete, of a video that is extended."""
     past: tuple[torch.Tensor, ...] = ()
-    """What a solver that looks back goes on with: the latest velocity of each branch of guidance, shaped like latents,
-    in the order of `Branch`."""
+    """What a solver or a step cache looks back at, shaped like latents, in the order of `last_times`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """The MMDiT of Open-Sora 2.0: packed latents, time and prompt in, velocity out."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,16 @@ from opensora_cli.models.mmdit.layers import (
 )
 
 _ZERO_AT_FIRST = frozenset({"final_layer.adaLN_modulation.1", "final_layer.linear", "cond_in"})
+
+
+@dataclass(slots=True)
+class BlockResidual:
+    """What the blocks have added to the latent tokens, for a later evaluation instead of theirs."""
+
+    added_BND: Tensor | None = None
+    """None: they have not been computed yet."""
+    is_reused: bool = False
+    """Whether it is to be added now, as it is, and no block computed."""
 
 
 class MMDiT(nn.Module):
@@ -99,6 +111,7 @@ class MMDiT(nn.Module):
         pooled_prompt_embeds_BV: Tensor,
         conditioning_BNK: Tensor | None = None,
         embedded_guidance_B: Tensor | None = None,
+        residual: BlockResidual | None = None,
     ) -> Tensor:
         """Return the velocity, shaped as `packed_latents_BND` and in its dtype.
 
@@ -113,9 +126,11 @@ class MMDiT(nn.Module):
             pooled_prompt_embeds_BV: CLIP embedding, vec_in_dim wide.
             conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide.
             embedded_guidance_B: guidance scale.
+            residual: where to keep what the blocks add, or what to add; of the same samples and branches.
 
         Raises:
-            ValueError: one of the last two is missing though the model needs it, or given to one that does not use it.
+            ValueError: the condition or the guidance is missing though the model needs it, or given to one that does
+                not use it; or a residual is to be reused that is not there.
         """
         if (conditioning_BNK is None) != (self.cond_in is None):
             raise ValueError(
@@ -129,8 +144,13 @@ class MMDiT(nn.Module):
         latents = self.img_in(packed_latents_BND.to(dtype)).to(dtype)
         if self.cond_in is not None and conditioning_BNK is not None:
             latents = latents + self.cond_in(conditioning_BNK.to(dtype))
-        text = self.txt_in(prompt_embeds_BLC.to(dtype)).to(dtype)
         vector = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
+        if residual is not None and residual.is_reused:
+            if residual.added_BND is None:
+                raise ValueError("residual.is_reused is set, and nothing has been added before")
+            return self._velocity(latents + residual.added_BND, vector, packed_latents_BND.dtype)
+        before = None if residual is None else latents
+        text = self.txt_in(prompt_embeds_BLC.to(dtype)).to(dtype)
         rotary = self._rotary(position_ids_BN3, text_length=text.shape[1])
 
         for block in self.double_blocks:
@@ -140,8 +160,14 @@ class MMDiT(nn.Module):
         del text, latents
         for block in self.single_blocks:
             tokens = block(tokens, vector, rotary)
-        velocity: Tensor = self.final_layer(tokens[:, text_length:], vector)
-        return velocity.to(packed_latents_BND.dtype)
+        latents = tokens[:, text_length:]
+        if residual is not None and before is not None:
+            residual.added_BND = latents - before
+        return self._velocity(latents, vector, packed_latents_BND.dtype)
+
+    def _velocity(self, latents_BND: Tensor, vector_BD: Tensor, dtype: torch.dtype) -> Tensor:
+        velocity: Tensor = self.final_layer(latents_BND, vector_BD)
+        return velocity.to(dtype)
 
     def _modulation_vector(self, timesteps_B: Tensor, pooled_BV: Tensor, guidance_B: Tensor | None) -> Tensor:
         dtype = self.img_in.weight.dtype

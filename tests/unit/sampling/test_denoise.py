@@ -19,6 +19,7 @@ from opensora_cli.sampling.guidance import (
     guidance_scales,
 )
 from opensora_cli.sampling.schedule import flow_timesteps
+from opensora_cli.sampling.step_cache import cached_steps
 
 FRAMES = 3
 
@@ -111,14 +112,27 @@ def test_the_noise_is_left_as_it_was():
     assert torch.equal(noise, _random(0))
 
 
-@pytest.mark.parametrize("solver", Solver)
-@pytest.mark.parametrize("done", range(14))
-def test_a_run_goes_on_from_any_step_to_the_same_latents(done, solver):
-    def velocity(latents, t, branches):
-        return {branch: latents.sin() * t + index for index, branch in enumerate(branches)}
+def _sines():
+    """Return a velocity that keeps what a step cache is to use again."""
+    kept = {}
 
+    def velocity(latents, t, branches, cached=None):
+        if cached is None or not cached.is_reused:
+            kept[branches] = latents.sin()
+        return {branch: kept[branches] * t + latents + index for index, branch in enumerate(branches)}
+
+    return velocity
+
+
+@pytest.mark.parametrize(
+    ("solver", "caches"), [*itertools.product(Solver, [False]), (Solver.EULER, True), (Solver.AB2, True)]
+)
+@pytest.mark.parametrize("done", range(14))
+def test_a_run_goes_on_from_any_step_to_the_same_latents(done, solver, caches):
+    velocity = _sines()
     timesteps, scales = _timesteps(14), _scales(Guidance(), steps=14)
-    options = {"timesteps": timesteps, "scales": scales, "solver": solver}
+    cache = cached_steps(scales, timesteps, largest_change=0.3) if caches else None
+    options = {"timesteps": timesteps, "scales": scales, "solver": solver, "cache": cache}
     reached, pasts = [_random(0, torch.bfloat16)], [{}]
 
     def keep(step):
@@ -131,11 +145,11 @@ def test_a_run_goes_on_from_any_step_to_the_same_latents(done, solver):
 
     whole = denoise(velocity, reached[0], on_step=keep, **options)
     assert (len(reached), reached[-1] is whole) == (15, True)
-    times = last_times(scales, timesteps, begun_at=0, steps_done=done) if solver is Solver.AB2 else {}
-    assert {branch: past.t for branch, past in pasts[done].items()} == times
+    times = last_times(scales, timesteps, solver=solver, cache=cache, begun_at=0, steps_done=done)
+    assert {key: past.t for key, past in pasts[done].items()} == times
     seen = []
     rest = denoise(
-        velocity,
+        _sines(),
         reached[done],
         steps_done=done,
         past=pasts[done],

@@ -161,6 +161,11 @@ def test_settings_survive_json() -> None:
             {"sampling.mean_guidance_of": 50, "sampling.text_oscillation": False, "sampling.image_oscillation": False},
             "sampling.mean_guidance_of=50 has no effect on guidance that does not oscillate",
         ),
+        (
+            {"sampling.step_cache": 0.2, "sampling.solver": "heun"},
+            "sampling.step_cache=0.2 does not go with sampling.solver=heun: use ab2",
+        ),
+        ({"sampling.step_cache": 1}, "sampling.step_cache=1 must be under 1"),
         ({"sampling.mean_guidance_of": 0}, "sampling.mean_guidance_of=0 must be at least 1"),
         ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),

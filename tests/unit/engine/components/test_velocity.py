@@ -8,7 +8,9 @@ from torch import Tensor
 
 from opensora_cli.engine.components import velocity
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched
+from opensora_cli.models.mmdit.model import BlockResidual
 from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.step_cache import CachedStep
 
 ALL = tuple(Branch)
 TOKENS = 12 + 5
@@ -69,6 +71,47 @@ def test_a_branch_does_not_depend_on_those_beside_it_where_it_is_alone() -> None
     alone, batches, _ = evaluated(1, (Branch.COND,))
     assert batches == [1, 1]
     assert_close(alone[Branch.COND], evaluated(1)[0][Branch.COND])
+
+
+@pytest.mark.parametrize("few_tokens", [1024, 0])
+def test_blocks_are_spared_where_a_step_reuses_what_they_have_added(
+    few_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": few_tokens})
+    model, computed, reported = transformer(), list[None](), list[None]()
+    for block in (*model.double_blocks, *model.single_blocks):
+        block.register_forward_pre_hook(lambda *given: computed.append(None))
+    given = inputs(model, batch=2)
+    guided = GuidedVelocity(
+        model,
+        [PromptEmbeds(given["prompt_embeds_BLC"], given["pooled_prompt_embeds_BV"])],
+        conditioning_BNK=given["conditioning_BNK"][:1],
+        position_ids_1N3=given["position_ids_BN3"],
+        on_evaluation=lambda: reported.append(None),
+    )
+    latents = given["packed_latents_BND"][:1]
+    with torch.inference_mode():
+        exact = guided(latents, 0.6, ALL)
+        before = len(computed), len(reported)
+        kept = guided(latents, 0.6, ALL, CachedStep(ALL, is_reused=False))
+        other_phase = guided(latents, 0.6, ALL[2:], CachedStep(ALL[2:], is_reused=False))
+        count = len(computed), len(reported)
+        assert count[1] == before[1] + 3 + 1
+        again = guided(latents, 0.6, ALL, CachedStep(ALL, is_reused=True))
+        later = guided(latents + 0.1, 0.5, ALL, CachedStep(ALL, is_reused=True))
+    assert (len(computed), len(reported)) == count
+    for branch in ALL:
+        assert torch.equal(kept[branch], exact[branch])
+        assert_close(again[branch], exact[branch])
+        assert not torch.allclose(later[branch], exact[branch], rtol=0.01)
+    assert_close(other_phase[Branch.COND], exact[Branch.COND])
+
+
+def test_nothing_is_reused_before_it_is_computed() -> None:
+    model = transformer()
+    given = inputs(model, batch=1)
+    with pytest.raises(ValueError, match=r"residual\.is_reused is set"):
+        model(**given, residual=BlockResidual(is_reused=True))
 
 
 def test_a_rank_without_a_branch_evaluates_nothing() -> None:

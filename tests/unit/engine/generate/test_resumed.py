@@ -12,6 +12,8 @@ from tiny_world import RecordingReporter, demo_settings, released_settings
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.generate import denoise
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
@@ -71,9 +73,23 @@ def test_so_it_does_with_a_solver_that_looks_back(world, tmp_path, whole, steps)
     stopped(settings.replace({"output.path": str(tmp_path / "out")}), steps)
     state = tmp_path / "out" / STATE
     saved = load_file(state)
-    assert saved["velocities"].shape == (2, *saved["latents"].shape)
+    assert saved["past"].shape == (2, *saved["latents"].shape)
     result, _ = go_on(state)
     assert result.videos[0].path.read_bytes() == video
+
+
+@pytest.mark.parametrize("steps", [5, 9, 11])
+def test_so_it_does_with_a_step_cache(world, tmp_path, steps):
+    few = {"sampling__num_inference_steps": "14", "sampling__step_cache": "0.3", "sampling__solver": "ab2"}
+    settings = demo_settings(world, tmp_path / "whole", **few)
+    result = generate(settings)
+    plan = make_plan(with_mode(settings, RecordingReporter()))
+    assert 0 < len(plan.reused_steps) < 14
+    assert result.model_evaluations == plan.model_evaluations < 26
+    stopped(settings.replace({"output.path": str(tmp_path / "out")}), steps)
+    rest, reporter = go_on(tmp_path / "out" / STATE)
+    assert rest.videos[0].path.read_bytes() == result.videos[0].path.read_bytes()
+    assert rest.model_evaluations == reporter.totals["denoise"]
 
 
 def test_velocities_that_are_missing_are_not_done_without(world, tmp_path):
