@@ -28,7 +28,12 @@ _PRESETS = ("demo", "256px", "768px", "high_compression", "flux1_dev")
 _LITTLE = 2**20
 _PICTURE = {"condition.references": ("any.png",)}
 _GPUS = tuple({"parallel.gpus": count} for count in (2, 4, 8))
-_FAST = {"sampling.solver": "ab2"}
+_FAST = {
+    "sampling.solver": "ab2",
+    "sampling.num_inference_steps": 15,
+    "sampling.mean_guidance_of": 50,
+    "sampling.step_cache": 0.15,
+}
 _GIVEN = (
     {"condition.mode": "i2v_head", **_PICTURE, **_FAST},
     *({"condition.mode": "i2v_head", **_PICTURE, **gpus} for gpus in _GPUS),

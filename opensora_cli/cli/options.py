@@ -171,8 +171,8 @@ Fast = Annotated[
     bool,
     typer.Option(
         "--fast",
-        help="Sample with few evaluations: 15 steps by ab2, and the mean of guidance that oscillates. Nearly the same "
-        "video.",
+        help="Sample with few evaluations: 15 steps by ab2, the mean of guidance that oscillates, and a step cache. "
+        "Nearly the same video.",
         rich_help_panel=_SAMPLING,
     ),
 ]

@@ -32,7 +32,7 @@ from opensora_cli.settings.sampling import SamplingSettings
 from opensora_cli.settings.used import idle_guidance
 
 SIDECAR_SCHEMA = "osora.generate/1"
-_FAST_STEPS = 15
+_FAST_STEPS, _FAST_CACHE = 15, 0.15
 MACHINE_KEYS = frozenset(
     {
         *(f"runtime.{name}" for name in ("weights", "prompt_cache", "prompt_cache_limit")),
@@ -132,6 +132,8 @@ def _few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, o
         values["sampling.num_inference_steps"] = _FAST_STEPS
     if sampling.oscillates:
         values["sampling.mean_guidance_of"] = without
+    if sampling.solver is not Solver.HEUN:
+        values["sampling.step_cache"] = _FAST_CACHE
     return values
 
 

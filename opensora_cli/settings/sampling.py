@@ -25,8 +25,8 @@ class SamplingSettings(Section):
     )
     fast: bool = Field(
         default=False,
-        description="sample in few evaluations: what is not set of sampling.solver, num_inference_steps and "
-        "mean_guidance_of is ab2, 15, and the steps of the preset",
+        description="sample in few evaluations: what is not set of sampling.solver, num_inference_steps, "
+        "mean_guidance_of and step_cache is ab2, 15, the steps of the preset, and 0.15",
     )
     timesteps: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
         default=None,

@@ -142,9 +142,11 @@ def make_plan(
 
 
 def _require_effect(plan: ExecutionPlan) -> None:
-    """Raise RequestError if the steps are too far apart for the step cache that is asked for."""
+    """Raise RequestError if the steps are too far apart for the step cache that is asked for, other than as a part of
+    `sampling.fast`.
+    """
     change = plan.settings.sampling.step_cache
-    if change and not plan.reused_steps and not plan.decodes_only:
+    if change and not plan.reused_steps and not plan.decodes_only and not plan.settings.sampling.fast:
         raise RequestError(
             f"sampling.step_cache={change:g} has no effect on {len(plan.timesteps) - 1} steps, which are further apart",
             hint="use a larger one, or more steps",

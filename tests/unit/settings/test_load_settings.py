@@ -76,11 +76,11 @@ def test_preset_of_a_model_and_resolution(model: ModelName, resolution: str | No
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, (Solver.AB2, 15, 50)),
-        ({"sampling.num_inference_steps": 20}, (Solver.AB2, 20, 50)),
-        ({"sampling.solver": "heun", "sampling.mean_guidance_of": 30}, (Solver.HEUN, 15, 30)),
-        ({"sampling.text_oscillation": "false", "sampling.image_oscillation": "false"}, (Solver.AB2, 15, None)),
-        ({"sampling.fast": "false"}, (Solver.EULER, 50, None)),
+        ({}, (Solver.AB2, 15, 50, 0.15)),
+        ({"sampling.num_inference_steps": 20, "sampling.step_cache": 0}, (Solver.AB2, 20, 50, 0)),
+        ({"sampling.solver": "heun", "sampling.mean_guidance_of": 30}, (Solver.HEUN, 15, 30, 0)),
+        ({"sampling.text_oscillation": "false", "sampling.image_oscillation": "false"}, (Solver.AB2, 15, None, 0.15)),
+        ({"sampling.fast": "false"}, (Solver.EULER, 50, None, 0)),
     ],
 )
 def test_fast_sets_what_is_not_set(given: dict[str, object], expected: tuple[object, ...]) -> None:
@@ -92,9 +92,9 @@ def test_fast_sets_what_is_not_set(given: dict[str, object], expected: tuple[obj
 def test_fast_gives_way_where_it_stands_and_wins_over_what_is_below(tmp_path: Path) -> None:
     config = tmp_path / "a.yaml"
     config.write_text("sampling:\n  num_inference_steps: 40\n  fast: true\n", encoding="utf-8")
-    assert _sampled(GenerateRequest(overrides=PROMPT, config=config)) == (Solver.AB2, 40, 50)
+    assert _sampled(GenerateRequest(overrides=PROMPT, config=config)) == (Solver.AB2, 40, 50, 0.15)
     typed = {**PROMPT, "sampling.fast": Given(True, "--fast")}
-    assert _sampled(GenerateRequest(overrides=typed, config=config)) == (Solver.AB2, 15, 40)
+    assert _sampled(GenerateRequest(overrides=typed, config=config)) == (Solver.AB2, 15, 40, 0.15)
 
 
 def test_what_fast_sets_is_the_same_when_it_is_repeated() -> None:
@@ -106,7 +106,7 @@ def test_what_fast_sets_is_the_same_when_it_is_repeated() -> None:
 
 def _sampled(request: GenerateRequest) -> tuple[object, ...]:
     sampling = load_generate_settings(request, model=ModelName.OPEN_SORA_V2).sampling
-    return sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of
+    return sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of, sampling.step_cache
 
 
 def test_unknown_resolution_lists_the_known_ones() -> None:
