@@ -138,7 +138,7 @@ def _rotated_heads(x_BNW: Tensor, scale_D: Tensor, rotary: Rotary) -> Tensor:
     """
     width = scale_D.shape[0]
     cos_BN1E, sin_BN1E = (each.transpose(1, 2) for each in rotary)
-    x_BNHD = x_BNW.unflatten(-1, (-1, width))
+    x_BNHD = x_BNW.view(*x_BNW.shape[:-1], x_BNW.shape[-1] // width, width)
     first, second = x_BNHD.chunk(2, dim=-1)
     # sqrt(D) of the mean is in the table, too.
     scale_of_first, scale_of_second = (scale_D * math.sqrt(width)).chunk(2)
