@@ -97,7 +97,7 @@ ALL = {"model__depth": 19, "model__depth_single_blocks": 38}
     ],
 )
 def test_what_is_chosen_to_be_held_takes_what_is_planned(tmp_path, name, more, changes):
-    settings = recipe(name, **AUTO, **changes)
+    settings = recipe(name, **{**AUTO, **changes})
     settings = with_weights(tmp_path, settings) if settings.lora.is_on else settings
     free = int((1 + more) * estimate_training(settings).device_peak_bytes / 0.9)
     choice = choose_activations(settings, rank=0, free_bytes=free, is_gpu=True, reporter=SilentReporter())

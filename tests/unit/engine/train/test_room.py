@@ -70,12 +70,12 @@ class TestFirstStep:
     @pytest.mark.parametrize(("has_moments", "expected"), [(False, 120), (True, 112)])
     def test_what_is_loaded_before_it_does_not_count(self, machine, tmp_path, monkeypatch, has_moments, expected):
         machine.free = repeat(0)
-        monkeypatch.setattr(room, "estimate_training", lambda settings, *, rank: ESTIMATE)
+        monkeypatch.setattr(room, "estimate_training", lambda settings, *, rank, activations: ESTIMATE)
         assert taken(tiny_training.mmdit_settings(tmp_path), has_moments=has_moments) == expected
 
     def test_it_does_not_begin_where_it_does_not_fit(self, machine, tmp_path, monkeypatch):
         machine.free = repeat(119)
-        monkeypatch.setattr(room, "estimate_training", lambda settings, *, rank: ESTIMATE)
+        monkeypatch.setattr(room, "estimate_training", lambda settings, *, rank, activations: ESTIMATE)
         message = r"^a step needs 120 bytes more memory, and by now 119 bytes are free$"
         with pytest.raises(HardwareError, match=message) as caught:
             train(settings_of(tmp_path))
