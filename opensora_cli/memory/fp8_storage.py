@@ -14,19 +14,18 @@ from opensora_cli.core.exceptions import CheckpointError
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-class Fp8Linear(nn.Linear):
-    """A linear layer whose parameter `weight` is float8_e4m3fn, beside `weight_scale`, (out_features, 1) in fp32.
+class StoredLinear(nn.Linear):
+    """A linear layer whose parameter `weight` has 8 bits, beside `weight_scale`, (out_features, 1) in fp32.
 
     The attribute `weight` is the product of the two, dequantized on each access, in the dtype that the weight had. The
-    bias of `linear` is taken over. Raises CheckpointError if the weight has numbers that are not finite.
+    bias of `linear` is taken over.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, values: Tensor, scale: Tensor) -> None:
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.dtype = linear.weight.dtype
-        values, scale = _quantised(linear.weight.detach())
         # `register_parameter` refuses the name of a property.
         self._parameters["weight"] = nn.Parameter(values, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
@@ -35,12 +34,22 @@ class Fp8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight, (out_features, in_features); an error of 1/16 of each number, at most."""
+        """The weight, (out_features, in_features)."""
         values = self._parameters["weight"]
         assert values is not None
         # A power of two is exact in bf16, but float16 has none so small as the scale of a small weight.
         product = torch.float32 if self.dtype is torch.float16 else self.dtype
         return values.to(product).mul_(self.weight_scale.to(product)).to(self.dtype)
+
+
+class Fp8Linear(StoredLinear):
+    """Its parameter `weight` is float8_e4m3fn: an error of 1/16 of each number, at most.
+
+    Raises CheckpointError if the weight has numbers that are not finite.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, *_quantised(linear.weight.detach()))
 
 
 @torch.no_grad()
@@ -59,19 +68,29 @@ def store_in_fp8(block: nn.Module, *, frozen: bool = False) -> None:
         child = block.get_submodule(name)
         if not isinstance(child, nn.Linear):
             store_in_fp8(child, frozen=frozen)
-        elif not isinstance(child, Fp8Linear) and not (frozen and child.weight.requires_grad):
+        elif not isinstance(child, StoredLinear) and not (frozen and child.weight.requires_grad):
             setattr(block, name, Fp8Linear(child))
 
 
-def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float8_e4m3fn of the shape of `weight`, (O, I), and the scale of each row, (O, 1) in fp32."""
-    low, high = weight.aminmax(dim=1, keepdim=True)
-    largest = torch.maximum(-low, high).float()
+def largest_of_rows(values: Tensor) -> Tensor:
+    """Return the largest magnitude in each row of `values`, (N, I); (N, 1) in fp32."""
+    low, high = values.aminmax(dim=1, keepdim=True)
+    return torch.maximum(-low, high).float()
+
+
+def require_finite(largest: Tensor) -> None:
+    """Raise CheckpointError if a magnitude of a weight is not finite."""
     if not largest.isfinite().all():
         raise CheckpointError(
             "a linear layer has weights that are not finite, which 8 bits cannot hold",
             hint="osora ckpt inspect --stats lists such tensors",
         )
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float8_e4m3fn of the shape of `weight`, (O, I), and the scale of each row, (O, 1) in fp32."""
+    largest = largest_of_rows(weight)
+    require_finite(largest)
     mantissa, exponent = torch.frexp(largest / _LARGEST)
     # The smallest power of two that brings the largest number into range; 0.5 is a power of two itself.
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(min=-126)

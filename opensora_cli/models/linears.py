@@ -1,7 +1,9 @@
 """Linear layers: how they are split between ranks, and one with a low-rank update beside it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,38 @@ class ShardedLinear:
     units: tuple[int, ...]
 
 
+@runtime_checkable
+class PartialLinear(Protocol):
+    """A linear layer that multiplies in its own way, and not by the tensor `weight`."""
+
+    def part(self, x: Tensor, features: slice) -> Tensor:
+        """Return some of the output features; (..., in_features) -> (..., features)."""
+
+
+def features_of(linear: nn.Module) -> Callable[[Tensor, slice], Tensor]:
+    """Return what computes, of an input, some output features of a linear layer, or of a module with its interface.
+
+    A weight that is stored in 8 bits is dequantized once.
+    """
+    inner = linear.linear if isinstance(getattr(linear, "linear", None), nn.Module) else linear
+    base = inner.base if isinstance(inner, LowRankLinear) else inner
+    if isinstance(base, PartialLinear):
+        multiply = base.part
+        if not isinstance(inner, LowRankLinear):
+            return multiply
+        a_RI, b_OR = inner.lora_a, inner.lora_b
+        return lambda x, features: _with_low_rank(multiply(x, features), x, a_RI, b_OR[features])
+    weight, bias = linear.weight, linear.bias
+    return lambda x, features: functional.linear(x, weight[features], None if bias is None else bias[features])
+
+
+def _with_low_rank(out: Tensor, x: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+    low = functional.linear(x, a_RI)
+    # In place: the output may be the widest tensor of a block.
+    out.view(-1, out.shape[-1]).addmm_(low.reshape(-1, low.shape[-1]), b_OR.t())
+    return out
+
+
 class LowRankLinear(nn.Module):
     """Computes with the weight W + B·A of a linear layer, without changing it. Made for inference.
 
@@ -60,8 +94,4 @@ class LowRankLinear(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the layer's output; (..., in_features) -> (..., out_features)."""
-        out: Tensor = self.base(features)
-        low = functional.linear(features, self.lora_a)
-        # In place: the output may be the widest tensor of a block.
-        out.view(-1, out.shape[-1]).addmm_(low.reshape(-1, low.shape[-1]), self.lora_b.t())
-        return out
+        return _with_low_rank(self.base(features), features, self.lora_a, self.lora_b)

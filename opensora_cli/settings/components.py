@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.settings.base import Section, split_list
 from opensora_cli.settings.enums import ModelName, VAEKind
 
@@ -31,6 +32,17 @@ class Tf32Settings(Section):
         if self.tf32 is None or device != "cpu":
             return []
         return [f"precision.tf32={str(self.tf32).lower()} has no effect with {key}=cpu: use none"]
+
+
+class GenerationPrecisionSettings(Tf32Settings):
+    """With how many bits a generation computes, beside `runtime.dtype`."""
+
+    linear: LinearProducts = Field(
+        default=LinearProducts.EXACT,
+        description="multiply the linear layers of the transformer's blocks in 8 bits, which halves their weights "
+        "against bfloat16 and changes the result: int8 on a CPU, or a GPU from compute capability 8.0; fp8 (e4m3) on "
+        "one from 8.9. The error is printed",
+    )
 
 
 class ModelSettings(Section):

@@ -13,10 +13,10 @@ from opensora_cli.settings.base import Section, Words
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
     FileSettings,
+    GenerationPrecisionSettings,
     LoraFile,
     ModelSettings,
     TextSettings,
-    Tf32Settings,
     VAESettings,
 )
 from opensora_cli.settings.condition import ConditionSettings
@@ -71,7 +71,7 @@ class GenerateSettings(Section):
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
-    precision: Tf32Settings = Tf32Settings()
+    precision: GenerationPrecisionSettings = GenerationPrecisionSettings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()
 

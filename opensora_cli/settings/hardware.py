@@ -58,6 +58,9 @@ class GpuSettings(Section):
     fp16_tflops: PositiveFloat
     fp32_tflops: PositiveFloat
     fp8_tflops: PositiveFloat | None = Field(default=None, description="none: it has no products in 8 bits")
+    int8_tops: PositiveFloat | None = Field(
+        default=None, description="peak of dense products of int8, 1e12 operations a second; none: not known"
+    )
     memory_rate: Rate = Field(description="of the GPU's own memory")
     host_link: Rate = Field(description="between a GPU and page-locked memory of the host")
     gpu_link: Rate = Field(description="between two GPUs of a machine")

@@ -52,6 +52,8 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     if not settings.condition.seamless:
         yield "condition.seamless"
     yield from (f"sampling.{name}" for name in _NEW_IN_SAMPLING if _is_default(settings.sampling, name))
+    if _is_default(settings.precision, "linear"):
+        yield "precision.linear"
     yield from (f"memory.{name}" for name in _unset(settings.memory))
     yield from (f"runtime.{name}" for name in ("prompt_cache", "prompt_cache_limit", *_unset(settings.runtime)))
     if not settings.loras:

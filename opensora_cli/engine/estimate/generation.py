@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
@@ -36,6 +37,7 @@ from opensora_cli.engine.estimate.transformer import (
     FakeSequenceParallel,
     dequantized_bytes,
     fake_attention,
+    fake_products,
     keep_largest_share,
     transformer_bytes,
     transformer_on_cpu,
@@ -126,8 +128,10 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
-    denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal)
-    workspace = dequantized_bytes(config, dtype, tensor=sizes.mesh.tensor) if offload.fp8_storage else 0
+    denoising = _denoising(
+        config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear
+    )
+    workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
     frames = reference_frames(settings, sizes)
     kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
     tensor, loras, mapped = sizes.mesh.tensor, sizes.loras, 0
@@ -171,6 +175,7 @@ def _denoising(
     device_type: str,
     chunk_tokens: int | None,
     causal: bool,
+    linear: LinearProducts,
 ) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
@@ -182,6 +187,7 @@ def _denoising(
             device=device,
             dtype=dtype,
         )
+        fake_products(transformer, linear)
         transformer.set_sequence_chunk(chunk_tokens)
         transformer.double_blocks = _repeated(transformer.double_blocks)
         transformer.single_blocks = _repeated(transformer.single_blocks)

@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import with_depth
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
-from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_attention
+from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_attention, fake_products
 from opensora_cli.engine.estimate.work import CountedOnce, Work, WorkCounter
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -35,12 +36,15 @@ def evaluation_work(
     dtype: torch.dtype,
     mesh: MeshShape = _ALONE,
     exchange: ExchangePlan = _DIRECT,
+    linear: LinearProducts = LinearProducts.EXACT,
 ) -> Work:
-    """Return what one evaluation of the transformer, of one clip, takes on the rank that has the most of it."""
+    """Return what one evaluation of the transformer, of one clip, takes on the rank that has the most of it; its linear
+    layers multiply as `linear`."""
     with fake_device("cuda") as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = fake_attention(mesh, attention_stand_in("sdpa"), exchange=exchange)
         transformer = fake_module(lambda: MMDiT(with_depth(config, 1), attention=attention), device=device, dtype=dtype)
+        fake_products(transformer, linear)
         counter = WorkCounter()
         share = shares(config.num_heads, mesh.tensor)[0] / config.num_heads
         for stack in repeated_blocks(config):

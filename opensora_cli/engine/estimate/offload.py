@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadChoice, OffloadMode
 
@@ -45,7 +46,8 @@ _HEADROOM = 0.05
 class OffloadPlan:
     """What is kept where while a video is generated.
 
-    Moving weights changes no bit of the result, the size of chunks no more than rounding; `fp8_storage` is not exact.
+    Moving weights changes no bit of the result, the size of chunks no more than rounding; `fp8_storage` and
+    `linear` are not exact.
     """
 
     mode: OffloadMode = OffloadMode.NONE
@@ -65,10 +67,17 @@ class OffloadPlan:
     """Bring T5 to the device layer by layer."""
     fp8_storage: bool = False
     """Keep the blocks' weights in 8 bits, and dequantize them on each use: not exact."""
+    linear: LinearProducts = LinearProducts.EXACT
+    """How the linear layers of the blocks are multiplied: in 8 bits, these weights are stored so, too."""
     batch_size: int = 1
     """Clips that the transformer computes together."""
     decode_batch_size: int = 1
     """Clips that are decoded together."""
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether weights of the blocks are stored in 8 bits."""
+        return self.fp8_storage or self.linear is not LinearProducts.EXACT
 
     def lines(self) -> list[str]:
         """Return what is given up, and what is computed together, for people; nothing is nothing."""
@@ -88,6 +97,8 @@ class OffloadPlan:
             found.append(f"decoded frames at a time: {self.chunk_frames}{where}")
         if self.fp8_storage:
             found.append("weights stored in 8 bits (storage, not compute; not exact)")
+        if self.linear is not LinearProducts.EXACT:
+            found.append(f"linear layers of the blocks stored and multiplied in {self.linear} (not exact)")
         if self.batch_size > 1:
             found.append(f"clips computed together: {self.batch_size}, decoded together: {self.decode_batch_size}")
         return found
@@ -156,14 +167,18 @@ def choose_offload(
     host_weights: HostWeights,
     streamable: Streamable = _ALL,
     batch_size: int = 1,
+    linear: LinearProducts = LinearProducts.EXACT,
 ) -> OffloadPlan:
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
     `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
-    transformer computes `batch_size` clips together.
+    transformer computes `batch_size` clips together, and multiplies its blocks as `linear` says.
     """
     plan = OffloadPlan(
-        host_weights=memory.host_weights or host_weights, fp8_storage=memory.fp8_storage, batch_size=batch_size
+        host_weights=memory.host_weights or host_weights,
+        fp8_storage=memory.fp8_storage,
+        linear=linear,
+        batch_size=batch_size,
     )
     most = int(budget * (1 - _HEADROOM))
 

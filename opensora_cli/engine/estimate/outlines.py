@@ -237,6 +237,10 @@ def _product(on_host: bool, *operands: Tensor, **_: object) -> Tensor:
     return torch.empty((*left.shape[:-1], right.shape[-1]), dtype=left.dtype, device=_META)
 
 
+def _product_in_8_bits(on_host: bool, rows: Tensor, scale: float, zero: int, weight: Tensor, *_: object) -> Tensor:
+    return torch.empty((len(rows), len(weight)), dtype=torch.float32, device=_META)
+
+
 def _mean(
     on_host: bool, values: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -378,6 +382,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: _product,
     _aten.bmm.default: _product,
     _aten.addmm.default: _product,
+    torch.ops.onednn.qlinear_prepack.default: _copied,
+    torch.ops.onednn.qlinear_pointwise.default: _product_in_8_bits,
     _aten.mean.dim: _mean,
     _aten.sum.dim_IntList: _sum,
     _aten.linalg_vector_norm.default: _vector_norm,

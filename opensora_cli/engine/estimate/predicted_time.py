@@ -16,6 +16,7 @@ from opensora_cli.settings.hardware import GpuSettings
 
 PRODUCTS, ATTENTION, TRAFFIC = "matrix products", "attention", "memory traffic"
 LAUNCHES, COLLECTIVES, COPIES = "starting kernels", "collectives", "host copies"
+EIGHT_BITS = "matrix products in 8 bits"
 TEXT, ENCODING, DECODING, UPDATE = "text", "encoding", "decoding", "optimizer"
 
 Seconds = dict[str, float]
@@ -23,6 +24,7 @@ Seconds = dict[str, float]
 
 _ASSUMED: Mapping[str, str] = {
     PRODUCTS: "products of matrices reach {gpu.product_efficiency:.0%} of the peak, as fitted to times on H100 GPUs",
+    EIGHT_BITS: "products in 8 bits reach {gpu.product_efficiency:.0%} of their peak, as others do of theirs",
     ATTENTION: "attention reaches {gpu.attention_efficiency:.0%} of the peak, as fitted to times on H100 GPUs",
     TRAFFIC: "every kernel but products and attention reads and writes memory at "
     "{gpu.memory_rate.attainable_gb_per_s:g} GB/s, and finds nothing in a cache",
@@ -40,8 +42,18 @@ _PAGEABLE = 0.5
 """The part of a link's speed that copies from memory reach that is not page-locked: assumed."""
 
 
-def kernel_seconds(work: Work, gpu: GpuSettings, dtype: torch.dtype, *, in_fp8: bool = False) -> Seconds:
-    """Return what a GPU takes for `work` in `dtype`; `in_fp8`: its products are in 8 bits."""
+def kernel_seconds(
+    work: Work,
+    gpu: GpuSettings,
+    dtype: torch.dtype,
+    *,
+    in_fp8: bool = False,
+    eight_bit_tflops: float | None = None,
+) -> Seconds:
+    """Return what a GPU takes for `work` in `dtype`; `in_fp8`: its products are in 8 bits.
+
+    `eight_bit_tflops`: the peak of `work.eight_bit_flops`, which is known if there are any.
+    """
     peak = _peak_flops(gpu, dtype)
     of_products = gpu.fp8_tflops * 1e12 if in_fp8 and gpu.fp8_tflops is not None else peak
     found = {
@@ -52,6 +64,9 @@ def kernel_seconds(work: Work, gpu: GpuSettings, dtype: torch.dtype, *, in_fp8: 
         ATTENTION: work.attention_flops / (peak * gpu.attention_efficiency),
         TRAFFIC: gpu.memory_rate.seconds(work.traffic_bytes),
     }
+    if work.eight_bit_flops:
+        assert eight_bit_tflops is not None
+        found[EIGHT_BITS] = work.eight_bit_flops / (eight_bit_tflops * 1e12 * gpu.product_efficiency)
     waited = work.kernels * gpu.launch_us * 1e-6 - total(found)
     if waited > 0:
         found[LAUNCHES] = waited

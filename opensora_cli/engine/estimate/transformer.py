@@ -1,5 +1,6 @@
 """What the transformer takes of a device's memory: its weights, and its share of the tokens on one of several ranks."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
 from math import prod
@@ -8,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.configs import one_block_of_each
+from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import LoraRanks, factor_sizes
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.memory.eight_bit_products import INT8_LARGEST
 from opensora_cli.memory.host_weights import aligned, slot_bytes
 from opensora_cli.memory.streaming import kept_blocks, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
@@ -36,13 +40,14 @@ def transformer_bytes(
     """
     stacks = _stacks(config, dtype)
     outside, factors = _factor_bytes(config, dtype, loras, tensor)
-    if offload.mode is not OffloadMode.BLOCKS and not offload.fp8_storage and tensor == 1:
+    if offload.mode is not OffloadMode.BLOCKS and not offload.in_8_bits and tensor == 1:
         return whole + outside + sum(factors)
     rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in stacks)
     weights = [
         size
         for stack, block in stacks
-        for size in [round(_slot_bytes(block, fp8=offload.fp8_storage) * _share(stack, block, tensor))] * stack.count
+        for size in [round(_slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor))]
+        * stack.count
     ]
     slots = [sum(pair) for pair in zip(weights, factors, strict=True)]
     if offload.mode is not OffloadMode.BLOCKS:
@@ -63,12 +68,18 @@ def transformer_on_cpu(
     private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
     shares_of_blocks: list[float] = []
     slots: list[float] = []
+    exact: list[float] = []
     for stack, block in stacks:
-        share = _share(stack, block, tensor)
+        share, in_8_bits = _share(stack, block, tensor), _in_8_bits(stack, block, offload)
         shares_of_blocks += [share] * stack.count
-        slots += [_slot_bytes(block, fp8=offload.fp8_storage) * share] * stack.count
-    if offload.fp8_storage:
-        return private + round(sum(slots)), mapped
+        slots += [_slot_bytes(block, in_8_bits) * share] * stack.count
+        rest = _weight_bytes(block) - sum(_weight_bytes(block.get_submodule(path)) for path in in_8_bits)
+        exact += [rest / _weight_bytes(block)] * stack.count
+    if offload.in_8_bits:
+        # What stays as it is may stay mapped, where ranks do not share it.
+        kept = [held.mapped * part for held, part in zip(files.blocks, exact, strict=True)]
+        still_mapped = 0 if offload.fp8_storage or tensor > 1 else round(sum(kept))
+        return private + round(sum(slots)) - still_mapped, mapped + still_mapped
     streams = offload.mode is OffloadMode.BLOCKS
     kept = set(kept_blocks(len(slots), resident=offload.resident_blocks or 1)) if streams else set()
     for index, (held, share) in enumerate(zip(files.blocks, shares_of_blocks, strict=True)):
@@ -92,7 +103,8 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
     slots = [
         size
         for stack, block in _stacks(config, dtype)
-        for size in [round(_slot_bytes(block, fp8=offload.fp8_storage) * _share(stack, block, tensor))] * stack.count
+        for size in [round(_slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor))]
+        * stack.count
     ]
     kept = kept_blocks(len(slots), resident=offload.resident_blocks or 1)
     return sum(slots) - sum(slots[index] for index in kept)
@@ -112,21 +124,37 @@ def _factor_bytes(
     return outside, tuple(sum(aligned(size * dtype.itemsize) for size in each) for each in sizes)
 
 
-def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, *, fp8: bool) -> list[int]:
+def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan) -> list[int]:
     """Return the bytes that the weights of each block need in one run of memory, in the order of the blocks."""
-    return [_slot_bytes(block, fp8=fp8) for stack, block in _stacks(config, dtype) for _ in range(stack.count)]
+    return [
+        size
+        for stack, block in _stacks(config, dtype)
+        for size in [_slot_bytes(block, _in_8_bits(stack, block, offload))] * stack.count
+    ]
 
 
-def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, *, tensor: int) -> int:
-    """Return the bytes of the largest weight of a linear layer of the blocks that one of `tensor` ranks has: so much is
-    multiplied out at a time.
+def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
+    """Return the bytes of the largest weight of a linear layer of the blocks that one of `tensor` ranks has, of those
+    that are dequantized: one at a time.
     """
     sizes = [0]
+    if not offload.fp8_storage:
+        return 0
     for stack, block in _stacks(config, dtype):
         parts = {linear.path: largest_share(linear, tensor) for linear in stack.linears}
-        linears = ((path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear))
-        sizes += [round(module.weight.nbytes * parts.get(path, 1)) for path, module in linears]
+        multiplied = parts if offload.linear is not LinearProducts.EXACT else {}
+        dequantized = {path: linear for path, linear in _linears(block).items() if path not in multiplied}
+        sizes += [round(module.weight.nbytes * parts.get(path, 1)) for path, module in dequantized.items()]
     return max(sizes)
+
+
+def fake_products(transformer: MMDiT, kind: LinearProducts) -> None:
+    """Let the blocks of a transformer with fake weights multiply as `kind`; to be called inside `fake_device`."""
+    if kind is LinearProducts.EXACT:
+        return
+    for stack in repeated_blocks(transformer.config):
+        for block in transformer.get_submodule(stack.module_path).children():
+            use_in_block(block, stack, kind, largest=INT8_LARGEST)
 
 
 def keep_largest_share(transformer: MMDiT, ranks: int) -> None:
@@ -173,13 +201,24 @@ def _weight_bytes(block: nn.Module) -> int:
     return sum(weight.nbytes for weight in block.parameters())
 
 
-def _slot_bytes(block: nn.Module, *, fp8: bool) -> int:
+def _linears(block: nn.Module) -> dict[str, nn.Linear]:
+    return {path: module for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _in_8_bits(stack: RepeatedBlocks, block: nn.Module, offload: OffloadPlan) -> list[str]:
+    """Return the paths of the linear layers of a block whose weights are stored in 8 bits."""
+    if offload.fp8_storage:
+        return list(_linears(block))
+    return [] if offload.linear is LinearProducts.EXACT else [linear.path for linear in stack.linears]
+
+
+def _slot_bytes(block: nn.Module, in_8_bits: Sequence[str]) -> int:
     """Return the bytes of a block's weights in one run of memory; in 8 bits each row has a scale in fp32 beside it."""
-    if not fp8:
+    if not in_8_bits:
         return slot_bytes(block)
-    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    in_8_bits = {id(linear.weight) for linear in linears}
-    sizes = [weight.numel() if id(weight) in in_8_bits else weight.nbytes for weight in block.parameters()]
+    linears = [linear for path, linear in _linears(block).items() if path in in_8_bits]
+    stored = {id(linear.weight) for linear in linears}
+    sizes = [weight.numel() if id(weight) in stored else weight.nbytes for weight in block.parameters()]
     sizes += [4 * linear.out_features for linear in linears]
     return sum(map(aligned, sizes))
 

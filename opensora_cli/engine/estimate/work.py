@@ -27,6 +27,8 @@ class Work:
     """What all other kernels read and write, each for itself, as without compilation."""
     kernels: float = 0.0
     """How many are started."""
+    eight_bit_flops: float = 0.0
+    """Operations of products of matrices in 8 bits, which `product_flops` has not."""
 
     def __add__(self, other: "Work") -> "Work":
         """Return both, one after the other."""
@@ -69,6 +71,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         flops = _FLOPS.get(func)
         if flops is None:
             self.work += Work(traffic_bytes=moved, kernels=1)
+        elif func in _IN_8_BITS:
+            self.work += Work(eight_bit_flops=flops(result, *args), product_bytes=moved, kernels=1)
         elif func in _ATTENTION:
             self.work += Work(attention_flops=flops(result, *args), kernels=1)
         else:
@@ -94,7 +98,7 @@ class CountedOnce(nn.Module):
             before = self._counter.work
             result = self._module(*inputs, **options)
             done, self._counter.work = self._counter.work - before, before
-            own = {name: self._share * getattr(done, name) for name in ("product_flops", "attention_flops")}
+            own = {name: self._share * getattr(done, name) for name in _SHARED}
             self._known[shapes] = replace(done, **own) * self._times, result
         work, result = self._known[shapes]
         self._counter.work += work
@@ -106,9 +110,16 @@ def _held_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
+_SHARED = ("product_flops", "eight_bit_flops", "attention_flops")
+
+
 def _of_product(result: Tensor, *operands: Tensor) -> int:
     # Before the last two may stand what is added.
     return 2 * result.numel() * operands[-1].shape[-2]
+
+
+def _of_8_bits(result: Tensor, rows: Tensor, *options: Any) -> int:
+    return 2 * result.numel() * rows.shape[-1]
 
 
 def _of_convolution(result: Tensor, clip: Tensor, weight: Tensor, *options: Any) -> int:
@@ -121,10 +132,12 @@ def _of_attention(result: Any, query: Tensor, key: Tensor, value: Tensor, *optio
 
 
 _ATTENTION = frozenset({_aten._scaled_dot_product_flash_attention_for_cpu.default})
+_IN_8_BITS = frozenset({_aten._int_mm.default, _aten._scaled_mm.default})
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.mm.default: _of_product,
     _aten.bmm.default: _of_product,
     _aten.addmm.default: _of_product,
+    **dict.fromkeys(_IN_8_BITS, _of_8_bits),
     _aten.convolution.default: _of_convolution,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _of_attention,
 }

@@ -15,6 +15,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
@@ -92,6 +93,8 @@ class Figures:
     """As `hardware.peak_memory_gib`, of the run so far."""
     given_frames_psnr_db: float | None
     """How well the given frames came back; None where none were given."""
+    linear_products: LinearProductsReport | None
+    """What 8 bits changed; None where nothing was multiplied so."""
     segments: tuple[SegmentFigures, ...] = ()
     """Of a video that is extended."""
 
@@ -201,6 +204,7 @@ class Decoding:
             {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: self._together.seconds},
             peak_memory_gib(self.plan.hardware.device),
             self._psnr.db,
+            self.record.linear_products,
         )
 
 
@@ -336,6 +340,7 @@ def write_video(
             timings_s=known.timings_s,
             peak_memory_gib=known.peak_memory_gib,
             given_frames_psnr_db=known.given_frames_psnr_db,
+            linear_products=known.linear_products,
             segments=[asdict(segment) for segment in known.segments],
         )
 

@@ -14,6 +14,7 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.exchanges import PlannedExchange
 from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component
@@ -349,6 +350,8 @@ class GenerateResult(Document):
     """Times over repeated runs, if they were asked for; else left out."""
     attention: AttentionPlan | None = None
     """What computed the transformer's attention, and why; left out where saved latents were decoded."""
+    linear_products: LinearProductsReport | None = None
+    """What 8 bits were used for, and what they changed; left out where nothing was multiplied so."""
     settings: GenerateSettings
 
     def to_json(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _SAMPLED = frozenset(
     | {
         "draft",
         "picture",
+        "precision.linear",
         "runtime.attention",
         "output.save_state_every",
         "output.preview_every",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, decodes_in_chunks
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
@@ -84,7 +85,8 @@ class Fitting:
         if self.files is None:
             return Streamable(frames=frames)
         dtype = self.hardware.dtype
-        blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not self.settings.memory.fp8_storage
+        in_8_bits = self.settings.memory.fp8_storage or self.settings.precision.linear is not LinearProducts.EXACT
+        blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not in_8_bits
         text = can_be_cast_later(self.files[Component.T5], dtype, is_text=True)
         # Ranks that share T5's layers compute a part of them each, and those that stream them compute all.
         alone = self.sizes.mesh.size == 1
@@ -137,6 +139,7 @@ class Fitting:
             host_weights=self._host_weights(self.sizes.mesh),
             streamable=self.streamable,
             batch_size=1 if asked == AUTO else min(asked, self.clips),
+            linear=self.settings.precision.linear,
         )
         if asked == AUTO:
             most = min(self.clips, self._enough_clips) if self.sizes.mesh.size == 1 else 1

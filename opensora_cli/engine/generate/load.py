@@ -5,6 +5,7 @@ Each is made without weights and filled from its mapped file, tensor by tensor.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,16 +15,19 @@ from torch import nn
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import OutOfMemoryError
+from opensora_cli.engine.components.linear_products import int8_largest, use_in_block
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.memory.eight_bit_products import ProductError
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
@@ -89,6 +93,7 @@ def load_transformer(
     group: dist.ProcessGroup | None = None,
     machine_group: dist.ProcessGroup | None = None,
     advance: Advance | None = None,
+    measured: Callable[[ProductError], object] | None = None,
 ) -> MMDiT:
     """Return the transformer with its adapters; a file in another published layout is converted.
 
@@ -98,6 +103,7 @@ def load_transformer(
         group: ranks that share each block's heads and features.
         machine_group: the ranks of this machine, which hold one copy of what is offloaded to the CPU.
         advance: called with the bytes of each tensor.
+        measured: called with the error of each layer that multiplies in 8 bits.
 
     Raises:
         CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings; or an adapter
@@ -108,7 +114,7 @@ def load_transformer(
     checkpoint = open_checkpoint(path)
     rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
     streams = offload.mode is OffloadMode.BLOCKS
-    changes = offload.fp8_storage or group is not None
+    changes = offload.in_8_bits or group is not None
     stacks = repeated_blocks(transformer.config)
     blocks = {f"{stack.module_path}.{index}": stack for stack in stacks for index in range(stack.count)}
     patterns = [f"{stack.module_path}.*" for stack in stacks]
@@ -118,6 +124,11 @@ def load_transformer(
         block = transformer.get_submodule(path)
         if group is not None:
             shard_block(block, blocks[path], group)
+        if offload.linear is not LinearProducts.EXACT:
+            largest = int8_largest(plan.hardware.device)
+            for error in use_in_block(block, blocks[path], offload.linear, largest=largest):
+                if measured is not None:
+                    measured(replace(error, path=f"{path}.{error.path}"))
         if offload.fp8_storage:
             store_in_fp8(block)
         if not streams and plan.hardware.device.type != "cpu":
@@ -156,7 +167,7 @@ def prepare(transformer: MMDiT, plan: ExecutionPlan) -> None:
 def _casts_later(plan: ExecutionPlan) -> bool:
     """Whether blocks are cast when they are needed: on a CPU, which streams nothing else."""
     offload = plan.offload
-    return plan.hardware.device.type == "cpu" and offload.mode is OffloadMode.BLOCKS and not offload.fp8_storage
+    return plan.hardware.device.type == "cpu" and offload.mode is OffloadMode.BLOCKS and not offload.in_8_bits
 
 
 @contextmanager
@@ -170,7 +181,7 @@ def _shared_copies(machine_group: dist.ProcessGroup | None) -> Iterator[SharedCo
 
 def _hold_8_bits(block: nn.Module, copies: SharedCopies) -> None:
     for weight in block.parameters():
-        if weight.device.type == "cpu" and weight.dtype is torch.float8_e4m3fn:
+        if weight.device.type == "cpu" and weight.dtype in (torch.float8_e4m3fn, torch.int8):
             weight.data = copies.hold(weight.data)
 
 

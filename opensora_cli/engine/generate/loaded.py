@@ -11,6 +11,7 @@ import torch.distributed as dist
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
@@ -24,6 +25,7 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
 from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.memory.eight_bit_products import ProductError
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -83,6 +85,8 @@ class LoadedModels:
         self._tensor_group = tensor_group
         self._machine_group = machine_group
         self._held: dict[str, _Held] = {}
+        self._products: LinearProductsReport | None = None
+        """Of the transformer that was loaded last."""
         self._readers: tuple[object, tuple[PromptReader, PromptReader]] | None = None
 
     def __enter__(self) -> Self:
@@ -168,16 +172,25 @@ class LoadedModels:
         """Lend the transformer, ready to run, with as much of it on the device as planned."""
 
         def make(ends: ExitStack) -> MMDiT:
+            errors: list[ProductError] = []
             with load.loading(plan, Component.TRANSFORMER, record) as advance:
                 transformer = load.load_transformer(
-                    plan, group=self._tensor_group, machine_group=self._machine_group, advance=advance
+                    plan,
+                    group=self._tensor_group,
+                    machine_group=self._machine_group,
+                    advance=advance,
+                    measured=errors.append,
                 )
+            self._products = LinearProductsReport.of(plan.offload.linear, errors) if errors else None
+            if self._products is not None:
+                record.reporter.note(f"8 bits: {self._products.line()}")
             if plan.offload.mode is OffloadMode.BLOCKS:
                 with record.stage("offload"):
                     load.stream(plan, transformer, ends, record.reporter)
             return transformer
 
         with self._lent(TRANSFORMER, plan, make, again=lambda model: load.prepare(model, plan)) as transformer:
+            record.linear_products = self._products
             yield transformer
 
     @contextmanager
@@ -251,6 +264,7 @@ def _form(plan: ExecutionPlan, name: str) -> object:
             settings.model,
             loras,
             offload.fp8_storage,
+            offload.linear,
             streams and (offload.resident_blocks, offload.host_weights),
         )
     return files, plan.hardware.device, plan.hardware.dtype, made_of

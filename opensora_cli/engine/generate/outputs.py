@@ -17,6 +17,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.picture import picture_path
@@ -254,12 +255,14 @@ def sidecar_document(
     timings_s: Mapping[str, float],
     peak_memory_gib: Mapping[str, float],
     given_frames_psnr_db: float | None,
+    linear_products: LinearProductsReport | None = None,
     segments: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, object]:
     """Return the sidecar of `sample`, whose media has `num_bytes`.
 
     `timings_s` maps stages to seconds, of the whole run for loading and text; `peak_memory_gib` is
-    `hardware.peak_memory_gib` of the run so far. `segments` are those of a video that is extended.
+    `hardware.peak_memory_gib` of the run so far. `linear_products`: what was measured where
+    8 bits were multiplied. `segments` are those of a video that is extended.
     """
     exchange, picture = plan.planned_exchange, first_picture(plan, sample)
     settings = plan.settings
@@ -282,6 +285,7 @@ def sidecar_document(
         "model_evaluations": plan.model_evaluations,
         "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
         "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
+        **({} if linear_products is None else {"linear_products": linear_products.to_json()}),
         **({"segments": segments} if segments else {}),
         **({} if plan.draft is None else {"draft": _draft(plan, plan.draft)}),
         "device": str(plan.hardware.device),

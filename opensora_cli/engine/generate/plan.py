@@ -9,8 +9,10 @@ from opensora_cli.core.conditions import CONTINUING, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.exchanges import plan_exchange
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
+from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import LoraRanks, open_loras
 from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights
@@ -60,7 +62,7 @@ def make_plan(
         RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
         CheckpointError: an adapter is missing or broken, or does not fit the transformer; or the latter was trained on
             latents of another scale.
-        HardwareError: there is no such device, or the attention that is asked for does not work there.
+        HardwareError: there is no such device, or the attention or the products that are asked for do not work there.
     """
     hardware = hardware or rank_hardware(settings)
     # Segments are made one by one.
@@ -93,6 +95,14 @@ def make_plan(
             settings.parallel, mesh, num_heads=settings.model.num_heads, itemsize=hardware.dtype.itemsize
         )
         attention = _attention(settings, hardware, mesh, tries_device)
+        require_products(
+            settings.precision.linear,
+            mmdit_config(settings.model),
+            device=hardware.device,
+            dtype=hardware.dtype,
+            tensor=mesh.tensor,
+            tries_device=tries_device,
+        )
     # Saved latents have gone through them already.
     loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
     sizes = GenerationSizes(

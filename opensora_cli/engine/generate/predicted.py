@@ -7,13 +7,15 @@ longer than what they run beside counts.
 
 from dataclasses import replace
 
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.generation import reference_frames
 from opensora_cli.engine.estimate.generation_work import decoding_work, encoding_work, evaluation_work, text_work
 from opensora_cli.engine.estimate.links import Exchanged, Links
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan
 from opensora_cli.engine.estimate.offload import TEXT as TEXT_STAGE
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
@@ -29,7 +31,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     times,
     total,
 )
-from opensora_cli.engine.estimate.transformer import streamed_bytes
+from opensora_cli.engine.estimate.transformer import bytes_of_blocks, streamed_bytes
 from opensora_cli.engine.generate.execution_plan import DRAFT, EXTENSION, PICTURE, ExecutionPlan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
@@ -80,6 +82,11 @@ def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     sizes = {name: count * itemsize for name, count in plan.fitting.parameters.items() if name in plan.components}
     config = mmdit_config(plan.settings.model)
     if Component.TRANSFORMER in sizes:
+        if plan.offload.in_8_bits:
+            before, after = (
+                sum(bytes_of_blocks(config, plan.hardware.dtype, offload)) for offload in (OffloadPlan(), plan.offload)
+            )
+            sizes[Component.TRANSFORMER] += after - before
         # Those that are streamed count where they are used.
         streamed = streamed_bytes(config, plan.hardware.dtype, plan.offload, tensor=1)
         sizes[Component.TRANSFORMER] = max(0, sizes[Component.TRANSFORMER] - streamed)
@@ -110,8 +117,9 @@ def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     settings, dtype = plan.settings, plan.hardware.dtype
     config = mmdit_config(settings.model)
     of_clip = replace(plan.mesh, guidance=1)
-    work = evaluation_work(config, plan.video_tokens, settings.text.t5_max_length, dtype, of_clip, plan.exchange)
-    found = kernel_seconds(work, gpu, dtype)
+    linear, text_tokens = settings.precision.linear, settings.text.t5_max_length
+    work = evaluation_work(config, plan.video_tokens, text_tokens, dtype, of_clip, plan.exchange, linear)
+    found = kernel_seconds(work, gpu, dtype, eight_bit_tflops=_eight_bit_tflops(gpu, linear))
     computed = total(found)
     found[COLLECTIVES] = _exchanged(plan, gpu, attention=found[ATTENTION])
     streamed = streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor) / plan.offload.batch_size
@@ -120,6 +128,20 @@ def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
         waited = copied(gpu, streamed, pinned=pinned)
         found[COPIES] = max(0.0, waited - computed) if pinned else waited
     return found
+
+
+def _eight_bit_tflops(gpu: GpuSettings, linear: LinearProducts) -> float | None:
+    if linear is LinearProducts.FP8 and gpu.fp8_tflops is None:
+        raise HardwareError(
+            f"precision.linear=fp8 needs products that {gpu.name} does not have: its fp8_tflops are none",
+            hint="use --set precision.linear=int8",
+        )
+    if linear is LinearProducts.INT8 and gpu.int8_tops is None:
+        raise RequestError(
+            f"the time that precision.linear=int8 takes is not known: the file of {gpu.name} has no int8_tops",
+            hint="write the peak of its data sheet there, of dense products",
+        )
+    return {LinearProducts.FP8: gpu.fp8_tflops, LinearProducts.INT8: gpu.int8_tops}.get(linear)
 
 
 def decoding(plan: ExecutionPlan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:

@@ -61,7 +61,7 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
         yield "--offload auto", {"memory.offload": OffloadChoice.AUTO, "memory.resident_blocks": None}
     if plan.hardware.dtype is torch.float32:
         yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
-    if not settings.memory.fp8_storage and not plan.decodes_only:
+    if not plan.offload.in_8_bits and not plan.decodes_only:
         yield "--set memory.fp8_storage=true", {"memory.fp8_storage": True}
     tiled: dict[str, object] = {f"vae.{axis}_tiling": True for axis in ("spatial", "temporal")}
     if not (settings.vae.spatial_tiling and settings.vae.temporal_tiling):

@@ -331,6 +331,7 @@ def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
         threads=plan.threads,
         profile=None if times is None else _report([*trials, record.timings_s], times),
         attention=plan.attention,
+        linear_products=record.linear_products,
         settings=plan.settings,
     )
 

@@ -95,6 +95,7 @@ class Joined:
             },
             peak_memory_gib(self.plan.hardware.device),
             self._segments[0].given_frames_psnr_db,
+            self.record.linear_products,
             tuple(self._segments),
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import find_weights, needed_components, stamp_of
@@ -130,6 +131,7 @@ def _digest(template: GenerateSettings) -> str:
     values["sampling"].pop("seed")
     if template.sampling.batch_size == 1:
         values["sampling"].pop("batch_size")
+    linear = values["precision"].pop("linear")
     picture = picture_settings(template)
     values["condition"].pop("references")
     parts = {
@@ -137,6 +139,7 @@ def _digest(template: GenerateSettings) -> str:
         "format": template.output_format,
         "refine": [template.refine.prompt, template.refine.motion_score],
         "runtime": [template.runtime.device, template.runtime.dtype, template.runtime.attention],
+        **({"linear": linear} if linear != LinearProducts.EXACT else {}),
         "fp8_storage": template.memory.fp8_storage,
         "weights": {part: stamp_of(path) for part, path in find_weights(template).paths.items()},
         "loras": [_stamp(lora.path) for lora in template.loras],

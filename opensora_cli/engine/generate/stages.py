@@ -11,6 +11,7 @@ from torch import nn
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
@@ -32,6 +33,8 @@ class RunRecord:
         """Of the transformer; None: its blocks are not timed."""
         self.keeps_results = keeps_results
         """Whether what is made is one of the run's results, and stays."""
+        self.linear_products: LinearProductsReport | None = None
+        """What was measured of products in 8 bits, once they run."""
         self.timings_s: dict[str, float] = {}
         self._files: Sequence[SampleFiles] = ()
         self._may_repeat = False

@@ -105,7 +105,7 @@ def generation_batch(plan: ExecutionPlan, *, limit: int | None, reporter: Report
     of = "videos in one evaluation of the transformer"
     if (reason := _too_long(weights, hardware)) is not None:
         return _not_searched(of, limit_bytes, reason)
-    if weights > limit_bytes and not plan.offload.fp8_storage:
+    if weights > limit_bytes and not plan.offload.in_8_bits:
         return _not_searched(of, limit_bytes, f"the weights alone are {mib(weights)} of {mib(limit_bytes)}")
     whole = replace(plan, offload=replace(plan.offload, mode=OffloadMode.NONE))
     transformer = unless_out_of_memory(lambda: random_transformer(whole))

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from opensora_cli.core.conditions import reference_parts
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
+from opensora_cli.engine.components.linear_products import int8_largest, use_in_block
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.timings import AccelerationReport
@@ -33,6 +35,7 @@ from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
@@ -150,13 +153,16 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_fake_loras(transformer, LoraRanks.of(plan.loras))
     streams = offload.mode is OffloadMode.BLOCKS
-    if streams or offload.fp8_storage:
-        for block in (*transformer.double_blocks, *transformer.single_blocks):
-            fill_randomly(block, torch.device("cpu"))
-            if offload.fp8_storage:
-                store_in_fp8(block)
-            if not streams:
-                block.to(device)
+    if streams or offload.in_8_bits:
+        for stack in repeated_blocks(transformer.config):
+            for block in transformer.get_submodule(stack.module_path).children():
+                fill_randomly(block, torch.device("cpu"))
+                if offload.linear is not LinearProducts.EXACT:
+                    use_in_block(block, stack, offload.linear, largest=int8_largest(device))
+                if offload.fp8_storage:
+                    store_in_fp8(block)
+                if not streams:
+                    block.to(device)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))

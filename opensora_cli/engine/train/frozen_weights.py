@@ -15,6 +15,7 @@ from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import OutOfMemoryError
+from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.transformer import bytes_of_blocks
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.transformer import weights_dtype
@@ -66,7 +67,9 @@ def plan_frozen_weights(settings: TrainSettings) -> FrozenWeights | None:
     memory = settings.memory
     if not settings.lora.is_on or (memory.offload is WeightOffload.NONE and not memory.fp8_storage):
         return None
-    sizes = bytes_of_blocks(mmdit_config(settings.model), weights_dtype(settings), fp8=memory.fp8_storage)
+    sizes = bytes_of_blocks(
+        mmdit_config(settings.model), weights_dtype(settings), OffloadPlan(fp8_storage=memory.fp8_storage)
+    )
     resident = len(sizes)
     if memory.offload is WeightOffload.BLOCKS:
         resident = min(memory.resident_blocks or _RESIDENT, len(sizes))

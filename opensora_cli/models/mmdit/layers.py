@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.attention import AttentionFn
+from opensora_cli.models.linears import features_of
 from opensora_cli.models.mmdit.chunks import cut, joined, over_tokens, spans
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
@@ -299,20 +300,19 @@ class SingleStreamBlock(nn.Module):
 
     def _in_chunks(self, tokens_BND: Tensor, mod: ChunkModulation, rotary: Rotary, size: int) -> Tensor:
         """Do the same over `size` tokens at a time: queries, keys and values before attention, the MLP after it."""
-        # Once: weights that are stored in 8 bits are dequantized on each access.
-        weight, bias = self.v_mlp.weight, self.v_mlp.bias
+        v_mlp = features_of(self.v_mlp)
 
         def qkv_pieces() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for span in spans(tokens_BND.shape[1], size):
                 x_BND = mod.modulate(cut(tokens_BND, span))
                 q, k = self._queries_and_keys(x_BND, cut_rotary(rotary, span))
                 width = q.shape[1] * self.head_dim
-                yield q, k, split_heads(functional.linear(x_BND, weight[:width], bias[:width]), self.head_dim)
+                yield q, k, split_heads(v_mlp(x_BND, slice(width)), self.head_dim)
 
         def finish(tokens_BND: Tensor, attended_BNHD: Tensor) -> Tensor:
             attended_BNW = attended_BNHD.flatten(2)
             width = attended_BNW.shape[-1]
-            mlp_BNF = functional.linear(mod.modulate(tokens_BND), weight[width:], bias[width:])
+            mlp_BNF = v_mlp(mod.modulate(tokens_BND), slice(width, None))
             out: Tensor = self.linear2(torch.cat((attended_BNW, tanh_gelu(mlp_BNF)), dim=-1))
             return torch.addcmul(tokens_BND, mod.gate, out)
 

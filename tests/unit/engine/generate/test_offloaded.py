@@ -116,7 +116,7 @@ def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     loaded = []
     load_transformer = load.load_transformer
 
-    def remember(plan, group, machine_group, advance):
+    def remember(plan, group, machine_group, advance, measured):
         loaded.append((load_transformer(plan, group=group, advance=advance), plan.offload))
         return loaded[-1][0]
 

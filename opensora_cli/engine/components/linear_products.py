@@ -1,0 +1,177 @@
+"""Products in 8 bits of the transformer's linear layers: refused where a device has none, and reported where used."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import sqrt
+from typing import Self
+
+import torch
+from torch import nn
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.memory.eight_bit_products import (
+    INT8_LARGEST,
+    ProductError,
+    int8_largest_on_cpu,
+    output_and_rounded_product,
+    use_products,
+)
+from opensora_cli.models.linears import LowRankLinear
+from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
+from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.tensor import ColumnLinear, RowLinear
+
+_NEEDED = {LinearProducts.INT8: (8, 0), LinearProducts.FP8: (8, 9)}
+"""Compute capability."""
+_MULTIPLE = {LinearProducts.INT8: 8, LinearProducts.FP8: 16}
+"""Of the sizes of a layer, for a GPU."""
+_TOLERANCE = 0.02
+"""Of a product that is tried, which has bfloat16's rounding alone."""
+_USE_EXACT = "use --set precision.linear=exact"
+
+
+class LinearProductsReport(Document):
+    """What 8 bits were used for, and what they changed."""
+
+    kind: LinearProducts
+    layers: int
+    relative_error: float
+    """Of the products of all layers, of normally distributed inputs, sampled as they were loaded: the root of the mean
+    square of the errors, each relative to the layer's result."""
+    largest_relative_error: float
+    """Of one layer."""
+    largest_at: str
+
+    @classmethod
+    def of(cls, kind: LinearProducts, errors: Sequence[ProductError]) -> Self:
+        """Return it of all layers that were replaced, of which there is one at least."""
+        worst = max(errors, key=lambda error: error.relative_error)
+        return cls(
+            kind=kind,
+            layers=len(errors),
+            relative_error=sqrt(sum(error.relative_error**2 for error in errors) / len(errors)),
+            largest_relative_error=worst.relative_error,
+            largest_at=worst.path,
+        )
+
+    def line(self) -> str:
+        """Return it for people."""
+        return (
+            f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
+            f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"
+        )
+
+
+def require_products(
+    kind: LinearProducts,
+    config: MMDiTConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensor: int = 1,
+    tries_device: bool = True,
+) -> None:
+    """Check that `precision.linear` goes with a device (which a plan may be for, and this machine lack) and a model.
+
+    `tensor` ranks share each block. `tries_device`: whether this process may multiply on the device.
+
+    Raises:
+        HardwareError: the device has no such products, or its kernel does not give what it should.
+        RequestError: the model's sizes, or the dtype, do not go with them.
+    """
+    if kind is LinearProducts.EXACT:
+        return
+    if not any(stack.count for stack in repeated_blocks(config)):
+        raise RequestError(f"precision.linear={kind} has no effect on a model without blocks: leave it out")
+    if device.type == "cpu":
+        if kind is LinearProducts.FP8:
+            raise HardwareError(
+                "precision.linear=fp8 needs an NVIDIA GPU, and this run is on cpu",
+                hint="a CPU multiplies in int8: --set precision.linear=int8",
+            )
+    else:
+        _require_sizes(kind, config, tensor)
+        if kind is LinearProducts.FP8 and dtype is not torch.bfloat16:
+            raise RequestError("precision.linear=fp8 gives bfloat16: use it with --set runtime.dtype=bfloat16")
+        if torch.cuda.is_available():
+            _require_capability(kind, device)
+    if tries_device and (device.type == "cpu" or torch.cuda.is_available()):
+        problem = _why_unusable(kind, device, dtype)
+        if problem is not None:
+            raise HardwareError(f"precision.linear={kind} does not work here: {problem}", hint=_USE_EXACT)
+
+
+def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts, *, largest: int) -> list[ProductError]:
+    """Replace the linear layers of one block of a stack, which may be sharded, or have adapters beside them.
+
+    `largest` is `int8_largest` of the device that computes. A CheckpointError if a weight has numbers that are not
+    finite. Returns what this changes of each product.
+    """
+    return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind, largest=largest)
+
+
+def _path_of_weight(block: nn.Module, path: str) -> str:
+    module = block.get_submodule(path)
+    for wrapper, inside in ((ColumnLinear, "linear"), (RowLinear, "linear"), (LowRankLinear, "base")):
+        if isinstance(module, wrapper):
+            return _path_of_weight(block, f"{path}.{inside}")
+    return path
+
+
+def int8_largest(device: torch.device) -> int:
+    """Return the largest int8 weight for products on a device."""
+    return int8_largest_on_cpu() if device.type == "cpu" else INT8_LARGEST
+
+
+def _require_capability(kind: LinearProducts, device: torch.device) -> None:
+    found, needed = torch.cuda.get_device_capability(device), _NEEDED[kind]
+    if found >= needed:
+        return
+    raise HardwareError(
+        f"precision.linear={kind} needs compute capability {needed[0]}.{needed[1]}, and "
+        f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+        hint="use --set precision.linear=int8" if found >= _NEEDED[LinearProducts.INT8] else _USE_EXACT,
+    )
+
+
+def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> None:
+    """Refuse layers whose sizes the kernels of GPUs do not take, the shares of ranks included."""
+    multiple = _MULTIPLE[kind]
+    sizes = {config.hidden_size}
+    for stack in repeated_blocks(config):
+        for linear in stack.linears:
+            of_ranks = [
+                [unit * count for count in shares(piece // unit, tensor)]
+                for piece, unit in zip(linear.pieces, linear.units, strict=True)
+            ]
+            sizes |= set(map(sum, zip(*of_ranks, strict=True)))
+            # Where tokens come in chunks, values and the MLP are multiplied for themselves.
+            sizes |= {size for piece in of_ranks for size in piece}
+    unfit = sorted(size for size in sizes if size % multiple)
+    if unfit:
+        raise RequestError(
+            f"precision.linear={kind} needs layers whose sizes are multiples of {multiple}, and some here have "
+            f"{unfit[0]} features: {_USE_EXACT}"
+        )
+
+
+@lru_cache(maxsize=8)
+def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a small product on the device does not give what its numbers in 8 bits give; None: it does."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        linear = nn.Linear(64, 48, device="meta", dtype=dtype).requires_grad_(False)
+        linear.weight = nn.Parameter(torch.randn(48, 64, generator=generator).to(dtype), requires_grad=False)
+        linear.bias = nn.Parameter(torch.randn(48, generator=generator).to(dtype), requires_grad=False)
+        block = nn.Sequential(linear)
+        tokens = torch.randn(40, 64, generator=generator).to(dtype)
+        try:
+            use_products(block, ["0"], kind, largest=int8_largest(device))
+            found, expected = output_and_rounded_product(block.to(device)[0], tokens.to(device))
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            return str(error).strip().splitlines()[0]
+    off = float((found - expected).norm() / expected.norm())
+    return None if off <= _TOLERANCE else f"a small product is off by {off:.1%}"

@@ -1,0 +1,228 @@
+"""Products in 8 bits: exact sums of rounded numbers, errors as large as rounding makes them, and one byte a weight."""
+
+import gc
+
+import pytest
+import torch
+from storage_sizes import storage_bytes
+from torch import nn
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
+from opensora_cli.memory.eight_bit_products import (
+    INT8_LARGEST,
+    Fp8ProductLinear,
+    LastInput,
+    ProductLinear,
+    int8_largest_on_cpu,
+    output_and_rounded_product,
+    use_products,
+)
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+INT8, FP8 = LinearProducts.INT8, LinearProducts.FP8
+
+
+def draw(*shape, scale=1.0, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def block_of(*sizes, bias=True, dtype=torch.float32):
+    """Return layers of these sizes (out, in) side by side."""
+    block = nn.ModuleList(nn.Linear(wide, out, bias=bias, dtype=dtype) for out, wide in sizes)
+    for number, layer in enumerate(block):
+        layer.weight.copy_(draw(*layer.weight.shape, scale=0.02, seed=number))
+        if bias:
+            layer.bias.copy_(draw(len(layer.bias), seed=number))
+    return block
+
+
+def int8_block(block):
+    use_products(block, [str(index) for index in range(len(block))], INT8, largest=int8_largest_on_cpu())
+    return block
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+def test_sums_are_those_of_integers(tokens):
+    (layer,) = int8_block(block_of((40, 300), bias=False))
+    features = draw(tokens, 300)
+    values, scale = layer.round_input(features)
+    sums = (values.long() - 128) @ layer._parameters["weight"].long().t()
+    expected = (sums.double() * scale.double() * layer.weight_scale.double().t()).float()
+    assert torch.allclose(layer(features), expected, rtol=1e-6, atol=0)
+
+
+def test_the_largest_numbers_do_not_saturate():
+    layer = nn.Linear(512, 32, bias=False)
+    layer.weight.fill_(1.0)
+    block = int8_block(nn.ModuleList([layer]))
+    features = torch.ones(20, 512)
+    features[1] = -1.0
+    out = block[0](features)
+    assert torch.allclose(out[0], torch.full((32,), 512.0))
+    assert torch.allclose(out[1], torch.full((32,), -512.0))
+
+
+def test_inputs_are_rounded_to_the_nearest_of_255_numbers_a_token():
+    (layer,) = int8_block(block_of((8, 1000)))
+    features = draw(5, 1000) * torch.logspace(-20, 20, 5)[:, None]
+    values, scale = layer.round_input(features)
+    error = ((values.float() - 128) * scale - features).abs()
+    assert (error <= 0.5001 * features.abs().amax(dim=1, keepdim=True) / INT8_LARGEST).all()
+    assert values.min() >= 1
+    zero, _ = layer.round_input(torch.zeros(1, 1000))
+    assert (zero == 128).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_is_printed_as_it_is(dtype):
+    exact = block_of((96, 256), (64, 128), dtype=dtype)
+    block = block_of((96, 256), (64, 128), dtype=dtype)
+    errors = use_products(block, ["0", "1"], INT8, largest=int8_largest_on_cpu())
+    assert [error.path for error in errors] == ["0", "1"]
+    for error, layer, rounded in zip(errors, exact, block, strict=True):
+        features = draw(64, layer.in_features, seed=9).to(dtype)
+        right, found = layer(features).float(), rounded(features)
+        assert found.dtype is dtype
+        # The bias takes no part.
+        relative = (found.float() - right).norm() / (right - layer.bias.float()).norm()
+        assert 0.005 < error.relative_error < 0.03
+        assert relative == pytest.approx(error.relative_error, rel=0.25)
+
+
+def test_more_bits_of_weights_are_more_exact():
+    errors = [
+        use_products(block_of((96, 256)), ["0"], INT8, largest=largest)[0].relative_error for largest in (32, 64, 127)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[2] < 0.6 * errors[0]
+
+
+def test_a_part_is_that_part_of_the_whole():
+    (layer,) = int8_block(block_of((48, 64)))
+    features = draw(2, 9, 64)
+    whole = layer(features)
+    assert whole.shape == (2, 9, 48)
+    for features_of_part in (slice(16), slice(16, None)):
+        assert torch.equal(layer.part(features, features_of_part), whole[..., features_of_part])
+
+
+def test_layers_of_a_block_round_an_input_once(monkeypatch):
+    block = int8_block(block_of((8, 16), (8, 16), (8, 16)))
+    rounded = []
+    round_input = type(block[0]).round_input
+    monkeypatch.setattr(
+        type(block[0]), "round_input", lambda self, flat: rounded.append(flat) or round_input(self, flat)
+    )
+    features = draw(3, 16)
+    apart = [layer(features.clone()) for layer in block]
+    assert len(rounded) == 3
+    together = [layer(features) for layer in block]
+    assert len(rounded) == 4
+    assert all(map(torch.equal, apart, together))
+
+
+def test_an_input_that_is_gone_is_not_kept():
+    last = LastInput()
+    made = []
+
+    def rounded(features):
+        made.append(len(features))
+        return features + 1, features
+
+    first = draw(3, 4)
+    assert last.rounded(first, rounded) is last.rounded(first, rounded)
+    del first
+    gc.collect()
+    assert last._rounded is None
+    last.rounded(draw(5, 4), rounded)
+    assert made == [3, 5]
+
+
+def test_a_weight_takes_a_byte_and_keeps_its_names():
+    block = block_of((96, 256))
+    names = [name for name, _ in block.named_parameters()]
+    int8_block(block)
+    assert storage_bytes(block.parameters()) == 96 * 256 + 4 * 96 + 4 * 96
+    assert sorted(name for name, _ in block.named_parameters()) == sorted([*names, "0.weight_scale"])
+    assert block[0].weight.dtype is torch.float32
+    assert (block[0].weight - block_of((96, 256))[0].weight).norm() < 0.03 * block[0].weight.norm()
+
+
+def test_weights_that_are_not_finite_are_refused():
+    for kind in (INT8, FP8):
+        block = block_of((8, 16))
+        block[0].weight[3, 4] = float("nan")
+        with pytest.raises(CheckpointError, match="not finite"):
+            use_products(block, ["0"], kind)
+
+
+def test_an_input_that_is_not_finite_stays_so():
+    (layer,) = int8_block(block_of((8, 16)))
+    features = draw(3, 16)
+    features[1, 2] = float("nan")
+    out = layer(features)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_fp8_rounds_inputs_and_weights_by_rows():
+    block = block_of((32, 64))
+    (error,) = use_products(block, ["0"], FP8)
+    layer = block[0]
+    assert isinstance(layer, Fp8ProductLinear)
+    assert 0.02 < error.relative_error < 0.05
+    values, scale = layer.round_input(draw(5, 64) * torch.logspace(-20, 20, 5)[:, None])
+    assert values.dtype is torch.float8_e4m3fn
+    assert (values.float().abs().amax(dim=1) == torch.finfo(torch.float8_e4m3fn).max).all()
+    assert scale.shape == (5, 1)
+
+
+class _GpuProducts:
+    """Do what the kernels of a GPU do, on the CPU; other devices' tensors are of the meta device there."""
+
+    def __init__(self):
+        self.calls = []
+
+    def int_mm(self, values, weight):
+        self.calls.append((values.shape, values.dtype, weight.dtype))
+        return (values.long() @ weight.long()).int()
+
+    def scaled_mm(self, values, weight, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        assert weight.stride(0) == 1  # by columns
+        assert (scale_a.shape, scale_b.shape) == ((len(values), 1), (1, weight.shape[1]))
+        assert use_fast_accum
+        self.calls.append((values.shape, values.dtype, weight.dtype))
+        return ((values.float() @ weight.float()) * scale_a * scale_b + bias.float()).to(out_dtype)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(INT8, torch.int8), (FP8, torch.float8_e4m3fn)])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_kernels_of_a_gpu_get_what_they_take(monkeypatch, kind, dtype, tokens):
+    kernels = _GpuProducts()
+    monkeypatch.setattr(torch, "_int_mm", kernels.int_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", kernels.scaled_mm)
+    monkeypatch.setattr("opensora_cli.memory.eight_bit_products._is_on_cpu", lambda _: False)
+    block = block_of((48, 64), dtype=torch.bfloat16)
+    use_products(block, ["0"], kind)
+    found, expected = output_and_rounded_product(block[0], draw(tokens, 64).to(torch.bfloat16))
+    assert torch.allclose(found, expected, rtol=0.01, atol=0.01)
+    [(shape, of_values, of_weight)] = kernels.calls
+    assert (of_values, of_weight) == (dtype, dtype)
+    # `torch._int_mm` refuses fewer than 17 rows.
+    assert shape == (max(tokens, 32) if kind is INT8 else tokens, 64)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_fake_tensors_take_the_same_way(device_type, kind):
+    if (device_type, kind) == ("cpu", FP8):
+        pytest.skip("a CPU has no such product")
+    with fake_device(device_type) as device:
+        module = fake_module(lambda: nn.Sequential(nn.Linear(64, 48)), device=device, dtype=torch.bfloat16)
+        assert use_products(module, ["0"], kind) == []
+        assert isinstance(module[0], ProductLinear)
+        out = module(torch.empty(2, 40, 64, dtype=torch.bfloat16, device=device))
+        assert (out.shape, out.dtype, out.device.type) == ((2, 40, 48), torch.bfloat16, device.type)
