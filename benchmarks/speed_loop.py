@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -107,51 +108,76 @@ def _loops(plan: ExecutionPlan, transformer: MMDiT) -> tuple[Callable[[], Tensor
 
 def measure_block(options: argparse.Namespace) -> Iterator[Row]:
     """Yield an evaluation of two double-stream and four single-stream blocks of the released width in fp32."""
-    config = MMDiTConfig(depth=2, depth_single_blocks=4)
-    generator = torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        model = MMDiT(config)
-    model = model.to_empty(device=_CPU).requires_grad_(False).eval()
-    # All of them from a few numbers: drawing five gigabytes takes longer than an evaluation.
-    drawn = 0.02 * torch.randn(2**20, generator=generator)
-    for weight in model.parameters():
-        for piece in weight.view(-1).split(len(drawn)):
-            piece.copy_(drawn[: len(piece)])
-    model.set_sequence_chunk(CHUNK_TOKENS)  # as plans do
-    rows, columns = 16, 20
-    frames = max(1, (options.tokens - _TEXT_TOKENS) // (rows * columns))
-    tokens = frames * rows * columns
-    embeds = _embeds(config, _TEXT_TOKENS, generator)
-    latents = torch.randn(1, tokens, config.in_channels, generator=generator)
-    conditioning = torch.zeros(1, tokens, config.conditioning_channels)
-    ids = position_ids(1, frames, rows, columns, device=_CPU)
-    velocity = GuidedVelocity(model, [embeds], conditioning_BNK=conditioning, position_ids_1N3=ids)
-
-    def plain() -> Tensor:
-        return plain_forward(
-            model,
-            latents,
-            position_ids_BN3=ids,
-            timesteps_B=torch.full((1,), 0.5),
-            prompt_embeds_BLC=embeds.prompt_embeds_2LC[:1],
-            pooled_prompt_embeds_BV=embeds.pooled_prompt_embeds_2V[:1],
-            conditioning_BNK=conditioning,
-        )
-
-    def ours() -> Tensor:
-        return velocity(latents, 0.5, (Branch.COND,))[Branch.COND]
-
+    blocks = ReleasedBlocks.of(options)
+    plain, ours = partial(blocks.plain, blocks.model), blocks.ours(blocks.model)
     with torch.inference_mode():
         error = _error(ours(), plain())
         yield compared(
-            f"released width, {tokens + _TEXT_TOKENS} tokens",
+            f"released width, {blocks.tokens} tokens",
             plain,
             ours,
             pairs=options.pairs,
             goal=BLOCK_GOAL,
             note=f"relative error {error:.1e}",
-            figures={"error": error, "tokens": tokens + _TEXT_TOKENS},
+            figures={"error": error, "tokens": blocks.tokens},
         )
+
+
+@dataclass(frozen=True)
+class ReleasedBlocks:
+    """Two double-stream and four single-stream blocks of the released width in fp32, and what goes in."""
+
+    model: MMDiT
+    latents_BND: Tensor
+    conditioning_BNK: Tensor
+    position_ids_BN3: Tensor
+    embeds: PromptEmbeds
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "ReleasedBlocks":
+        """Return them with so many tokens as the options say."""
+        config = MMDiTConfig(depth=2, depth_single_blocks=4)
+        generator = torch.Generator().manual_seed(0)
+        with torch.device("meta"):
+            model = MMDiT(config)
+        model = model.to_empty(device=_CPU).requires_grad_(False).eval()
+        # All of them from a few numbers: drawing five gigabytes takes longer than an evaluation.
+        drawn = 0.02 * torch.randn(2**20, generator=generator)
+        for weight in model.parameters():
+            for piece in weight.view(-1).split(len(drawn)):
+                piece.copy_(drawn[: len(piece)])
+        model.set_sequence_chunk(CHUNK_TOKENS)  # as plans do
+        rows, columns = 16, 20
+        frames = max(1, (options.tokens - _TEXT_TOKENS) // (rows * columns))
+        tokens = frames * rows * columns
+        embeds = _embeds(config, _TEXT_TOKENS, generator)
+        latents = torch.randn(1, tokens, config.in_channels, generator=generator)
+        conditioning = torch.zeros(1, tokens, config.conditioning_channels)
+        return cls(model, latents, conditioning, position_ids(1, frames, rows, columns, device=_CPU), embeds)
+
+    @property
+    def tokens(self) -> int:
+        """Of text, too."""
+        return self.latents_BND.shape[1] + _TEXT_TOKENS
+
+    def plain(self, model: MMDiT) -> Tensor:
+        """Evaluate a model in the plain way."""
+        return plain_forward(
+            model,
+            self.latents_BND,
+            position_ids_BN3=self.position_ids_BN3,
+            timesteps_B=torch.full((1,), 0.5),
+            prompt_embeds_BLC=self.embeds.prompt_embeds_2LC[:1],
+            pooled_prompt_embeds_BV=self.embeds.pooled_prompt_embeds_2V[:1],
+            conditioning_BNK=self.conditioning_BNK,
+        )
+
+    def ours(self, model: MMDiT) -> Callable[[], Tensor]:
+        """Return what evaluates a model as a generation does."""
+        velocity = GuidedVelocity(
+            model, [self.embeds], conditioning_BNK=self.conditioning_BNK, position_ids_1N3=self.position_ids_BN3
+        )
+        return lambda: velocity(self.latents_BND, 0.5, (Branch.COND,))[Branch.COND]
 
 
 def _embeds(config: MMDiTConfig, length: int, generator: torch.Generator) -> PromptEmbeds:

@@ -25,6 +25,7 @@ PICTURE = {"picture__model__depth": 1, "picture__model__depth_single_blocks": 1}
 PINNED = {"memory__offload": "blocks", "memory__resident_blocks": 1, "memory__host_weights": "pinned"}
 MAPPED = {**PINNED, "memory__host_weights": "mapped"}
 FP8 = {"memory__fp8_storage": True}
+INT8_PRODUCTS, FP8_PRODUCTS = {"precision__linear": "int8"}, {"precision__linear": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ SLOW = {
     ),
     "more last frames, adapter, 8 bits, mapped": Row(
         "256px", mode="v2v_tail_easy", changes={"video__num_frames": 97, **FP8, **MAPPED}, given=("adapter",)
+    ),
+    "products in int8, pinned": Row("256px", changes={**INT8_PRODUCTS, **PINNED}),
+    "products in fp8, adapter": Row("256px", changes=FP8_PRODUCTS, given=("adapter",)),
+    "products in fp8, the rest stored so, tensor parallel": Row(
+        "256px", 2, changes=along(tensor_parallel=2) | FP8_PRODUCTS | FP8
     ),
     # meshes
     "Ulysses, both ends": Row("256px", 2, "i2v_loop", {"parallel__ulysses_degree": 2}),

@@ -66,7 +66,10 @@ def kernel_seconds(
     }
     if work.eight_bit_flops:
         assert eight_bit_tflops is not None
-        found[EIGHT_BITS] = work.eight_bit_flops / (eight_bit_tflops * 1e12 * gpu.product_efficiency)
+        found[EIGHT_BITS] = max(
+            work.eight_bit_flops / (eight_bit_tflops * 1e12 * gpu.product_efficiency),
+            gpu.memory_rate.seconds(work.eight_bit_bytes),
+        )
     waited = work.kernels * gpu.launch_us * 1e-6 - total(found)
     if waited > 0:
         found[LAUNCHES] = waited

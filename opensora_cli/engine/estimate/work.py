@@ -29,6 +29,8 @@ class Work:
     """How many are started."""
     eight_bit_flops: float = 0.0
     """Operations of products of matrices in 8 bits, which `product_flops` has not."""
+    eight_bit_bytes: float = 0.0
+    """What these read and write."""
 
     def __add__(self, other: "Work") -> "Work":
         """Return both, one after the other."""
@@ -72,7 +74,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if flops is None:
             self.work += Work(traffic_bytes=moved, kernels=1)
         elif func in _IN_8_BITS:
-            self.work += Work(eight_bit_flops=flops(result, *args), product_bytes=moved, kernels=1)
+            self.work += Work(eight_bit_flops=flops(result, *args), eight_bit_bytes=moved, kernels=1)
         elif func in _ATTENTION:
             self.work += Work(attention_flops=flops(result, *args), kernels=1)
         else:

@@ -9,9 +9,11 @@ import torch
 from storage_sizes import storage_bytes
 
 from opensora_cli.core.conditions import reference_parts
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
+from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
@@ -31,6 +33,7 @@ from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.sampling.guidance import busiest
@@ -329,14 +332,27 @@ def test_of_chunks_only_one_is_computed_at_a_time():
     assert few.activation_bytes < 0.7 * whole.activation_bytes
 
 
-@pytest.mark.parametrize(("resident", "in_8_bits"), [(1, False), (3, True), (100, False)])
-def test_weights_of_offloaded_blocks_are_what_streaming_holds(resident: int, in_8_bits: bool):
+@pytest.mark.parametrize(
+    ("resident", "in_8_bits", "linear"),
+    [
+        (1, False, LinearProducts.EXACT),
+        (3, True, LinearProducts.EXACT),
+        (100, False, LinearProducts.EXACT),
+        (3, False, LinearProducts.INT8),
+        (1, True, LinearProducts.FP8),
+    ],
+)
+def test_weights_of_offloaded_blocks_are_what_streaming_holds(resident: int, in_8_bits: bool, linear: LinearProducts):
     plan = plan_of({})
-    offload = OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=resident, fp8_storage=in_8_bits)
+    offload = OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=resident, fp8_storage=in_8_bits, linear=linear)
     transformer = build_transformer(plan, OffloadPlan())
     stacks = [transformer.double_blocks, transformer.single_blocks]
     blocks = [block for stack in stacks for block in stack]
     rest = storage_bytes(transformer.parameters()) - sum(storage_bytes(block.parameters()) for block in blocks)
+    if linear is not LinearProducts.EXACT:
+        for stack in repeated_blocks(transformer.config):
+            for block in transformer.get_submodule(stack.module_path).children():
+                use_in_block(block, stack, linear, largest=64)
     if in_8_bits:
         for block in blocks:
             store_in_fp8(block)

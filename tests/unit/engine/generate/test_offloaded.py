@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_world import released_settings
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise, encoded_text, load
@@ -105,6 +106,18 @@ def test_weights_in_8_bits_change_little(plan, resident, reporter):
     coarse, _ = latents_and_frames(with_offload(plan, fp8_storage=True), reporter)
     streamed, _ = latents_and_frames(
         with_offload(plan, fp8_storage=True, mode=OffloadMode.BLOCKS, resident_blocks=1), reporter
+    )
+    assert not torch.equal(coarse, latents)
+    assert (coarse - latents).norm() < 0.05 * latents.norm()
+    assert torch.equal(streamed, coarse)
+
+
+def test_products_in_8_bits_change_little_and_are_the_same_streamed(plan, resident, reporter):
+    latents, _ = resident
+    in_8_bits = {"linear": LinearProducts.INT8}
+    coarse, _ = latents_and_frames(with_offload(plan, **in_8_bits), reporter)
+    streamed, _ = latents_and_frames(
+        with_offload(plan, **in_8_bits, mode=OffloadMode.BLOCKS, resident_blocks=1), reporter
     )
     assert not torch.equal(coarse, latents)
     assert (coarse - latents).norm() < 0.05 * latents.norm()

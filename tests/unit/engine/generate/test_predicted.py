@@ -5,7 +5,16 @@ from functools import cache
 import pytest
 from small_stages import small_stages
 
-from opensora_cli.engine.estimate.predicted_time import ATTENTION, COLLECTIVES, COPIES, DECODING, PRODUCTS
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.engine.estimate.predicted_time import (
+    ATTENTION,
+    COLLECTIVES,
+    COPIES,
+    DECODING,
+    EIGHT_BITS,
+    PRODUCTS,
+    TRAFFIC,
+)
 from opensora_cli.engine.generate import fitting
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.plan import make_plan
@@ -88,6 +97,38 @@ def test_streamed_blocks_are_copied_for_each_evaluation() -> None:
         memory__fp8_storage=True,
     )
     assert evaluation(in_8_bits, gpu)[COPIES] == pytest.approx(waited / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("int8", "A100-80GB"), ("fp8", "H100")])
+def test_products_in_8_bits_have_their_own_peak(kind: str, name: str) -> None:
+    gpu = gpu_of(name)
+    plain = evaluation(planned(name), gpu)
+    found = evaluation(planned(name, precision__linear=kind), gpu)
+    peak = gpu.int8_tops if kind == "int8" else gpu.fp8_tflops
+    assert peak is not None
+    # All but modulation and what is outside the blocks.
+    assert found[EIGHT_BITS] == pytest.approx((plain[PRODUCTS] - found[PRODUCTS]) * gpu.bf16_tflops / peak, rel=0.03)
+    assert found[PRODUCTS] < 0.05 * plain[PRODUCTS]
+    # Rounding and scaling are kernels of their own.
+    assert found[TRAFFIC] > plain[TRAFFIC]
+    assert loading(planned(name, precision__linear=kind), gpu)[COPIES] < 0.65 * loading(planned(name), gpu)[COPIES]
+
+
+def test_blocks_in_8_bits_take_half_the_time_to_come() -> None:
+    gpu = gpu_of("4090")
+    mapped = {"memory__offload": "blocks", "memory__resident_blocks": 2, "memory__host_weights": "mapped"}
+    waited = evaluation(planned("4090", **mapped), gpu)[COPIES]
+    in_8_bits = evaluation(planned("4090", **mapped, precision__linear="int8"), gpu)[COPIES]
+    # Modulation, a tenth of the weights, stays as it is.
+    assert 0.5 * waited < in_8_bits < 0.65 * waited
+
+
+def test_what_a_gpu_cannot_multiply_is_not_predicted() -> None:
+    with pytest.raises(HardwareError, match="A100-80GB does not have"):
+        evaluation(planned("A100-80GB", precision__linear="fp8"), gpu_of("A100-80GB"))
+    unknown = gpu_of("H100").replace({"int8_tops": None})
+    with pytest.raises(RequestError, match="no int8_tops"):
+        evaluation(planned(precision__linear="int8"), unknown)
 
 
 def test_references_drafts_and_extensions_take_their_time() -> None:

@@ -1,0 +1,158 @@
+"""Products in 8 bits are refused where a device, a model or a dtype has none, and reported where they are used."""
+
+import pytest
+import torch
+from tiny_transformer import inputs, transformer
+
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.engine.components import linear_products
+from opensora_cli.engine.components.linear_products import (
+    LinearProductsReport,
+    int8_largest,
+    require_products,
+    use_in_block,
+)
+from opensora_cli.memory import eight_bit_products
+from opensora_cli.memory.eight_bit_products import ProductError, ProductLinear
+from opensora_cli.models.linears import LowRankLinear
+from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.mmdit.blocks import linears_of_blocks, repeated_blocks
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+INT8, FP8 = LinearProducts.INT8, LinearProducts.FP8
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def none_is_known():
+    linear_products._why_unusable.cache_clear()
+    yield
+    linear_products._why_unusable.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Be a machine with a GPU of a compute capability that the test chooses."""
+
+    def has(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+
+    return has
+
+
+def require(kind, config=None, *, device=CPU, dtype=torch.bfloat16, **options):
+    require_products(kind, config or MMDiTConfig(), device=device, dtype=dtype, **options)
+
+
+def in_8_bits(model, kind=INT8):
+    """Replace all layers, and return what is off."""
+    return [
+        error
+        for stack in repeated_blocks(model.config)
+        for block in model.get_submodule(stack.module_path)
+        for error in use_in_block(block, stack, kind, largest=int8_largest(CPU))
+    ]
+
+
+def test_a_cpu_has_int8_and_refuses_fp8_with_it():
+    require(LinearProducts.EXACT)
+    require(INT8, dtype=torch.float32)
+    with pytest.raises(HardwareError, match="needs an NVIDIA GPU") as error:
+        require(FP8)
+    assert "precision.linear=int8" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "hint"), [(INT8, (7, 5), "exact"), (FP8, (8, 6), "int8"), (FP8, (7, 0), "exact")]
+)
+def test_a_gpu_that_is_too_old_is_refused(gpu, kind, capability, hint):
+    gpu(*capability)
+    with pytest.raises(HardwareError, match="compute capability") as error:
+        require(kind, device=GPU, tries_device=False)
+    assert hint in error.value.hint
+    gpu(8, 9)
+    require(kind, device=GPU, tries_device=False)
+
+
+def test_fp8_needs_bfloat16_and_sizes_that_its_kernel_takes():
+    with pytest.raises(RequestError, match="bfloat16"):
+        require(FP8, device=GPU, dtype=torch.float16)
+    require(FP8, device=GPU, tensor=3)
+    # 12,288 features of the MLP are 2,458 on a rank of five.
+    with pytest.raises(RequestError, match="multiples of 16"):
+        require(FP8, device=GPU, tensor=5)
+    require(INT8, device=CPU, tensor=5)
+
+
+def test_a_model_without_blocks_has_no_use_for_it():
+    with pytest.raises(RequestError, match="no effect"):
+        require(INT8, MMDiTConfig(depth=0, depth_single_blocks=0))
+
+
+def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
+    multiply = eight_bit_products._multiply_on_cpu
+    monkeypatch.setattr(eight_bit_products, "_multiply_on_cpu", lambda *given: multiply(*given) * 1.1)
+    with pytest.raises(HardwareError, match=r"a small product is off by \d+") as error:
+        require(INT8)
+    assert "exact" in error.value.hint
+
+
+def test_a_torch_without_the_kernel_is_refused(monkeypatch):
+    def missing(*_):
+        raise NotImplementedError("there is no such operator")
+
+    monkeypatch.setattr(eight_bit_products, "_multiply_on_cpu", missing)
+    with pytest.raises(HardwareError, match="no such operator"):
+        require(INT8)
+
+
+def test_all_layers_of_the_blocks_are_replaced_and_no_other():
+    model = transformer(hidden=64)
+    errors = in_8_bits(model)
+    replaced = [path for path, module in model.named_modules() if isinstance(module, ProductLinear)]
+    assert sorted(replaced) == sorted(linears_of_blocks(model.config))
+    assert len(errors) == len(replaced)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_an_evaluation_is_off_by_little_in_chunks_and_as_a_whole(chunk):
+    model = transformer(hidden=64)
+    exact = model(**inputs(model))
+    in_8_bits(model)
+    model.set_sequence_chunk(chunk)
+    rounded = model(**inputs(model))
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
+    assert all(module.last._rounded is None for module in model.modules() if isinstance(module, ProductLinear))
+
+
+def test_chunks_change_no_more_than_rounding():
+    model = transformer(hidden=64)
+    in_8_bits(model)
+    whole = model(**inputs(model))
+    model.set_sequence_chunk(5)
+    assert torch.allclose(model(**inputs(model)), whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_adapters_beside_the_layers_stay_exact(chunk):
+    """An adapter that takes away all of a layer leaves what rounding leaves of it."""
+    plain, model = transformer(hidden=64), transformer(hidden=64)
+    for path in linears_of_blocks(model.config):
+        weight = model.get_submodule(path).weight
+        plain.get_submodule(path).weight.mul_(2)
+        model.set_submodule(path, LowRankLinear(model.get_submodule(path), weight.clone(), torch.eye(len(weight))))
+    in_8_bits(model)
+    for each in (plain, model):
+        each.set_sequence_chunk(chunk)
+    expected = plain(**inputs(plain))
+    assert 0 < (model(**inputs(model)) - expected).norm() < 0.1 * expected.norm()
+
+
+def test_the_report_names_the_worst_layer():
+    report = LinearProductsReport.of(INT8, [ProductError("a", 0.03), ProductError("b", 0.04)])
+    assert report.relative_error == pytest.approx((0.5 * (0.03**2 + 0.04**2)) ** 0.5)
+    assert report.line() == "2 linear layers multiply in int8: sampled products are off by 3.54%, those of b by 4.00%"
