@@ -122,7 +122,8 @@ def rehearse(
 
 def _planned(settings: GenerateSettings, **options: Any) -> ExecutionPlan:
     with _disable_current_modes():
-        return make_plan(settings, **options).with_threads(by=None)
+        # On tensors without numbers no kernel can be tried.
+        return make_plan(settings, **options | {"tries_device": False}).with_threads(by=None)
 
 
 def _make(plan: ExecutionPlan, run: Run, turn: Rehearsal, *, encodes: bool, decodes: bool) -> None:

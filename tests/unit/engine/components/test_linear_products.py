@@ -19,8 +19,6 @@ from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.models.mmdit.blocks import linears_of_blocks, repeated_blocks
 
-pytestmark = pytest.mark.usefixtures("no_gradients")
-
 INT8, FP8 = LinearProducts.INT8, LinearProducts.FP8
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -28,7 +26,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 @pytest.fixture(autouse=True)
 def none_is_known():
     linear_products._why_unusable.cache_clear()
-    yield
+    with torch.no_grad():
+        yield
     linear_products._why_unusable.cache_clear()
 
 

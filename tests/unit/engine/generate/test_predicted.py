@@ -111,15 +111,15 @@ def test_products_in_8_bits_have_their_own_peak(kind: str, name: str) -> None:
     assert found[PRODUCTS] < 0.05 * plain[PRODUCTS]
     # Rounding and scaling are kernels of their own.
     assert found[TRAFFIC] > plain[TRAFFIC]
-    assert loading(planned(name, precision__linear=kind), gpu)[COPIES] < 0.65 * loading(planned(name), gpu)[COPIES]
+    assert loading(planned(name, precision__linear=kind), gpu)[COPIES] < 0.8 * loading(planned(name), gpu)[COPIES]
 
 
-def test_blocks_in_8_bits_take_half_the_time_to_come() -> None:
+def test_blocks_in_8_bits_take_less_time_to_come() -> None:
     gpu = gpu_of("4090")
     mapped = {"memory__offload": "blocks", "memory__resident_blocks": 2, "memory__host_weights": "mapped"}
     waited = evaluation(planned("4090", **mapped), gpu)[COPIES]
     in_8_bits = evaluation(planned("4090", **mapped, precision__linear="int8"), gpu)[COPIES]
-    # Modulation, a tenth of the weights, stays as it is.
+    # Modulation, a quarter of the weights, stays as it is.
     assert 0.5 * waited < in_8_bits < 0.65 * waited
 
 
