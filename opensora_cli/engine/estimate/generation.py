@@ -144,6 +144,9 @@ def estimate_generation(
     own += sum(size for _, size in kept)
     batch = offload.batch_size
     computed = batch * denoising.activations + workspace
+    if offload.linear is not LinearProducts.EXACT:
+        # Modulation alone is dequantized, before a block computes anything else.
+        computed = max(batch * denoising.activations, workspace)
     denoise = StageMemory(DENOISE, own, batch * denoising.data, computed, mapped, kept)
     stages = [text, denoise, decode]
     if sizes.has_draft:
