@@ -55,7 +55,8 @@ def features_of(linear: nn.Module) -> Callable[[Tensor, slice], Tensor]:
             return multiply
         a_RI, b_OR = inner.lora_a, inner.lora_b
         return lambda x, features: _with_low_rank(multiply(x, features), x, a_RI, b_OR[features])
-    weight, bias = linear.weight, linear.bias
+    weight: Tensor = linear.weight  # type: ignore[assignment]
+    bias: Tensor | None = linear.bias  # type: ignore[assignment]
     return lambda x, features: functional.linear(x, weight[features], None if bias is None else bias[features])
 
 

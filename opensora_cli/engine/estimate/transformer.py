@@ -77,8 +77,8 @@ def transformer_on_cpu(
         exact += [rest / _weight_bytes(block)] * stack.count
     if offload.in_8_bits:
         # What stays as it is may stay mapped, where ranks do not share it.
-        kept = [held.mapped * part for held, part in zip(files.blocks, exact, strict=True)]
-        still_mapped = 0 if offload.fp8_storage or tensor > 1 else round(sum(kept))
+        as_before = [held.mapped * part for held, part in zip(files.blocks, exact, strict=True)]
+        still_mapped = 0 if offload.fp8_storage or tensor > 1 else round(sum(as_before))
         return private + round(sum(slots)) - still_mapped, mapped + still_mapped
     streams = offload.mode is OffloadMode.BLOCKS
     kept = set(kept_blocks(len(slots), resident=offload.resident_blocks or 1)) if streams else set()
