@@ -5,6 +5,7 @@ import copy
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def _watched(
 ) -> Iterator[tuple[Trainer[ClipBatch], list[ClipBatch], EmptyPrompt]]:
     """Yield a trainer with everything on, its micro-batches, and the empty prompt."""
     settings = _settings(batch_size, changes)
-    batches, empty = encoded_batches(settings, _CPU)
+    batches, empty = _encoded(batch_size)
     with tempfile.TemporaryDirectory() as folder:
         watching = open_watching(
             settings, distribution=Distribution(_CPU), output=Path(folder), reporter=SilentReporter()
@@ -68,6 +69,11 @@ def _watched(
             yield trainer, batches, empty
         finally:
             watching.close()
+
+
+@cache
+def _encoded(batch_size: int) -> tuple[list[ClipBatch], EmptyPrompt]:
+    return encoded_batches(_settings(batch_size, {}), _CPU)
 
 
 def _settings(batch_size: int, changes: Mapping[str, str]) -> TrainSettings:
