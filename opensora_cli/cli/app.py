@@ -13,7 +13,18 @@ from typing import Annotated
 import typer
 
 import opensora_cli
-from opensora_cli.cli import bench_comm, ckpt, data, env_check, errors, generate, mem_profile, train, vae
+from opensora_cli.cli import (
+    bench_comm,
+    bench_generate,
+    ckpt,
+    data,
+    env_check,
+    errors,
+    generate,
+    mem_profile,
+    train,
+    vae,
+)
 from opensora_cli.cli.command import Command, Group
 from opensora_cli.cli.streams import guard_streams
 
@@ -30,6 +41,7 @@ app.command("generate", cls=generate.GenerateCommand)(generate.generate)
 app.command("train", cls=Command)(train.train)
 app.command("env-check", cls=Command)(env_check.env_check)
 app.command("mem-profile", cls=Command)(mem_profile.mem_profile)
+app.command("bench-generate", cls=Command)(bench_generate.bench_generate)
 app.command("bench-comm", cls=Command)(bench_comm.bench_comm)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")

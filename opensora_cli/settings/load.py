@@ -116,7 +116,7 @@ def load_generate_settings(
         # What comes from below it gives way.
         above = request.overrides if "sampling.fast" in request.overrides else given
         own = load_preset(preset, prompt="any") if "sampling.num_inference_steps" in above else settings
-        values = _few_evaluations(settings.sampling, without=own.sampling.num_inference_steps)
+        values = few_evaluations(settings.sampling, without=own.sampling.num_inference_steps)
         source = given["sampling.fast"].source
         given |= {key: Given(value, source) for key, value in values.items() if key not in above}
         settings = validate(GenerateSettings, given, below=below)
@@ -125,7 +125,7 @@ def load_generate_settings(
     return settings
 
 
-def _few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, object]:
+def few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, object]:
     """Return what `sampling.fast` stands for in a run that is otherwise asked for, and has so many steps `without`."""
     values: dict[str, object] = {"sampling.solver": Solver.AB2}
     if sampling.timesteps is None:

@@ -16,6 +16,7 @@ from opensora_cli.cli import options
 from opensora_cli.cli.app import _wait_without_spinning, app, main
 from opensora_cli.cli.command import unwrapped
 from opensora_cli.settings.bench_comm import BenchCommSettings
+from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, option_of
@@ -284,6 +285,7 @@ def test_help_of_generate_has_the_defaults(help_of) -> None:
     ("words", "settings", "flags"),
     [
         ("bench-comm", BenchCommSettings, {"--min-bytes": "min_bytes", "--iters": "iters", "--warmup": "warmup"}),
+        ("bench-generate", BenchGenerateSettings, {"--repeats": "repeats"}),
         ("data preview", PreviewSettings, {"--count": "count", "--seed": "seed"}),
     ],
 )

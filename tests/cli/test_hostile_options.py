@@ -59,6 +59,7 @@ REFUSED: dict[str, list[str]] = {
     "generate": ["sea", "--model", "demo", "--set", "nope.key=1"],
     "train": ["--config", "demo", "--set", "nope.key=1"],
     "mem-profile": ["--config", "demo", "--set", "nope.key=1"],
+    "bench-generate": ["sea", "--model", "demo", "--set", "nope.key=1"],
     "bench-comm": ["--gpus", "1"],
     "data cache": ["--config", "demo", "--set", "nope.key=1"],
     "vae reconstruct": ["gone.png", "--set", "nope.key=1"],

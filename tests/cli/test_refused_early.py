@@ -60,6 +60,12 @@ REQUESTS = [
     (3, ["vae", "reconstruct", "there.mp4", "-o", "run"], "there_reconstructed.mp4 exists already"),
     (3, ["vae", "stats", "gone.mp4"], "gone.mp4 does not exist"),
     (2, ["bench-comm", "--plot", "there.mp4"], "must end in .png"),
+    (
+        2,
+        ["bench-generate", "--model", "demo", "--try", "sampling.nope=1"],
+        "sampling.nope (from --try sampling.nope=1)",
+    ),
+    (2, ["bench-generate", "--model", "demo", "--set", "sampling.stop_at=2"], "stop_at=2 cannot be compared"),
     (2, ["mem-profile", "--set", "nope=1"], "nope (from --set) is not a setting"),
     (2, ["data", "cache", "--config", "demo_text"], "only mmdit has a use for a cache"),
     (3, ["data", "cache", "--config", "demo"], "has no vae.safetensors, t5, clip"),

@@ -173,4 +173,7 @@ def _with_few_ranks(argv: list[str], rng: random.Random) -> list[str]:
     # Without a number of ranks these start two.
     if argv[:1] in (["bench-comm"], ["env-check"]) and "--help" not in argv:
         argv += ["--gpus", "1"] if argv[0] == "bench-comm" else ["--no-all-reduce"]
+    # Of a whole video it makes several.
+    if argv[:1] == ["bench-generate"] and "--help" not in argv:
+        argv += ["--steps", "1", "--num-frames", "1"]
     return argv

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
@@ -20,6 +21,8 @@ from opensora_cli.core.reading import is_lack_of_memory
 
 GIB = 2**30
 _TF32_FROM = (8, 0)
+_FORGET_PEAK = Path("/proc/self/clear_refs")
+"""Linux: 5 makes the most that the process had what it has now."""
 
 # Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
 _NO_DEVICE_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
@@ -159,17 +162,26 @@ def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
     return {name: kind.fp32_precision == "tf32" for name, kind in kinds.items()}
 
 
-def start_peak_memory(device: torch.device) -> None:
-    """Begin to watch the peak that `peak_memory_gib` returns; without effect on a CPU."""
+def start_peak_memory(device: torch.device) -> bool:
+    """Begin to watch the peak that `peak_memory_gib` returns; False where only that since the process began is known.
+
+    Of a CPU's memory that takes Linux.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        _FORGET_PEAK.write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """Return the most memory that was in use, under the name of what it counts.
 
-    On CUDA that is `peak_allocated_gib`; on a CPU `peak_resident_gib` of the whole process since it began, mapped files
-    of weights included.
+    On CUDA that is `peak_allocated_gib`; on a CPU `peak_resident_gib` of the whole process, mapped files of weights
+    included; since `start_peak_memory`, or since the process began where that cannot be watched.
     """
     if device.type == "cuda":
         return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
@@ -186,9 +198,14 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process had at any time, mapped files included."""
+    """Return the most memory that this process had, mapped files included, as `peak_memory_gib` counts it."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
+    if sys.platform == "linux":
+        # Not by getrusage, which begins with what the process was a copy of.
+        peak = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        if peak is not None:
+            return int(peak[1]) * 1024
     import resource
 
     # Kilobytes on Linux, bytes on macOS.

@@ -50,7 +50,7 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
     """
     notes: list[str] = []
     try:
-        settings = _settings(request, notes)
+        settings = settings_early(request, notes)
         if settings is None:
             return
         for reference in settings.condition.references:
@@ -103,8 +103,11 @@ def refuse_sampled(overrides: Mapping[str, Given], saved: Mapping[str, object]) 
             )
 
 
-def _settings(request: GenerateRequest, notes: list[str]) -> GenerateSettings | None:
-    """Return the settings that a request means; None where that takes torch to know."""
+def settings_early(request: GenerateRequest, notes: list[str]) -> GenerateSettings | None:
+    """Return the settings that a request means; None where that takes torch to know.
+
+    What is noted of the files of settings is added to `notes`. Errors are those of `refuse_early`.
+    """
     latents = request.overrides.get("from_latents")
     latents = latents or request.overrides.get("resume")
     if latents is not None:

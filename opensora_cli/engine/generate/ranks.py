@@ -237,18 +237,18 @@ def shared_tiles(vae: Autoencoder) -> Iterator[SharedDecoder]:
         vae.decoder = decoder
 
 
-def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> None:
-    """Generate in processes of their own, of which the first prints; return when all are done.
+def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = (), command: str = "generate") -> None:
+    """Run a command in processes of their own, of which the first prints; return when all are done.
 
     The ranks read the validated settings from a file, and get the `flags` of the command line. Errors as `launch`.
     """
-    with log_folder("generate") as log_dir:
+    with log_folder(command) as log_dir:
         request = _ranks_to_start(settings, log_dir)
         saved, values = log_dir / "settings.json", settings.model_dump(mode="json")
         write_json_atomic(saved, {"schema": SIDECAR_SCHEMA, "settings": values})
         # In a file, these would give way to the environment.
         final = [f"--set={key}={_as_text(values, key)}" for key in sorted(MACHINE_KEYS)]
-        launch(request, ["generate", "--from", str(saved), *final, *flags])
+        launch(request, [command, "--from", str(saved), *final, *flags])
 
 
 def start_ranks_of_rows(settings: GenerateSettings, arguments: Sequence[str]) -> None:
@@ -334,6 +334,19 @@ def planned_on_ranks(
 ) -> Iterator[tuple[ExecutionPlan, Ranks]]:
     """Join the other ranks, and yield the plan on which all have agreed, for this rank's device.
 
+    Errors are those of `joined_to_generate` and of `plan_of_rank`.
+    """
+    with joined_to_generate(settings, context, reporter) as (agreed_settings, device):
+        plan = plan_of_rank(agreed_settings, device)
+        yield plan, Ranks(plan.mesh, device, plan.exchange)
+
+
+@contextmanager
+def joined_to_generate(
+    settings: GenerateSettings, context: RankContext, reporter: Reporter
+) -> Iterator[tuple[GenerateSettings, torch.device]]:
+    """Join the other ranks, and yield the settings on which all have agreed, and this rank's device.
+
     Rank 0's settings count; where they are not set, those of `context`.
 
     Raises:
@@ -345,13 +358,17 @@ def planned_on_ranks(
         settings = refined(settings, reporter=reporter)
     with joined(context, device_type=device_type(settings.runtime.device)) as device:
         settings = agreed(with_mode(settings, reporter) if context.is_main else settings)
-        hardware = rank_hardware(settings, device=str(device))
-        # All plan for the GPU with the least free memory.
-        hardware = replace(hardware, free_bytes=least(hardware.free_bytes))
-        plan = make_plan(settings, hardware=hardware)
         parallel = settings.parallel
         with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
-            yield plan, Ranks(plan.mesh, device, plan.exchange)
+            yield settings, device
+
+
+def plan_of_rank(settings: GenerateSettings, device: torch.device) -> ExecutionPlan:
+    """Return the plan for this rank's device; all ranks call it, and plan for the GPU with the least free memory.
+    Errors as `make_plan`.
+    """
+    hardware = rank_hardware(settings, device=str(device))
+    return make_plan(settings, hardware=replace(hardware, free_bytes=least(hardware.free_bytes)))
 
 
 def _as_text(values: Mapping[str, Any], key: str) -> str:

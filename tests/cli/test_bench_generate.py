@@ -1,0 +1,110 @@
+"""`osora bench-generate`: what it prints and writes, and its exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from imported_modules import modules_after
+
+from opensora_cli.cli.app import main
+
+SHORT = ["bench-generate", "--device", "cpu", "--num-frames", "5", "--steps", "4", "--model", "demo"]
+FEWER = ["--try", "sampling.num_inference_steps=2"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_help_and_wrong_requests_need_no_torch() -> None:
+    refused = ("--try x", "--try sampling.seed=1", "--try sampling.num_inference_steps=0", "--repeats 0")
+    modules = modules_after("bench-generate --help", *(f"bench-generate --model demo {flags}" for flags in refused))
+    assert "opensora_cli.cli.bench_generate" in modules
+    assert modules & {"torch", "transformers", "numpy"} == set()
+
+
+def test_the_demo_is_compared_and_nothing_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, *FEWER, "--try", "sampling.solver=euler", "--plot", "a.svg", "--json", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    document = json.loads(captured.out)
+    assert (document["schema"], document["prompt"]) == ("osora.bench-generate/1", "raining, sea")
+    assert [(row["name"], row["evaluations"]) for row in document["settings"]] == [
+        ("exact", 8),
+        ("sampling.num_inference_steps=2", 4),
+        ("sampling.solver=euler", 8),
+    ]
+    assert document["settings"][2]["without_effect"] == "sampling.solver is euler in the exact run, too"
+    assert document["files"] == {"plot": "a.svg"}
+    assert os.listdir() == ["a.svg"]
+
+    assert main([*SHORT, *FEWER, "--plot", "a.svg"]) == 3
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--try", "ab2_15"], 2, "did you mean ab2-15?"),
+        (["--try", "sampling.solvr=ab2"], 2, "did you mean sampling.solver?"),
+        (["--try", "sampling.seed=7"], 2, "sampling.seed decides what the video shows"),
+        (["--try", "sampling.num_inference_steps=0"], 2, "(from --try sampling.num_inference_steps=0)"),
+        (["--repeats", "0"], 2, "repeats=0 must be at least 1 (from --repeats)"),
+        (["--plot", "a.html"], 2, "plot=a.html must end in .png, .svg or .pdf"),
+        (["--plot", "/dev/null/a.png"], 3, "cannot write in /dev/null"),
+        (["--set", "sampling.num_samples=2"], 2, "sampling.num_samples=2 cannot be compared"),
+        (["--config", "gone.yaml"], 3, "gone.yaml does not exist"),
+        (["--ref", "gone.png"], 3, "gone.png does not exist"),
+        (["--device", "cuda:99"], 4, "device=cuda:99 is not there"),
+        (["--try", "runtime.attention=flash3"], 4, "flash3"),
+        (["--gpus", "2", "--set", "parallel.data_parallel_degree=2"], 2, "spreads the rows of --prompts"),
+        (["--gpus", "99", "--device", "cuda"], 4, "gpus=99, and this machine has"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_requests_have_exit_code_and_message(
+    args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench-generate", "--model", "demo", *args]) == code
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.split())
+    assert captured.out == ""
+
+
+@pytest.mark.slow
+def test_two_processes_compare_what_one_does() -> None:
+    command = [sys.executable, "-m", "opensora_cli", *SHORT, *FEWER, "--gpus", "2", "--json"]
+    done = subprocess.run([*command, "--plot", "a.svg"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["ranks"] == 2
+    exact, fewer = document["settings"]
+    assert exact["ran"]["devices"] == "Ulysses 2"
+    assert (exact["evaluations"], fewer["evaluations"]) == (8, 4)
+    assert 0 < fewer["psnr_db"] < 99
+    assert document["files"] == {"plot": "a.svg"}
+    assert os.listdir() == ["a.svg"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [[], ["--gpus", "2"]], ids=["one", "two"])
+def test_ctrl_c_leaves_what_was_measured(ranks: list[str]) -> None:
+    many = [word for steps in range(100, 200) for word in ("--try", f"sampling.num_inference_steps={steps}")]
+    command = [sys.executable, "-m", "opensora_cli", *SHORT, *FEWER, *many, "--json", *ranks]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "setting 3 of" in line and "warm up" not in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    document = json.loads(out)
+    assert not document["is_whole"]
+    assert [row["name"] for row in document["settings"]][:2] == ["exact", FEWER[1]]

@@ -1,0 +1,114 @@
+"""What `osora bench-generate --try` takes, and what it refuses."""
+
+import pytest
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.bench_generate import (
+    STANDARD,
+    BenchGenerateSettings,
+    benched_request,
+    layer_of,
+    read_tries,
+    refuse_unfit,
+    tried_settings,
+)
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import all_keys, validate
+from opensora_cli.settings.load import GenerateRequest, load_preset
+
+
+def test_a_try_is_a_name_or_settings_whose_values_may_be_lists() -> None:
+    typed = "sampling.solver=ab2, sampling.timesteps=1,0.9,0.5,0,sampling.num_inference_steps=3"
+    assert read_tries(["ab2-15", typed]) == {
+        "ab2-15": STANDARD["ab2-15"],
+        typed: {
+            "sampling.solver": "ab2",
+            "sampling.timesteps": "1,0.9,0.5,0",
+            "sampling.num_inference_steps": "3",
+        },
+    }
+
+
+def test_the_standard_set_has_fewer_steps_of_the_same_kind_and_fits_the_presets() -> None:
+    assert STANDARD["euler-15"]["sampling.solver"] == "euler"
+    for changes in STANDARD.values():
+        assert set(changes) <= set(all_keys(GenerateSettings))
+        load_preset("256px", prompt="sea").replace(changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "hint"),
+    [
+        ("ab2_15", "--try ab2_15 is no name of the standard set, and no setting", "did you mean ab2-15?"),
+        ("x", "--try x is no name", "there are euler-30, "),
+        ("sampling.solvr=ab2", "sampling.solvr (from --try sampling.solvr=ab2) is not a setting", "sampling.solver"),
+        ("sampling=1", "is a section", ""),
+        ("=1", "must be KEY=VALUE,KEY=VALUE, and has '=1'", ""),
+        ("sampling.solver=ab2,sampling.solver=heun", "gives sampling.solver twice", ""),
+        ("sampling.seed=7", "sampling.seed decides what the video shows", "--set sampling.seed=7"),
+        ("prompt=sea", "prompt decides what the video shows", ""),
+        ("video.num_frames=5", "video.num_frames decides what the video shows", ""),
+        ("video.resolution=256px", "video.resolution decides what the video shows", ""),
+        ("condition.references=a.png", "condition.references decides what the video shows", ""),
+        ("parallel.gpus=2", "parallel.gpus is the same for all runs", ""),
+        ("output.path=x", "output.path is the same for all runs", ""),
+    ],
+)
+def test_what_cannot_be_tried(text: str, problem: str, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_tries([text])
+    assert problem in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_the_same_twice_is_refused() -> None:
+    with pytest.raises(RequestError, match="--try euler-15 is given twice"):
+        read_tries(["euler-15", " euler-15"])
+
+
+def test_fast_stands_for_what_it_does_beside_this_run() -> None:
+    exact = load_preset("demo", prompt="sea").replace({"sampling.num_inference_steps": 40})
+    sampling = tried_settings(exact, STANDARD["fast"]).sampling
+    assert (sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of) == ("ab2", 15, 40)
+    own = tried_settings(exact, {"sampling.fast": "true", "sampling.num_inference_steps": "12"}).sampling
+    assert (own.solver, own.num_inference_steps, own.mean_guidance_of) == ("ab2", 12, 40)
+    assert tried_settings(exact, {"sampling.solver": "ab2"}) == exact.replace({"sampling.solver": "ab2"})
+
+
+def test_an_error_of_a_value_names_its_try() -> None:
+    given = {"prompt": Given("sea", "PROMPT"), **layer_of("a", {"sampling.num_inference_steps": "0"})}
+    with pytest.raises(RequestError, match=r"num_inference_steps=0 must be at least 1 \(from --try a\)"):
+        validate(GenerateSettings, given)
+
+
+def test_a_request_without_a_prompt_gets_one_and_names_no_file() -> None:
+    typed = {"output.path": Given("there.mp4", "a.yaml")}
+    request = benched_request(GenerateRequest(overrides=typed, environment={}))
+    assert request.overrides["prompt"].value == "raining, sea"
+    assert request.overrides["output.path"].value == "samples"
+    named = GenerateRequest(overrides={"prompt": Given("desert", "PROMPT")}, environment={})
+    assert benched_request(named).overrides["prompt"].value == "desert"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"sampling.num_samples": 2}, "sampling.num_samples=2"),
+        ({"sampling.stop_at": 3}, "sampling.stop_at=3"),
+        ({"from_latents": "a.safetensors"}, "from_latents=a.safetensors"),
+        ({"resume": "a.safetensors"}, "resume=a.safetensors"),
+        ({"output.explore": True, "sampling.stop_at": 3}, "sampling.stop_at=3"),
+    ],
+)
+def test_one_whole_video_is_compared(change: dict[str, object], problem: str) -> None:
+    settings = load_preset("demo", prompt="sea")
+    refuse_unfit(settings)
+    with pytest.raises(RequestError, match=f"{problem} cannot be compared"):
+        refuse_unfit(settings.replace(change))
+
+
+def test_repeats_are_positive() -> None:
+    assert BenchGenerateSettings().repeats == 1
+    with pytest.raises(ValueError, match="repeats"):
+        BenchGenerateSettings(repeats=0)
