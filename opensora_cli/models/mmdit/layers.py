@@ -138,15 +138,15 @@ def _rotated_heads(x_BNW: Tensor, scale_D: Tensor, rotary: Rotary) -> Tensor:
     of what went in divides what comes out.
     """
     width = scale_D.shape[0]
-    cos_BN1E, sin_BN1E = (each.transpose(1, 2) for each in rotary)
     x_BNHD = x_BNW.view(*x_BNW.shape[:-1], x_BNW.shape[-1] // width, width)
-    first, second = x_BNHD.chunk(2, dim=-1)
-    # sqrt(D) of the mean is in the table, too.
-    scale_of_first, scale_of_second = (scale_D * math.sqrt(width)).chunk(2)
-    rotated_BNHD = x_BNHD * torch.cat((cos_BN1E * scale_of_first, cos_BN1E * scale_of_second), dim=-1)
-    new_first, new_second = rotated_BNHD.chunk(2, dim=-1)
-    new_first.addcmul_(second, sin_BN1E * scale_of_second, value=-1)
-    new_second.addcmul_(first, sin_BN1E * scale_of_first)
+    x_BNH2E = x_BNHD.view(*x_BNHD.shape[:-1], 2, width // 2)
+    # The square root is that of the mean below.
+    scale_2E = (scale_D * math.sqrt(width)).view(2, width // 2)
+    cos_BN12E, sin_BN12E = (each.transpose(1, 2)[..., None, :] * scale_2E for each in rotary)
+    rotated_BNH2E = x_BNH2E * cos_BN12E
+    rotated_BNH2E[..., 0, :].addcmul_(x_BNH2E[..., 1, :], sin_BN12E[..., 1, :], value=-1)
+    rotated_BNH2E[..., 1, :].addcmul_(x_BNH2E[..., 0, :], sin_BN12E[..., 0, :])
+    rotated_BNHD = rotated_BNH2E.flatten(-2)
     lengths_BNH1 = torch.linalg.vector_norm(x_BNHD, dim=-1, keepdim=True, dtype=rotated_BNHD.dtype)
     rotated_BNHD.mul_(lengths_BNH1.square_().add_(width * NORM_EPS).rsqrt_())
     return rotated_BNHD.to(x_BNW.dtype).transpose(1, 2)
