@@ -39,7 +39,8 @@ def plain_forward(
     if model.cond_in is not None:
         latents = latents + model.cond_in(conditioning_BNK)
     text = model.txt_in(prompt_embeds_BLC)
-    vector = model.time_in(_sinusoids(timesteps_B)) + model.vector_in(pooled_prompt_embeds_BV)
+    times = _sinusoids(timesteps_B).to(packed_latents_BND.dtype)
+    vector = model.time_in(times) + model.vector_in(pooled_prompt_embeds_BV)
     text_ids = torch.zeros(position_ids_BN3.shape[0], text.shape[1], 3, device=text.device)
     rotary = _rotary(torch.cat((text_ids, position_ids_BN3), dim=1), model.config.axes_dim, model.config.theta)
     for double in model.double_blocks:
@@ -83,14 +84,15 @@ def plain_denoise(
 
 
 def _sinusoids(times_B: Tensor, width: int = 256) -> Tensor:
-    frequencies = 10000.0 ** -(torch.arange(width // 2, dtype=torch.float32) / (width // 2))
+    frequencies = 10000.0 ** -(torch.arange(width // 2, dtype=torch.float32, device=times_B.device) / (width // 2))
     angles = 1000.0 * times_B.float()[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def _rotary(ids_BN3: Tensor, axes_dim: Sequence[int], theta: float) -> Rotary:
     angles = [
-        ids_BN3[..., axis, None].float() * theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        ids_BN3[..., axis, None].float()
+        * theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=ids_BN3.device) / dim)
         for axis, dim in enumerate(axes_dim)
     ]
     angles_B1NE = torch.cat(angles, dim=-1)[:, None]

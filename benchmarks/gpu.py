@@ -1,0 +1,129 @@
+"""Measures on a GPU, in one call, what this project has only predicted, in the order of its worth.
+
+    python benchmarks/gpu.py --minutes 9 --out gpu.json
+    python benchmarks/gpu.py --tiny --device cpu --out gpu.json    # the same code with tiny sizes, on any machine
+
+Weights are random and of the released sizes: neither memory nor time depends on their values. The file is written
+after each figure, so that nothing is lost when the machine is taken away. A part that would not be done in time is
+skipped, and one that fails leaves its error, and what it had measured by then; the next part runs.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpu_bench import Bench, Row
+from gpu_parts import attention, denoising, evaluation, rates, settings
+from gpu_stages import collectives, decoding, limits, streaming, text, training
+
+from opensora_cli.core.files import write_json_atomic
+from opensora_cli.engine.components.hardware import release_memory, versions
+
+SCHEMA = "osora.bench.gpu/1"
+_MOST_TRACE = 2000
+
+
+class Part(NamedTuple):
+    """What can be named by `--part`."""
+
+    what: str
+    measure: Callable[[Bench], Iterator[Row]]
+    least_s: float
+    """Seconds that must be left for it to begin: what it is expected to take on an H100, which nobody has measured."""
+
+
+PARTS = {
+    "rates": Part("products of matrices and copies, by themselves", rates, 15),
+    "256px": Part("an evaluation of 256px, plain and ours", lambda bench: evaluation(bench, "256px"), 25),
+    "attention": Part("each attention that is there, at the lengths of 256px and 768px", attention, 20),
+    "settings": Part("an evaluation of 256px with compilation, 8 bits and the like", settings, 60),
+    "768px": Part("an evaluation of 768px, plain and ours", lambda bench: evaluation(bench, "768px"), 90),
+    "decoding": Part("decoding 256px and 768px", decoding, 40),
+    "denoising": Part("all steps of 256px, exact and fast", denoising, 60),
+    "streaming": Part("blocks that come from the host's memory, beside those that stay", streaming, 70),
+    "training": Part("a training step of blocks of the released width", training, 30),
+    "collectives": Part("links between GPUs, by osora bench-comm", collectives, 60),
+    "text": Part("T5 and CLIP", text, 30),
+    "limits": Part("768px within 16 GiB, 256px within 12, beside their plans", limits, 120),
+}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line says."""
+    parts = "\n".join(f"  {name:<12} {part.what}" for name, part in PARTS.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts; what would take longer is skipped")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the figures go; default: gpu.json")
+    return parser.parse_args(arguments)
+
+
+def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[], None]) -> None:
+    """Put what a part measures into its record, or why it does not, and `write` after each row."""
+    part, found = PARTS[name], list[Row]()
+    record |= {"part": name, "what": part.what, "status": "running", "rows": found}
+    if bench.left_s() < part.least_s:
+        left = f"{max(0.0, bench.left_s()):.0f} s were left, and it is to have {part.least_s:g}"
+        record |= {"status": "skipped", "reason": left}
+        return
+    start = time.perf_counter()
+    try:
+        for row in part.measure(bench):
+            found.append(row)
+            write()
+            print(f"{name:<12} {json.dumps(row)}", flush=True)
+        record["status"] = "done"
+    except Exception as error:
+        # Whatever it is, the next part is worth its time.
+        trace = traceback.format_exc()[-_MOST_TRACE:]
+        record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}", "traceback": trace}
+        print(f"{name:<12} failed: {error}", file=sys.stderr, flush=True)
+    record["seconds"] = round(time.perf_counter() - start, 3)
+    release_memory(bench.device)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts, and write the file after each; 1 where one of them failed."""
+    options = parse(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device: --device cpu --tiny tries the script", file=sys.stderr)
+        return 4
+    bench = Bench(device, tiny=options.tiny, minutes=options.minutes)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        "versions": versions(),
+        "cuda": torch.version.cuda,
+        "tiny": options.tiny,
+        "minutes": options.minutes,
+        "parts": [],
+    }
+
+    def write() -> None:
+        document["took_s"] = round(bench.took_s(), 1)
+        write_json_atomic(options.out, document)
+
+    with torch.inference_mode(), bench:
+        for name in options.part or PARTS:
+            document["parts"].append({})
+            run_part(name, bench, document["parts"][-1], write)
+            write()
+    print(f"wrote {options.out}")
+    return 1 if any(part["status"] == "failed" for part in document["parts"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

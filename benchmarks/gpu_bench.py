@@ -1,0 +1,170 @@
+"""What the parts of `gpu.py` share: sizes, plans, a transformer with random weights, and the clock."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any, Self
+
+import torch
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.hardware import GIB, release_memory
+from opensora_cli.engine.components.velocity import PromptEmbeds
+from opensora_cli.engine.estimate.generation_work import evaluation_work
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.mem_profile.measured_stages import random_transformer
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.settings.bench_generate import tried_settings
+from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.load import load_preset
+
+Row = dict[str, Any]
+
+TINY: Mapping[str, object] = {
+    "model.hidden_size": 64,
+    "model.num_heads": 2,
+    "model.axes_dim": (8, 12, 12),
+    "model.depth": 2,
+    "model.depth_single_blocks": 4,
+    "video.num_frames": 5,
+    "video.height": 64,
+    "video.width": 64,
+    "vae.block_out_channels": (32, 32, 64, 64),
+}
+ONE_BRANCH: Mapping[str, object] = {"sampling.guidance_scale": 1.0, "sampling.image_guidance_scale": 1.0}
+"""So that each step is one evaluation."""
+
+
+class Bench:
+    """One call of the benchmark, inside whose block a transformer may be kept from part to part."""
+
+    def __init__(self, device: torch.device, *, tiny: bool, minutes: float) -> None:
+        self.device, self.tiny = device, tiny
+        self.rates: dict[str, float] = {}
+        """Measured product rates, in TFLOP/s, by dtype."""
+        self._start = time.monotonic()
+        self._until = self._start + 60 * minutes
+        self._kept: tuple[object, MMDiT] | None = None
+        self._ends = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.release()
+
+    def left_s(self) -> float:
+        """Return the seconds that are left."""
+        return self._until - time.monotonic()
+
+    def took_s(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.monotonic() - self._start
+
+    def plan(self, preset: str, changes: Mapping[str, object] | None = None) -> ExecutionPlan:
+        """Return the plan of a preset, on this device, of 129 frames; no weights need be there."""
+        settings = load_preset(preset, prompt="raining, sea").replace(
+            {
+                "runtime.device": str(self.device),
+                # A CPU may have no fast products in bf16.
+                "runtime.dtype": "float32" if self.device.type == "cpu" else "bfloat16",
+                "memory.offload": "none",
+                "condition.mode": "t2v",
+                **(TINY if self.tiny else {}),
+            }
+        )
+        return make_plan(tried_settings(settings, changes or {})).with_threads()
+
+    def transformer(self, plan: ExecutionPlan) -> MMDiT:
+        """Return the transformer of a plan, random; that of the plan before if it is made of the same."""
+        offload, settings = plan.offload, plan.settings
+        compiled = getattr(settings, "compile", False)
+        form = settings.model, settings.precision, settings.memory, offload.mode, offload.resident_blocks, compiled
+        if self._kept is not None and self._kept[0] == form:
+            load.prepare(self._kept[1], plan)
+            return self._kept[1]
+        self.release()
+        transformer = random_transformer(plan)
+        load.prepare(transformer, plan)
+        if offload.mode is OffloadMode.BLOCKS:
+            load.stream(plan, transformer, self._ends, SilentReporter())
+        self._kept = form, transformer
+        return transformer
+
+    def release(self) -> None:
+        """Free the transformer."""
+        self._ends.close()
+        self._kept = None
+        release_memory(self.device)
+
+    def synchronized(self) -> float:
+        """Return the time when all that was asked of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def seconds(self, run: Callable[[], object], *, repeats: int = 3, warm: bool = True) -> float:
+        """Return the median of the seconds of a run, after one that warms up, if that is wanted."""
+        if warm:
+            run()
+        self._watch_peak()
+        found = []
+        for _ in range(repeats):
+            start = self.synchronized()
+            run()
+            found.append(self.synchronized() - start)
+        return median(found)
+
+    def peak_gib(self) -> float | None:
+        """Return the most that was allocated since what was timed last began; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return round(torch.cuda.max_memory_allocated(self.device) / GIB, 3)
+
+    def _watch_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def embeds(self, plan: ExecutionPlan) -> PromptEmbeds:
+        """Return random embeddings of two prompts."""
+        text, model, dtype = plan.settings.text, plan.settings.model, plan.hardware.dtype
+        return PromptEmbeds(
+            torch.randn(2, text.t5_max_length, model.context_in_dim, device=self.device, dtype=dtype),
+            torch.randn(2, model.vec_in_dim, device=self.device, dtype=dtype),
+        )
+
+    def evaluations(self, plan: ExecutionPlan, *, count: int = 3) -> list[float]:
+        """Return the seconds of so many evaluations, one to a step, of which the first warms up."""
+        transformer, embeds = self.transformer(plan), self.embeds(plan)
+        short = replace(plan, timesteps=plan.timesteps[: count + 1])
+        self._watch_peak()
+        times = [self.synchronized()]
+        sample_latents(
+            short, transformer, [embeds], None, seeds=[0], on_evaluation=lambda: times.append(self.synchronized())
+        )
+        return [after - before for before, after in pairwise(times)]
+
+    def tflops(self, plan: ExecutionPlan, seconds: float) -> dict[str, float]:
+        """Return the rate of an evaluation that took so long: as it is, and over the measured rate of products."""
+        text = plan.settings.text.t5_max_length
+        work = evaluation_work(mmdit_config(plan.settings.model), plan.video_tokens, text, plan.hardware.dtype)
+        rate = (work.product_flops + work.attention_flops) / seconds / 1e12
+        found = {"tflops": round(rate, 2)}
+        if product := self.rates.get(plan.hardware.dtype_name):
+            found["of_product_rate"] = round(rate / product, 4)
+        return found
+
+
+def tried(what: str, measure: Callable[[], Row]) -> Row:
+    """Return a row of a part, or one with the reason why there is none: the other rows are worth their time."""
+    try:
+        return {"what": what, **measure()}
+    except Exception as error:
+        return {"what": what, "failed": f"{type(error).__name__}: {str(error)[:300]}"}

@@ -1,0 +1,219 @@
+"""The parts of `gpu.py` about the transformer: rates, evaluations, attention, settings and whole runs."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from statistics import median
+
+import torch
+from gpu_bench import ONE_BRANCH, Bench, Row, tried
+from plain_mmdit import plain_forward
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.mem_profile.compare import attention_costs
+from opensora_cli.sampling.packing import position_ids
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import all_keys
+
+_SIDE, _TINY_SIDE = 8192, 64
+_COPIED = 2**30
+_PLAIN_BRANCHES = 3
+_LONG_S = 5.0
+"""Of an evaluation, against which what warms up is nothing."""
+_LEAST_S = 20.0
+"""For a setting to begin: compilation takes longest."""
+
+SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "as it is": {},
+    "attention math": {"runtime.attention": "math"},
+    "compiled": {"compile": True},
+    "fp8 products": {"precision.linear": "fp8"},
+    "int8 products": {"precision.linear": "int8"},
+    "compiled, fp8 products": {"compile": True, "precision.linear": "fp8"},
+    "weights stored in 8 bits": {"memory.fp8_storage": True},
+}
+"""With which an evaluation of 256px is timed; a setting that this version does not have is left out."""
+RUNS: Mapping[str, Mapping[str, object]] = {
+    "exact": {},
+    "euler, 30 steps": {"sampling.num_inference_steps": 30},
+    "fast": {"sampling.fast": True},
+}
+
+
+_TINY_RUN = {"sampling.num_inference_steps": 3}
+
+
+def rates(bench: Bench) -> Iterator[Row]:
+    """Yield how fast products and copies are, by themselves."""
+    side = _TINY_SIDE if bench.tiny else _SIDE
+    products = {
+        "float32": lambda: _product(bench, side, torch.float32),
+        "bfloat16": lambda: _product(bench, side, torch.bfloat16),
+        "float16": lambda: _product(bench, side, torch.float16),
+        "float8_e4m3fn": lambda: _fp8_product(bench, side),
+        "int8": lambda: _int8_product(bench, side),
+    }
+    for name, measure in products.items():
+        row = tried(f"products in {name}", measure)
+        bench.rates |= {name: row["tflops"]} if "tflops" in row else {}
+        yield row
+    size = _COPIED // 2**20 if bench.tiny else _COPIED
+    yield tried("copies in the device's memory", lambda: _copies(bench, size, pinned=None))
+    for pinned in (True, False):
+        where = "page-locked" if pinned else "pageable"
+        yield tried(f"copies from {where} memory of the host", partial(_copies, bench, size, pinned=pinned))
+
+
+def _product(bench: Bench, side: int, dtype: torch.dtype) -> Row:
+    left, right = (torch.randn(side, side, device=bench.device, dtype=dtype) for _ in range(2))
+    return _rate(bench.seconds(lambda: left @ right), side)
+
+
+def _fp8_product(bench: Bench, side: int) -> Row:
+    left, right = (torch.randn(side, side, device=bench.device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=bench.device)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    return _rate(bench.seconds(product), side)
+
+
+def _int8_product(bench: Bench, side: int) -> Row:
+    left, right = (torch.ones(side, side, device=bench.device, dtype=torch.int8) for _ in range(2))
+    return _rate(bench.seconds(lambda: torch._int_mm(left, right.t())), side)
+
+
+def _rate(seconds: float, side: int) -> Row:
+    return {"side": side, "seconds": seconds, "tflops": round(2 * side**3 / seconds / 1e12, 2)}
+
+
+def _copies(bench: Bench, size: int, *, pinned: bool | None) -> Row:
+    to = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    if pinned is None:
+        source, moved = torch.empty_like(to), 2 * size
+    else:
+        moved = size
+        source = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and bench.device.type == "cuda")
+    seconds = bench.seconds(lambda: to.copy_(source, non_blocking=True))
+    return {"bytes": size, "seconds": seconds, "gb_per_s": round(moved / seconds / 1e9, 2)}
+
+
+def evaluation(bench: Bench, preset: str) -> Iterator[Row]:
+    """Yield the seconds of an evaluation: ours, the plain one of a branch, and that of three branches in a batch."""
+    plan = bench.plan(preset, ONE_BRANCH)
+    ours = median(bench.evaluations(plan)[1:])
+    peak = bench.peak_gib()
+    sizes = {"preset": preset, "tokens": plan.video_tokens + plan.settings.text.t5_max_length}
+    attention = "none" if plan.attention is None else plan.attention.backend
+    planned = next(stage.total_bytes for stage in plan.stages if stage.name == "denoise")
+    yield {
+        "what": "ours",
+        **sizes,
+        "attention": attention,
+        "seconds": ours,
+        **bench.tflops(plan, ours),
+        "peak_gib": peak,
+        "planned_gib": round(planned / 2**30, 3),
+    }
+    for branches in (1, _PLAIN_BRANCHES):
+        row = tried(f"plain, {branches} branches", partial(_plain, bench, plan, branches, warm=ours < _LONG_S))
+        if "seconds" in row:
+            row["ours_is_faster"] = round(row["seconds"] / branches / ours, 3)
+        yield {**row, **sizes}
+    asked = bench.plan(preset)
+    each = asked.model_evaluations / (len(asked.timesteps) - 1)
+    yield {"what": "evaluations of a step", **sizes, "ours": each, "plain": _PLAIN_BRANCHES}
+
+
+def _plain(bench: Bench, plan: ExecutionPlan, branches: int, *, warm: bool) -> Row:
+    transformer, embeds, config = bench.transformer(plan), bench.embeds(plan), plan.settings.model
+    _, frames, rows, columns = plan.latent_shape
+    patch, dtype = config.patch_size, plan.hardware.dtype
+    ids = position_ids(1, frames, rows // patch, columns // patch, device=bench.device).expand(branches, -1, -1)
+    tokens = torch.randn(branches, plan.video_tokens, config.in_channels, device=bench.device, dtype=dtype)
+    channels = transformer.config.conditioning_channels
+    given = torch.zeros(branches, plan.video_tokens, channels, device=bench.device, dtype=dtype)
+
+    def run() -> torch.Tensor:
+        return plain_forward(
+            transformer,
+            tokens,
+            position_ids_BN3=ids,
+            timesteps_B=torch.full((branches,), 0.5, device=bench.device, dtype=dtype),
+            prompt_embeds_BLC=embeds.prompt_embeds_2LC[:1].expand(branches, -1, -1),
+            pooled_prompt_embeds_BV=embeds.pooled_prompt_embeds_2V[:1].expand(branches, -1),
+            conditioning_BNK=given,
+        )
+
+    seconds = bench.seconds(run, repeats=1, warm=warm)
+    return {"seconds": seconds, **bench.tflops(plan, seconds / branches), "peak_gib": bench.peak_gib()}
+
+
+def attention(bench: Bench) -> Iterator[Row]:
+    """Yield each attention at the lengths of both presets."""
+    for preset in ("256px", "768px"):
+        plan = bench.plan(preset)
+        model, tokens = plan.settings.model, plan.video_tokens + plan.settings.text.t5_max_length
+        for cost in attention_costs(plan.hardware, model, reporter=SilentReporter(), lengths=(tokens,)):
+            row: Row = {"what": cost.kind, "preset": preset, "tokens": tokens}
+            if cost.seconds is None:
+                yield row | {"skipped": cost.reason}
+            else:
+                rate = 4 * tokens**2 * model.hidden_size / cost.seconds / 1e12
+                yield row | {"seconds": cost.seconds, "bytes": cost.memory_bytes, "tflops": round(rate, 2)}
+
+
+def settings(bench: Bench) -> Iterator[Row]:
+    """Yield the seconds of an evaluation of 256px with each of `SETTINGS`."""
+    base: float | None = None
+    for name, changes in SETTINGS.items():
+        row = _left_out(bench, changes) or tried(name, partial(_evaluated, bench, changes))
+        if base is None:
+            base = row.get("seconds")
+        elif base is not None and "seconds" in row:
+            row["faster"] = round(base / row["seconds"], 3)
+        yield {"what": name, **row}
+
+
+def _left_out(bench: Bench, changes: Mapping[str, object]) -> Row | None:
+    unknown = sorted(set(changes) - set(all_keys(GenerateSettings)))
+    if unknown:
+        return {"skipped": f"this version has no setting {', '.join(unknown)}"}
+    return {"skipped": f"{bench.left_s():.0f} s were left"} if bench.left_s() < _LEAST_S else None
+
+
+def _evaluated(bench: Bench, changes: Mapping[str, object]) -> Row:
+    plan = bench.plan("256px", {**ONE_BRANCH, **changes})
+    first, *others = bench.evaluations(plan, count=4)
+    seconds = median(others)
+    peak = bench.peak_gib()
+    return {"first_s": first, "seconds": seconds, **bench.tflops(plan, seconds), "peak_gib": peak}
+
+
+def denoising(bench: Bench) -> Iterator[Row]:
+    """Yield the seconds of all steps of 256px, as many as the time allows."""
+    seconds = 0.0
+    for name, changes in RUNS.items():
+        left_out = _left_out(bench, changes)
+        if left_out is None and bench.left_s() < 2 * seconds:
+            left_out = {"skipped": f"{bench.left_s():.0f} s were left"}
+        row = left_out or tried(name, partial(_denoised, bench, changes))
+        seconds = max(seconds, row.get("seconds", 0.0))
+        yield {"what": name, **row}
+
+
+def _denoised(bench: Bench, changes: Mapping[str, object]) -> Row:
+    plan = bench.plan("256px", {**changes, **(_TINY_RUN if bench.tiny else {})})
+    transformer, embeds = bench.transformer(plan), bench.embeds(plan)
+    bench.evaluations(plan, count=1)
+    count = 0
+
+    def evaluated() -> None:
+        nonlocal count
+        count += 1
+
+    start = bench.synchronized()
+    sample_latents(plan, transformer, [embeds], None, seeds=[0], on_evaluation=evaluated)
+    return {"seconds": bench.synchronized() - start, "evaluations": count, "planned": plan.model_evaluations}

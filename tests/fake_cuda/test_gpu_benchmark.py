@@ -1,0 +1,49 @@
+"""The benchmark for a GPU on one that is not there: all that it asks of CUDA is asked once before it costs anything."""
+
+import json
+from contextlib import ExitStack
+from unittest import mock
+
+import gpu
+import gpu_bench
+import gpu_stages
+import pytest
+from fake_cuda.session import rehearsal
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opensora_cli.engine.estimate.generation_work import evaluation_work
+from opensora_cli.engine.generate.plan import make_plan
+
+
+def unfaked(function, **options):
+    """Return a function that counts on tensors of another kind."""
+
+    def run(*args):
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return run
+
+
+def rehearsed(tmp_path, name):
+    """Return the figures of a part on a fake GPU."""
+    out = tmp_path / "gpu.json"
+    with rehearsal(), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gpu_bench, "make_plan", unfaked(make_plan, tries_device=False)))
+        for module in (gpu_bench, gpu_stages):
+            stack.enter_context(mock.patch.object(module, "evaluation_work", unfaked(evaluation_work)))
+        gpu.main(["--tiny", "--out", str(out), "--part", name])
+    document = json.loads(out.read_text())
+    assert document["device"] == "fake H100"
+    [part] = document["parts"]
+    assert part["status"] == "done", part
+    assert [row for row in part["rows"] if "failed" in row] == []
+    return part["rows"]
+
+
+SLOW = ("256px", "768px")
+
+
+@pytest.mark.parametrize("name", ["rates", "attention", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_part_asks_a_gpu_for_what_it_may(tmp_path, name):
+    assert any("seconds" in row for row in rehearsed(tmp_path, name))
