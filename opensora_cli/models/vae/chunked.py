@@ -1,4 +1,4 @@
-"""The decoder over a clip of which only some frames are computed at a time, with the result of all at once.
+"""Encoder and decoder over a clip of which only some frames are computed at a time, with the result of all at once.
 
 A causal convolution needs the last frames of the chunk before, and the frame-causal attention the keys and values of
 all frames before. A group norm needs the mean and variance of the whole clip: so the clip passes layer by layer,
@@ -6,6 +6,7 @@ measured after one and normalised before the next, and is stored between them in
 is approximated; results differ by rounding alone.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
@@ -14,8 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, FrameCausalAttention, ResnetBlock, Upsample
+from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Downsample, FrameCausalAttention, ResnetBlock, Upsample
 from opensora_cli.models.vae.resample import CarriedFrames
+
+# Of the clip at the highest resolution, those that are computed at a time unless they are small: a multiple of what
+# any level halves time by.
+_FEW_FRAMES = 4
+_LEAST_VALUES = 2**18
 
 
 class StoredClip:
@@ -77,9 +83,17 @@ class StoredClip:
         # Frame by frame: a copy in fp32 of one is small, and the numbers do not depend on the length of the chunks.
         dtype = torch.promote_types(chunk_BCTHW.dtype, torch.float32)
         for frame_BCHW in chunk_BCTHW.unbind(2):
-            variance_BC, mean_BC = torch.var_mean(frame_BCHW.to(dtype), dim=(2, 3), correction=0)
+            variance_BC, mean_BC = _var_mean(frame_BCHW.to(dtype))
             self._variances_BC.append(variance_BC)
             self._means_BC.append(mean_BC)
+
+
+def _var_mean(frame_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+    if frame_BCHW.device.type != "cpu":
+        return torch.var_mean(frame_BCHW, dim=(2, 3), correction=0)
+    # There the one kernel takes ten times as long as these, which are vectorized.
+    mean_BC11 = frame_BCHW.mean(dim=(2, 3), keepdim=True)
+    return (frame_BCHW - mean_BC11).square_().mean(dim=(2, 3)), mean_BC11[:, :, 0, 0]
 
 
 def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
@@ -91,9 +105,25 @@ def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)
 
 
+def records_no_gradient(clip_BCTHW: Tensor, conv: CausalConv3d) -> bool:
+    """Whether nothing is trained through a model of which `conv` is a part."""
+    return not (clip_BCTHW.requires_grad or conv.conv.weight.requires_grad)
+
+
+def chunk_frames_for(shape: tuple[int, int, int, int], *, device: torch.device) -> int | None:
+    """Return how many frames are computed at a time where nobody says it; None: all.
+
+    `shape` is (B, C, H, W) of a frame between two layers at the highest resolution. A CPU computes in chunks as fast,
+    with half of the memory, unless they are so short that its calls take longer than its products.
+    """
+    if device.type != "cpu":
+        return None
+    return _FEW_FRAMES * max(1, math.ceil(_LEAST_VALUES / (_FEW_FRAMES * math.prod(shape))))
+
+
 @torch.no_grad()
-def decode_in_chunks(
-    latents_BCTHW: Tensor,
+def run_in_chunks(
+    clip_BCTHW: Tensor,
     *,
     conv_in: CausalConv3d,
     layers: Iterable[nn.Module],
@@ -103,22 +133,23 @@ def decode_in_chunks(
     store: torch.device,
     canvas: torch.device,
 ) -> Tensor:
-    """Return the pixels (B,out_channels,T,H,W) of projected latents, on the canvas; no gradient is recorded.
+    """Return what a decoder makes of projected latents, or an encoder of pixels, on the canvas; no gradient is recorded.
 
-    `layers` are those between `conv_in` and `norm_out`. A layer computes `chunk_frames` frames at a time; those that
-    upsample in time give up to twice as many. Between two layers the clip waits on `store`.
+    `layers` are those between `conv_in` and `norm_out`. A layer computes `chunk_frames` frames at a time, an even number
+    where one halves time; those that upsample in time give up to twice as many. Between two layers the clip waits on
+    `store`.
     """
-    clip = StoredClip(convolve(torch.split(latents_BCTHW, chunk_frames, dim=2), conv_in), store=store)
+    clip = StoredClip(convolve(torch.split(clip_BCTHW, chunk_frames, dim=2), conv_in), store=store)
     for stage in stages_of(layers):
         clip = StoredClip(run_stage(clip, stage, chunk_frames=chunk_frames, store=store), store=store)
     return last_stage(clip, norm_out, conv_out, canvas=canvas)
 
 
 def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Return the layers in stages, between which the clip is stored: upsamplings take chunks as they come."""
+    """Return the layers in stages, between which the clip is stored: resamplings take chunks as they come."""
     stages: list[list[nn.Module]] = []
     for layer in layers:
-        if isinstance(layer, Upsample):
+        if isinstance(layer, (Upsample, Downsample)):
             stages[-1].append(layer)
         else:
             stages.append([layer])
@@ -128,21 +159,24 @@ def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
 def run_stage(
     clip: StoredClip, stage: Sequence[nn.Module], *, chunk_frames: int, store: torch.device
 ) -> Iterator[Tensor]:
-    """Yield the chunks that a stage makes of a clip, which is drained; see `decode_in_chunks`."""
-    layer, *upsamplings = stage
+    """Yield the chunks that a stage makes of a clip, which is drained; see `run_in_chunks`."""
+    layer, *resamplings = stage
     if isinstance(layer, ResnetBlock):
         chunks = _resnet(clip, layer, store=store)
     elif isinstance(layer, FrameCausalAttention):
         chunks = _attend(clip, layer)
     else:
-        raise TypeError(f"{type(layer).__name__} is no layer of the decoder")
-    for upsampling in upsamplings:
-        chunks = _upsample(chunks, cast(Upsample, upsampling), chunk_frames)
+        raise TypeError(f"{type(layer).__name__} is no layer of the autoencoder")
+    for resampling in resamplings:
+        if isinstance(resampling, Downsample):
+            chunks = _joined(convolve(chunks, resampling.conv), chunk_frames)
+        else:
+            chunks = _upsample(chunks, cast(Upsample, resampling), chunk_frames)
     return chunks
 
 
 def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canvas: torch.device) -> Tensor:
-    """Return the pixels of a clip, which is drained; see `decode_in_chunks`."""
+    """Return what comes of a clip, which is drained; see `run_in_chunks`."""
     pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm), conv)
     return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
@@ -150,14 +184,18 @@ def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canv
 def convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
     """Yield what a convolution makes of the chunks of a clip."""
     carried = CarriedFrames()
-    for chunk_BCTHW in chunks:
-        yield conv(chunk_BCTHW, carried)
+    # Unlike a loop, map keeps none of the chunks while what comes of it is used.
+    for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried), chunks):
+        out_BCTHW = conv.convolve(padded_BCTHW)
+        del padded_BCTHW
+        yield out_BCTHW
+        del out_BCTHW
 
 
 def _norm_silu_conv(
     chunks: Iterable[Tensor], normalise: Callable[[Tensor], Tensor], conv: CausalConv3d
 ) -> Iterator[Tensor]:
-    return convolve((functional.silu(normalise(chunk), inplace=True) for chunk in chunks), conv)
+    return convolve(map(lambda chunk: functional.silu(normalise(chunk), inplace=True), chunks), conv)
 
 
 def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:
@@ -190,3 +228,14 @@ def _upsample(chunks: Iterable[Tensor], layer: Upsample, chunk_frames: int) -> I
     for chunk_BCTHW in chunks:
         for part_BCTHW in torch.split(chunk_BCTHW, max(1, chunk_frames // layer.time), dim=2):
             yield from torch.split(layer(part_BCTHW, carried), chunk_frames, dim=2)
+
+
+def _joined(chunks: Iterable[Tensor], chunk_frames: int) -> Iterator[Tensor]:
+    """Yield the chunks of a clip in longer ones, up to `chunk_frames`: many short calls take longer."""
+    waiting: list[Tensor] = []
+    for chunk_BCTHW in chunks:
+        if sum(each.shape[2] for each in waiting) + chunk_BCTHW.shape[2] > chunk_frames:
+            yield torch.cat(waiting, dim=2)
+            waiting.clear()
+        waiting.append(chunk_BCTHW)
+    yield torch.cat(waiting, dim=2)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder
-from opensora_cli.models.vae.chunked import decode_in_chunks
+from opensora_cli.models.vae.chunked import chunk_frames_for, records_no_gradient, run_in_chunks
 from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.models.vae.hunyuan_blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
 from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, check_tiles, tile_axes, tiled_pieces
@@ -139,12 +139,34 @@ class Encoder(nn.Module):
 
     def forward(self, pixels_BCTHW: Tensor) -> Tensor:
         """Return the moments (B,2*latent_channels,t,h,w), before their projection."""
+        device = pixels_BCTHW.device
+        batch, _, _, height, width = pixels_BCTHW.shape
+        frame = batch, self.conv_in.conv.out_channels, height, width
+        chunk_frames = chunk_frames_for(frame, device=device)
+        if chunk_frames is not None and records_no_gradient(pixels_BCTHW, self.conv_in):
+            return run_in_chunks(
+                pixels_BCTHW,
+                conv_in=self.conv_in,
+                layers=self.layers(),
+                norm_out=self.conv_norm_out,
+                conv_out=self.conv_out,
+                chunk_frames=chunk_frames,
+                store=device,
+                canvas=device,
+            )
         hidden_BCTHW = self.conv_in(pixels_BCTHW)
         for block in self.down_blocks:
             hidden_BCTHW = block(hidden_BCTHW)
         hidden_BCTHW = self.mid_block(hidden_BCTHW)
         out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
         return out
+
+    def layers(self) -> Iterator[nn.Module]:
+        """Yield the layers between the first and the last convolution."""
+        for block in self.down_blocks:
+            yield from (*block.resnets, *block.downsamplers)
+        first, last = self.mid_block.resnets
+        yield from (first, *self.mid_block.attentions, last)
 
 
 class Decoder(nn.Module):
@@ -161,6 +183,7 @@ class Decoder(nn.Module):
         )
         self.conv_norm_out = GroupNorm(groups, widths[-1], eps=NORM_EPS)
         self.conv_out = CausalConv3d(widths[-1], config.out_channels)
+        self._spatial_ratio = config.spatial_compression_ratio
 
     def forward(
         self,
@@ -172,8 +195,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return pixels (B,out_channels,T,H,W), about in [-1,1]; see `HunyuanVAE.decode`."""
         device = latents_BCTHW.device
+        if chunk_frames is None and records_no_gradient(latents_BCTHW, self.conv_in):
+            chunk_frames = self.chunk_frames_for(latents_BCTHW)
         if chunk_frames is not None:
-            return decode_in_chunks(
+            return run_in_chunks(
                 latents_BCTHW,
                 conv_in=self.conv_in,
                 layers=self.layers(),
@@ -188,6 +213,13 @@ class Decoder(nn.Module):
             hidden_BCTHW = block(hidden_BCTHW)
         out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
         return out.to(canvas or device)
+
+    def chunk_frames_for(self, latents_BCTHW: Tensor) -> int | None:
+        """Return how many frames are computed at a time where `chunk_frames` does not say it; None: all."""
+        batch, _, _, height, width = latents_BCTHW.shape
+        space = self._spatial_ratio
+        frame = batch, self.conv_out.conv.in_channels, height * space, width * space
+        return chunk_frames_for(frame, device=latents_BCTHW.device)
 
     def layers(self) -> Iterator[nn.Module]:
         """Yield the layers between the first and the last convolution."""

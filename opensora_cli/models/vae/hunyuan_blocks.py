@@ -5,7 +5,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.models.vae.group_norm import GroupNorm
-from opensora_cli.models.vae.resample import CarriedFrames, conv_of_upsampled, fast_layout, replicate_pad
+from opensora_cli.models.vae.resample import (
+    CarriedFrames,
+    conv_of_upsampled,
+    fast_layout,
+    onednn_conv3d,
+    replicate_pad,
+    runs_in_onednn,
+)
 
 NORM_EPS = 1e-6
 """Of every group norm of the released weights; a group norm spans all frames and positions of the clip."""
@@ -25,12 +32,23 @@ class CausalConv3d(nn.Module):
         self._padding = (side, side, side, side, kernel_size - 1, 0)
         self.conv = nn.Conv3d(in_channels, out_channels, kernel_size, stride)
 
-    def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
-        """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up.
+    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up."""
+        return self.convolve(self.pad(hidden_BCTHW))
 
-        The input may be the next chunk of a clip, after the one in `carried`, if the stride in time is 1.
+    def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
+        """Return the clip with its edges, for `convolve`.
+
+        It may be the next chunk of a clip, after the one in `carried`: a stride in time must divide all of them but the
+        last.
         """
-        out_BCTHW: Tensor = self.conv(replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried))
+        return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried)
+
+    def convolve(self, padded_BCTHW: Tensor) -> Tensor:
+        """Return what `forward` does, of what `pad` has made."""
+        if runs_in_onednn(padded_BCTHW, self.conv.weight):
+            return onednn_conv3d(padded_BCTHW, self.conv.weight, self.conv.bias, self.conv.stride)
+        out_BCTHW: Tensor = self.conv(padded_BCTHW)
         return out_BCTHW
 
 

@@ -2,9 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,27 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
         # Half the time of the default layout, in fp32 and bf16, forward and backward.
         return hidden_BCTHW.contiguous(memory_format=torch.channels_last_3d)
     return hidden_BCTHW
+
+
+def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
+    """Whether `onednn_conv3d` convolves: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
+    if type(clip_BCTHW) is not Tensor or clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
+        return False
+    is_recorded = torch.is_grad_enabled() and (clip_BCTHW.requires_grad or weight.requires_grad)
+    has_onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return has_onednn and weight.dtype is torch.float32 and not (is_recorded or torch.is_autocast_enabled("cpu"))
+
+
+def onednn_conv3d(
+    clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)
+) -> Tensor:
+    """Convolve without padding.
+
+    Of a single clip with few channels and rows (20,480 in all, with its frames), `torch.nn.functional.conv3d` copies
+    every neighbourhood instead: up to twelve times as long, in 27 times the memory of the clip.
+    """
+    out: Tensor = torch.mkldnn_convolution(clip_BCTHW, weight, bias, (0, 0, 0), stride, (1, 1, 1), 1)
+    return out
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -81,14 +104,47 @@ def conv_of_upsampled(
     factors = (time, space, space)
     is_start = carried is None or carried.is_empty
     padded_BCTHW = replicate_pad(fast_layout(hidden_BCTHW), (1, 1, 1, 1, 2 // time, 0), carried=carried)
+    kernels, bias = _folded(conv, factors)
+    convolve = onednn_conv3d if runs_in_onednn(padded_BCTHW, kernels) else functional.conv3d
+    phases_BPTHW = convolve(padded_BCTHW, kernels, bias)
+    del padded_BCTHW
+    out: Tensor = _InterleavePhases.apply(phases_BPTHW, factors, is_start)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Folded(NamedTuple):
+    """Kernels, what they were folded from, and what would have changed with it."""
+
+    storages: "list[weakref.ref[torch.UntypedStorage]]"
+    state: tuple[object, ...]
+    kernels: tuple[Tensor, Tensor | None]
+
+
+_FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
+"""Of convolutions whose weights are frozen, beside the modules: neither saved nor copied with them."""
+
+
+def _folded(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
+    """Return the kernels of all phases and their bias: those of frozen weights are kept until the weights change."""
+    given = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
+    if any(each.requires_grad or each.is_inference() for each in given):
+        return _fold(conv, factors)
+    # An operation in place makes a new version, and another tensor under the same name has a storage of its own.
+    state = factors, *((each._version, each.shape, each.stride(), each.storage_offset(), each.dtype) for each in given)
+    storages = [each.untyped_storage() for each in given]
+    known = _FOLDED.get(conv)
+    if known is None or known.state != state or [ref() for ref in known.storages] != storages:
+        known = _Folded([weakref.ref(each) for each in storages], state, _fold(conv, factors))
+        _FOLDED[conv] = known
+    return known.kernels
+
+
+def _fold(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
     weight = conv.weight
     # Sums of taps are rounded once, to the weight's own dtype, not at every addition.
     sum_dtype = torch.promote_types(weight.dtype, torch.float32)
-    kernels = _phase_kernels(weight.to(sum_dtype), factors).to(weight.dtype)
-    bias = None if conv.bias is None else conv.bias.repeat(math.prod(factors))
-    phases_BPTHW = functional.conv3d(padded_BCTHW, kernels, bias)
-    out: Tensor = _InterleavePhases.apply(phases_BPTHW, factors, is_start)  # type: ignore[no-untyped-call]
-    return out
+    kernels = fast_layout(_phase_kernels(weight.to(sum_dtype), factors).to(weight.dtype))
+    return kernels, None if conv.bias is None else conv.bias.repeat(math.prod(factors))
 
 
 def _phase_kernels(weight: Tensor, factors: tuple[int, int, int]) -> Tensor:
