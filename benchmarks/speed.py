@@ -24,6 +24,7 @@ from speed_loop import measure_block, measure_loop
 from speed_pairs import HEAD, Row
 from speed_start import measure_start
 from speed_train import measure_train
+from speed_vae import SIZES, measure_vae
 
 SCHEMA = "osora.bench.speed/1"
 
@@ -42,6 +43,7 @@ PARTS = {
     "train": Part("a training step with everything on, against a plain loop", measure_train),
     "busy": Part("the demo's command beside a busy process, in place of alone", measure_busy),
     "int8": Part("the same evaluation with precision.linear=int8, against plain and exact ones", measure_int8),
+    "vae": Part("the autoencoder, encode and decode, whole and in tiles: time and memory", measure_vae),
 }
 
 
@@ -56,6 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="that compute; default: torch's choice")
     parser.add_argument("--steps", type=int, default=50, help="of the loop")
     parser.add_argument("--tokens", type=int, default=8832, help="of the block, text included")
+    parser.add_argument("--pixels", type=int, action="append", choices=list(SIZES), help="of the vae; default: all")
     parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args(arguments)
 

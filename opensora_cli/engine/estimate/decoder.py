@@ -120,7 +120,7 @@ class FakeDecoder(nn.Module):
 def _stages(
     decoder: Decoder, counter: TensorBytes, chunk_frames: int | None, store: torch.device, canvas: torch.device
 ) -> Iterator[_Stage]:
-    """Yield what `chunked.decode_in_chunks` does, stage by stage; without chunks the decoder is one stage."""
+    """Yield what `chunked.run_in_chunks` does, stage by stage; without chunks the decoder is one stage."""
 
     def stored(like: Tensor, clip: _Clip) -> StoredClip:
         empty = partial(torch.empty, dtype=like.dtype, device=like.device)

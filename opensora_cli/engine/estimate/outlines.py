@@ -333,6 +333,11 @@ def _convolution(
     return torch.empty(shape, dtype=clip.dtype, device=_META, memory_format=layout)
 
 
+def _onednn_convolution(on_host: bool, clip: Tensor, weight: Tensor, bias: Any, *options: Any) -> Tensor:
+    padding, stride, dilation, groups = options
+    return _convolution(False, clip, weight, bias, stride, padding, dilation, False, [0, 0, 0], groups)
+
+
 def _arange(
     on_host: bool, *numbers: float, dtype: torch.dtype | None = None, device: torch.device, **_: object
 ) -> Tensor:
@@ -393,6 +398,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten.convolution.default: _convolution,
+    _aten.mkldnn_convolution.default: _onednn_convolution,
     _aten.replication_pad3d.default: _padding,
     _aten.upsample_nearest3d.default: _upsampled,
     _aten.arange.default: _arange,

@@ -17,11 +17,12 @@ from torch.nn import functional
 
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Downsample, FrameCausalAttention, ResnetBlock, Upsample
 from opensora_cli.models.vae.resample import CarriedFrames
+from opensora_cli.models.vae.tiling import joined_in_time
 
 # Of the clip at the highest resolution, those that are computed at a time unless they are small: a multiple of what
 # any level halves time by.
 _FEW_FRAMES = 4
-_LEAST_VALUES = 2**18
+_LEAST_VALUES = 2**17
 
 
 class StoredClip:
@@ -32,6 +33,8 @@ class StoredClip:
 
     def __init__(self, chunks: Iterable[Tensor], *, store: torch.device) -> None:
         self._chunks: deque[Tensor] = deque()
+        # Of as many frames each.
+        self._frames: list[int] = []
         self._means_BC: list[Tensor] = []
         self._variances_BC: list[Tensor] = []
         for chunk_BCTHW in chunks:
@@ -42,7 +45,7 @@ class StoredClip:
     @property
     def num_frames(self) -> int:
         """Frames of the whole clip."""
-        return len(self._means_BC)
+        return sum(self._frames)
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the chunks, back from the store."""
@@ -55,16 +58,18 @@ class StoredClip:
 
     def group_norm(self, norm: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
         """Return what does to a chunk what `norm` would do to the clip."""
-        # All channels of all frames have as many values, so that means of means are means, and the variance is that
-        # within them and that between them.
-        means_BGK, variances_BGK = (
-            torch.stack(values, dim=-1).view(len(values[0]), norm.num_groups, -1)
-            for values in (self._means_BC, self._variances_BC)
-        )
-        between_BG, mean_BG = torch.var_mean(means_BGK, dim=2, correction=0)
-        variance_BG = variances_BGK.mean(dim=2) + between_BG
-        group_size = norm.num_channels // norm.num_groups
-        mean_BC, variance_BC = (value.repeat_interleave(group_size, dim=1) for value in (mean_BG, variance_BG))
+        # The variance of a group is that within its parts, each as many times as it has frames, and that between them.
+        means_BCK, variances_BCK = (torch.stack(values, dim=-1) for values in (self._means_BC, self._variances_BC))
+        shares_K: Tensor | float = 1 / len(self._frames)
+        if len(set(self._frames)) > 1:  # not on a GPU, which would wait for these numbers
+            shares_K = torch.tensor(self._frames, dtype=means_BCK.dtype, device=means_BCK.device) / self.num_frames
+
+        def of_groups(values_BCK: Tensor) -> Tensor:
+            groups_BGK = (values_BCK * shares_K).sum(dim=-1).view(len(values_BCK), norm.num_groups, -1)
+            return groups_BGK.mean(dim=-1).repeat_interleave(norm.num_channels // norm.num_groups, dim=1)
+
+        mean_BC = of_groups(means_BCK)
+        variance_BC = of_groups(variances_BCK + (means_BCK - mean_BC.unsqueeze(-1)).square())
         weight, bias = norm.weight.to(mean_BC.dtype), norm.bias.to(mean_BC.dtype)
 
         def normalise(chunk_BCTHW: Tensor) -> Tensor:
@@ -80,20 +85,27 @@ class StoredClip:
         return normalise
 
     def _measure(self, chunk_BCTHW: Tensor) -> None:
-        # Frame by frame: a copy in fp32 of one is small, and the numbers do not depend on the length of the chunks.
         dtype = torch.promote_types(chunk_BCTHW.dtype, torch.float32)
-        for frame_BCHW in chunk_BCTHW.unbind(2):
-            variance_BC, mean_BC = _var_mean(frame_BCHW.to(dtype))
+        # Frame by frame where each is copied in fp32: one is small.
+        is_whole = chunk_BCTHW.device.type == "cpu" and chunk_BCTHW.dtype is dtype
+        parts = (chunk_BCTHW,) if is_whole else chunk_BCTHW.split(1, dim=2)
+        for part_BCTHW in parts:
+            variance_BC, mean_BC = _var_mean(part_BCTHW.to(dtype))
+            self._frames.append(part_BCTHW.shape[2])
             self._variances_BC.append(variance_BC)
             self._means_BC.append(mean_BC)
 
 
-def _var_mean(frame_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    if frame_BCHW.device.type != "cpu":
-        return torch.var_mean(frame_BCHW, dim=(2, 3), correction=0)
-    # There the one kernel takes ten times as long as these, which are vectorized.
-    mean_BC11 = frame_BCHW.mean(dim=(2, 3), keepdim=True)
-    return (frame_BCHW - mean_BC11).square_().mean(dim=(2, 3)), mean_BC11[:, :, 0, 0]
+def _var_mean(clip_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+    is_plain = type(clip_BCTHW) is Tensor and clip_BCTHW.device.type == "cpu"
+    if not (is_plain and clip_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)):
+        return torch.var_mean(clip_BCTHW, dim=(2, 3, 4), correction=0)
+    # There it is not vectorized, and takes ten times as long as the statistics of a batch norm.
+    means, variances = zip(
+        *(torch.batch_norm_update_stats(sample_1CTHW, None, None, 0.0) for sample_1CTHW in clip_BCTHW.split(1)),
+        strict=True,
+    )
+    return torch.stack(variances), torch.stack(means)
 
 
 def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
@@ -133,11 +145,11 @@ def run_in_chunks(
     store: torch.device,
     canvas: torch.device,
 ) -> Tensor:
-    """Return what a decoder makes of projected latents, or an encoder of pixels, on the canvas; no gradient is recorded.
+    """Return what a decoder makes of projected latents, or an encoder of pixels, on the canvas, without a gradient.
 
-    `layers` are those between `conv_in` and `norm_out`. A layer computes `chunk_frames` frames at a time, an even number
-    where one halves time; those that upsample in time give up to twice as many. Between two layers the clip waits on
-    `store`.
+    `layers` are those between `conv_in` and `norm_out`. A layer computes `chunk_frames` frames at a time, an even
+    number where one halves time; those that upsample in time give up to twice as many. Between two layers the clip
+    waits on `store`.
     """
     clip = StoredClip(convolve(torch.split(clip_BCTHW, chunk_frames, dim=2), conv_in), store=store)
     for stage in stages_of(layers):
@@ -201,9 +213,13 @@ def _norm_silu_conv(
 def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:
     inner = StoredClip(_norm_silu_conv(clip.chunks(), clip.group_norm(block.norm1), block.conv1), store=store)
     residuals = _norm_silu_conv(inner.drain(), inner.group_norm(block.norm2), block.conv2)
-    for residual_BCTHW, hidden_BCTHW in zip(residuals, clip.drain(), strict=True):
+
+    def add(residual_BCTHW: Tensor, hidden_BCTHW: Tensor) -> Tensor:
         shortcut_BCTHW = hidden_BCTHW if block.conv_shortcut is None else block.conv_shortcut(hidden_BCTHW)
-        yield residual_BCTHW.add_(shortcut_BCTHW)
+        return residual_BCTHW.add_(shortcut_BCTHW)
+
+    # Unlike a loop over both, map keeps none of the chunks while the next layer computes.
+    return map(add, residuals, clip.drain())
 
 
 def _attend(clip: StoredClip, layer: FrameCausalAttention) -> Iterator[Tensor]:
@@ -235,7 +251,7 @@ def _joined(chunks: Iterable[Tensor], chunk_frames: int) -> Iterator[Tensor]:
     waiting: list[Tensor] = []
     for chunk_BCTHW in chunks:
         if sum(each.shape[2] for each in waiting) + chunk_BCTHW.shape[2] > chunk_frames:
-            yield torch.cat(waiting, dim=2)
+            yield joined_in_time(waiting)
             waiting.clear()
         waiting.append(chunk_BCTHW)
-    yield torch.cat(waiting, dim=2)
+    yield joined_in_time(waiting)

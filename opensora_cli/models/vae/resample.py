@@ -23,16 +23,17 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
 
 def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
     """Whether `onednn_conv3d` convolves: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
-    if type(clip_BCTHW) is not Tensor or clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
+    if clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
+        return False
+    # Of others, such as torch's fake tensors, only outlines of a plan know the operation.
+    if type(clip_BCTHW) is not Tensor and not clip_BCTHW.is_meta:
         return False
     is_recorded = torch.is_grad_enabled() and (clip_BCTHW.requires_grad or weight.requires_grad)
     has_onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     return has_onednn and weight.dtype is torch.float32 and not (is_recorded or torch.is_autocast_enabled("cpu"))
 
 
-def onednn_conv3d(
-    clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)
-) -> Tensor:
+def onednn_conv3d(clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)) -> Tensor:
     """Convolve without padding.
 
     Of a single clip with few channels and rows (20,480 in all, with its frames), `torch.nn.functional.conv3d` copies
@@ -81,9 +82,32 @@ def replicate_pad(
         return hidden_BCTHW
     # Autocast on a CPU would run this plain copy in fp32 and cast forth and back.
     with without_autocast(hidden_BCTHW.device):
-        padded_BCTHW = functional.pad(hidden_BCTHW, padding, mode="replicate")
+        padded_BCTHW = _copied_with_edges(hidden_BCTHW, padding)
     if carried is not None:
         carried.exchange(padded_BCTHW, padding[4])
+    return padded_BCTHW
+
+
+def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int]) -> Tensor:
+    is_recorded = torch.is_grad_enabled() and hidden_BCTHW.requires_grad
+    channels_last = hidden_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)
+    if type(hidden_BCTHW) is not Tensor or hidden_BCTHW.device.type != "cpu" or is_recorded or not channels_last:
+        return functional.pad(hidden_BCTHW, padding, mode="replicate")
+    # Plain copies of rows: half the time of the kernel, which looks up where each value comes from.
+    sides = list(zip(padding[::2], padding[1::2], strict=True))[::-1]
+    shape = (size + sum(side) for size, side in zip(hidden_BCTHW.shape[2:], sides, strict=True))
+    padded_BCTHW = _empty((*hidden_BCTHW.shape[:2], *shape), like=hidden_BCTHW)
+    inner_BCTHW = padded_BCTHW
+    for axis, (before, _) in enumerate(sides, start=2):
+        inner_BCTHW = inner_BCTHW.narrow(axis, before, hidden_BCTHW.shape[axis])
+    inner_BCTHW.copy_(hidden_BCTHW)
+    # From the last axis to the first: each copies edges that those before have filled.
+    for axis, (before, after) in reversed(list(enumerate(sides, start=2))):
+        end = before + hidden_BCTHW.shape[axis]
+        if before:
+            padded_BCTHW.narrow(axis, 0, before).copy_(padded_BCTHW.narrow(axis, before, 1))
+        if after:
+            padded_BCTHW.narrow(axis, end, after).copy_(padded_BCTHW.narrow(axis, end - 1, 1))
     return padded_BCTHW
 
 

@@ -1,6 +1,7 @@
 """Decoding some frames at a time: the same pixels, in memory that does not grow with the clip."""
 
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.chunked import StoredClip, decode_in_chunks
+from opensora_cli.models.vae import chunked
+from opensora_cli.models.vae.chunked import StoredClip, run_in_chunks
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 
@@ -40,6 +42,15 @@ def small_vae(config=TILES, *, dtype=torch.float32):
     return vae
 
 
+def recorded(vae, name, clip, **arguments):
+    """What comes of all frames at once, as where gradients are recorded."""
+    vae.requires_grad_(True)
+    try:
+        return getattr(vae, name)(clip, **arguments).detach()
+    finally:
+        vae.requires_grad_(False)
+
+
 def latents_of(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
@@ -55,21 +66,54 @@ def latents_of(*shape, dtype=torch.float32):
 )
 def test_every_chunk_length_gives_the_same_pixels(dtype, tolerance, num_latent_frames, tiling):
     vae, latents = small_vae(dtype=dtype), latents_of(2, 4, num_latent_frames, 3, 6, dtype=dtype)
-    whole = vae.decode(latents, tiling=tiling)
+    whole = recorded(vae, "decode", latents, tiling=tiling)
+    assert_close(vae.decode(latents, tiling=tiling), whole, tolerance=tolerance)
     # The highest resolution has 1 + 4 (T-1) frames.
     for chunk_frames in {1, 2, num_latent_frames, 7, 99}:
-        chunked = vae.decode(latents, tiling=tiling, chunk_frames=chunk_frames)
-        assert chunked.shape == whole.shape
-        assert (chunked - whole).abs().max() <= tolerance * whole.abs().max()
+        in_chunks = vae.decode(latents, tiling=tiling, chunk_frames=chunk_frames)
+        assert in_chunks.shape == whole.shape
+        assert (in_chunks - whole).abs().max() <= tolerance * whole.abs().max()
+
+
+@pytest.mark.parametrize("tiling", [NO_TILING, Tiling(spatial=True, temporal=True)])
+@pytest.mark.parametrize("num_frames", [1, 5, 21])
+def test_a_clip_is_encoded_in_chunks_to_the_same_latents(num_frames, tiling):
+    vae = small_vae(dtype=torch.float64)
+    pixels = latents_of(2, 3, num_frames, 20, 12, dtype=torch.float64)
+    # Chunks of 4 frames and more than one of them, as with large pictures.
+    with mock.patch.object(chunked, "_LEAST_VALUES", 1):
+        latents = vae.encode(pixels, tiling=tiling)
+    assert_close(latents, recorded(vae, "encode", pixels, tiling=tiling), tolerance=1e-12)
+
+
+def test_chunks_are_longer_where_frames_are_small():
+    lengths = [chunked.chunk_frames_for((1, 16, size, size), device=CPU) for size in (8, 32, 64, 256)]
+    assert lengths == [128, 8, 4, 4]
+    assert chunked.chunk_frames_for((1, 16, 64, 64), device=ELSEWHERE) is None
+
+
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_without_gradients_a_cpu_needs_half_of_the_memory(name):
+    vae = small_vae()
+    clip = latents_of(1, 3, 17, 64, 64) if name == "encode" else latents_of(1, 4, 5, 16, 16)
+    peaks = []
+    with torch.no_grad():
+        for is_frozen in (False, True):
+            vae.requires_grad_(not is_frozen)
+            with TensorBytes() as counter:
+                getattr(vae, name)(clip)
+            peaks.append(counter.peak_bytes)
+    assert peaks[1] < 0.6 * peaks[0]
 
 
 def test_bf16_loses_no_more_in_chunks():
     latents = latents_of(1, 4, 5, 4, 4)
     exact = small_vae().decode(latents)
     vae = small_vae(dtype=torch.bfloat16)
-    whole, chunked = (vae.decode(latents.bfloat16(), chunk_frames=frames).float() for frames in (None, 2))
-    assert chunked.isfinite().all()
-    assert 0 < (chunked - exact).square().mean() < 1.2 * (whole - exact).square().mean()
+    whole = recorded(vae, "decode", latents.bfloat16()).float()
+    in_chunks = vae.decode(latents.bfloat16(), chunk_frames=2).float()
+    assert in_chunks.isfinite().all()
+    assert 0 < (in_chunks - exact).square().mean() < 1.2 * (whole - exact).square().mean()
 
 
 def test_a_norm_of_chunks_is_that_of_the_clip():
@@ -100,8 +144,8 @@ def test_a_chunk_has_a_frame():
 
 def test_a_layer_that_has_no_chunked_form_is_refused():
     decoder = small_vae().decoder
-    with pytest.raises(TypeError, match="Conv3d is no layer of the decoder"):
-        decode_in_chunks(
+    with pytest.raises(TypeError, match="Conv3d is no layer of the autoencoder"):
+        run_in_chunks(
             latents_of(1, 4, 2, 2, 2),
             conv_in=decoder.conv_in,
             layers=[nn.Conv3d(16, 16, 1)],

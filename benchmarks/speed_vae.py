@@ -1,0 +1,73 @@
+"""The part of `speed.py` about the autoencoder: encode and decode, in time and in memory."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from plain_vae import plain_decode, plain_encode
+from speed_pairs import Row, compared
+from torch import Tensor
+
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.tiling import Tiling
+
+GOALS = {"encode": 1.3, "decode": 1.5}
+MOST_MEMORY = 0.7
+_DEMO = HunyuanVAEConfig(
+    block_out_channels=(16, 32, 96),
+    layers_per_block=1,
+    norm_num_groups=4,
+    sample_size=32,
+    sample_tsize=16,
+    scale_factor=1.0,
+    spatial_compression_ratio=4,
+)
+# The released widths would take many minutes for a clip.
+_QUARTER = HunyuanVAEConfig(block_out_channels=(32, 64, 128, 128), norm_num_groups=8, sample_size=128, sample_tsize=16)
+SIZES = {64: ("demo", _DEMO), 256: ("released, 1/4 of widths", _QUARTER)}
+
+
+def measure_vae(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield random weights of two sizes, 17 and 33 frames, whole and in tiles; the note has the ratio of peak memory,
+    counted in tensors, and the relative error.
+    """
+    for pixels in options.pixels or SIZES:
+        name, config = SIZES[pixels]
+        torch.manual_seed(0)
+        vae = HunyuanVAE(config).requires_grad_(False).eval()
+        for num_frames in (17, 33):
+            clip = torch.rand(1, 3, num_frames, pixels, pixels) * 2 - 1
+            for tiling in (Tiling(), Tiling(spatial=True, temporal=True)):
+                tiles = f", tiles of {config.sample_size}px" if tiling.spatial else ""
+                # A long clip says enough in few pairs.
+                pairs = min(options.pairs, 3) if pixels > 64 else options.pairs
+                yield from _both(vae, clip, tiling, pairs=pairs, title=f"{name}, {num_frames}x{pixels}px{tiles}")
+
+
+@torch.inference_mode()
+def _both(vae: HunyuanVAE, clip_BCTHW: Tensor, tiling: Tiling, *, pairs: int, title: str) -> Iterator[Row]:
+    latents_BCTHW = vae.encode(clip_BCTHW, tiling=tiling)
+    for name, given, plain_way, our_way in (
+        ("encode", clip_BCTHW, plain_encode, vae.encode),
+        ("decode", latents_BCTHW, plain_decode, vae.decode),
+    ):
+        plain, ours = partial(plain_way, vae, given, tiling=tiling), partial(our_way, given, tiling=tiling)
+        (expected, plain_bytes), (actual, our_bytes) = _counted(plain), _counted(ours)
+        error = float((actual - expected).norm() / expected.norm())
+        memory = our_bytes / plain_bytes
+        yield compared(
+            f"{name} {title}",
+            plain,
+            ours,
+            pairs=pairs,
+            goal=GOALS[name],
+            note=f"memory {memory:.2f} (at most {MOST_MEMORY}), relative error {error:.1e}",
+            figures={"error": error, "memory": memory, "plain_bytes": plain_bytes, "bytes": our_bytes},
+        )
+
+
+def _counted(run: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    with TensorBytes() as counter:
+        return run(), counter.peak_bytes

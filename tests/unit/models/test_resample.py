@@ -1,0 +1,128 @@
+"""Convolutions without gradients: which kernels they are, and when those of an upsampling are folded."""
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+from closeness import assert_close
+from torch import nn
+from torch.nn import functional
+
+from opensora_cli.models.vae import resample
+from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
+from opensora_cli.models.vae.resample import onednn_conv3d, runs_in_onednn
+
+
+@pytest.fixture
+def folds():
+    with mock.patch.object(resample, "_fold", side_effect=resample._fold) as fold:
+        yield fold
+
+
+def frozen_upsample():
+    torch.manual_seed(0)
+    return Upsample(4, time=2, space=2).requires_grad_(False)
+
+
+def clip_of(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def expected(layer, clip):
+    """The convolution of the clip upsampled."""
+    wide = clip.repeat_interleave(2, dim=3).repeat_interleave(2, dim=4)
+    whole = torch.cat((wide[:, :, :1], wide[:, :, 1:].repeat_interleave(2, dim=2)), dim=2)
+    return layer.conv(whole).detach()
+
+
+def test_kernels_of_frozen_weights_are_folded_once(folds):
+    layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
+    for _ in range(3):
+        assert_close(layer(clip), expected(layer, clip), tolerance=1e-5)
+    with torch.inference_mode():
+        layer(clip)
+    assert folds.call_count == 1
+
+
+CHANGES = {
+    "in place": lambda layer: layer.conv.conv.weight.mul_(2),
+    "the bias in place": lambda layer: layer.conv.conv.bias.add_(1),
+    "averaged": lambda layer: torch._foreach_lerp_([layer.conv.conv.weight], [torch.ones(4, 4, 3, 3, 3)], 0.5),
+    "loaded": lambda layer: layer.load_state_dict({name: 2 * each for name, each in layer.state_dict().items()}),
+    "assigned": lambda layer: layer.load_state_dict(
+        {name: 2 * each for name, each in layer.state_dict().items()}, assign=True
+    ),
+    "data": lambda layer: setattr(layer.conv.conv.weight, "data", 2 * layer.conv.conv.weight.data),
+    "replaced": lambda layer: setattr(layer.conv.conv, "weight", nn.Parameter(torch.ones(4, 4, 3, 3, 3))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_kernels_are_folded_again_where_weights_change(folds, change):
+    layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
+    before = layer(clip)
+    with torch.no_grad():
+        CHANGES[change](layer)
+    layer.requires_grad_(False)
+    after = layer(clip)
+    assert folds.call_count == 2
+    assert not torch.allclose(before, after)
+    assert_close(after, expected(layer, clip), tolerance=1e-5)
+
+
+def test_kernels_have_the_dtype_of_the_weights(folds):
+    layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
+    layer(clip)
+    layer.double()
+    assert_close(layer(clip.double()), expected(layer, clip.double()), tolerance=1e-12)
+    assert folds.call_count == 2
+
+
+def test_kernels_of_trained_weights_are_not_kept(folds):
+    layer, clip = frozen_upsample().requires_grad_(True), clip_of(1, 4, 3, 4, 4)
+    layer(clip).sum().backward()
+    assert layer.conv.conv.weight.grad is not None
+    with torch.no_grad():
+        layer(clip)
+    assert folds.call_count == 2
+    assert layer.conv.conv not in resample._FOLDED
+
+
+def test_kept_kernels_are_no_part_of_the_module():
+    layer = frozen_upsample()
+    keys = set(layer.state_dict())
+    layer(clip_of(1, 4, 3, 4, 4))
+    assert set(layer.state_dict()) == keys
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.conv.conv not in resample._FOLDED
+    count = len(resample._FOLDED)
+    del layer, copied
+    assert len(resample._FOLDED) < count
+
+
+@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2), (1, 2, 2)])
+def test_onednn_convolves_alike(stride):
+    torch.manual_seed(0)
+    conv = CausalConv3d(4, 6, stride=stride).requires_grad_(False)
+    clip = clip_of(1, 4, 5, 7, 6)
+    with mock.patch.object(torch, "mkldnn_convolution", side_effect=torch.mkldnn_convolution) as convolve:
+        actual = conv(clip)
+    assert convolve.call_count == 1
+    padded = functional.pad(clip, (1, 1, 1, 1, 2, 0), mode="replicate")
+    wanted = functional.conv3d(padded.double(), conv.conv.weight.double(), conv.conv.bias.double(), stride)
+    assert_close(actual.double(), wanted, tolerance=1e-5)
+    assert_close(onednn_conv3d(padded, conv.conv.weight, conv.conv.bias, stride), actual)
+
+
+def test_torch_chooses_where_gradients_or_other_dtypes_are():
+    clip, weight = clip_of(1, 4, 3, 4, 4), clip_of(4, 4, 3, 3, 3)
+    assert runs_in_onednn(clip, weight)
+    assert not runs_in_onednn(clip, nn.Parameter(weight))
+    assert not runs_in_onednn(clip.double(), weight.double())
+    assert not runs_in_onednn(clip.to("meta"), weight.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not runs_in_onednn(clip, weight)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not runs_in_onednn(clip, weight)

@@ -1,0 +1,42 @@
+"""The benchmark of the autoencoder: the plain way computes the same, in more memory."""
+
+import pytest
+import speed_vae
+import torch
+from closeness import assert_close
+from plain_vae import plain_decode, plain_encode
+
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+
+SMALL = HunyuanVAEConfig(
+    latent_channels=4,
+    block_out_channels=(8, 8, 16),
+    layers_per_block=1,
+    norm_num_groups=4,
+    sample_size=16,
+    sample_tsize=16,
+    time_compression_ratio=4,
+    spatial_compression_ratio=4,
+)
+
+
+@pytest.mark.parametrize("tiling", [NO_TILING, Tiling(spatial=True)])
+def test_the_plain_autoencoder_is_ours(tiling: Tiling) -> None:
+    torch.manual_seed(0)
+    vae = HunyuanVAE(SMALL).requires_grad_(False)
+    pixels = torch.rand(1, 3, 5, 20, 12) * 2 - 1
+    with torch.inference_mode():
+        latents = vae.encode(pixels, tiling=tiling)
+        assert_close(latents, plain_encode(vae, pixels, tiling=tiling), tolerance=1e-5)
+        assert_close(vae.decode(latents, tiling=tiling), plain_decode(vae, latents, tiling=tiling), tolerance=1e-5)
+
+
+def test_rows_have_error_and_memory() -> None:
+    torch.manual_seed(0)
+    vae = HunyuanVAE(SMALL).requires_grad_(False)
+    rows = list(speed_vae._both(vae, torch.rand(1, 3, 17, 64, 64), NO_TILING, pairs=1, title="small"))
+    assert [row.name for row in rows] == ["encode small", "decode small"]
+    for row in rows:
+        assert 0 < row.figures["memory"] == row.figures["bytes"] / row.figures["plain_bytes"] <= speed_vae.MOST_MEMORY
+        assert 0 < row.figures["error"] < 1e-4
