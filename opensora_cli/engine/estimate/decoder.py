@@ -13,6 +13,8 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.chunked import StoredClip, convolve, last_stage, run_stage, stages_of
 from opensora_cli.models.vae.hunyuan import Decoder
+from opensora_cli.models.vae.hunyuan_blocks import Upsample
+from opensora_cli.models.vae.resample import folded_kernels
 
 
 class _Chunk(NamedTuple):
@@ -74,9 +76,9 @@ class FakeDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self._grid, self._channels, self._counter = vae.grid, vae.last_layer.out_channels, counter
-        self._chunk_frames, self._canvas = chunk_frames, canvas
+        self._chunk_frames, self._store, self._canvas = chunk_frames, store, canvas
         # In chunks only this one decodes.
-        self._stages = list(_stages(cast(Decoder, vae.decoder), counter, chunk_frames, store, canvas))
+        self._decoder = cast(Decoder, vae.decoder)
         self._known: dict[tuple[object, _Clip], tuple[int, _Clip]] = {}
         self._seen: dict[int, list[_Seen]] = {}
 
@@ -104,8 +106,11 @@ class FakeDecoder(nn.Module):
         return torch.empty(pixels, dtype=latents_BCTHW.dtype, device=self._canvas)
 
     def _run_all(self, latents_BCTHW: Tensor) -> Iterator[_Seen]:
-        clip = _Clip.of(torch.split(latents_BCTHW, self._chunk_frames or latents_BCTHW.shape[2], dim=2))
-        for stage in self._stages:
+        length = self._chunk_frames
+        if length is None and isinstance(self._decoder, Decoder):
+            length = self._decoder.chunk_frames_for(latents_BCTHW)
+        clip = _Clip.of(torch.split(latents_BCTHW, length or latents_BCTHW.shape[2], dim=2))
+        for stage in _stages(self._decoder, self._counter, length, self._store, self._canvas):
             peak_bytes, out = self._run(latents_BCTHW, stage, clip)
             yield _Seen(stage, clip, peak_bytes)
             clip = out
@@ -156,6 +161,9 @@ def _stages(
             chunks = run_stage(stored(like, clip), layers, chunk_frames=length, store=store)
             return StoredClip(chunks, store=store)
 
+        for layer in layers:
+            if isinstance(layer, Upsample):  # whose kernels are there already when the second clip comes
+                folded_kernels(layer.conv.conv, (layer.time, layer.space, layer.space))
         return counted(run)
 
     def last(like: Tensor, clip: _Clip) -> tuple[int, _Clip]:

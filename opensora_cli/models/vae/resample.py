@@ -128,7 +128,7 @@ def conv_of_upsampled(
     factors = (time, space, space)
     is_start = carried is None or carried.is_empty
     padded_BCTHW = replicate_pad(fast_layout(hidden_BCTHW), (1, 1, 1, 1, 2 // time, 0), carried=carried)
-    kernels, bias = _folded(conv, factors)
+    kernels, bias = folded_kernels(conv, factors)
     convolve = onednn_conv3d if runs_in_onednn(padded_BCTHW, kernels) else functional.conv3d
     phases_BPTHW = convolve(padded_BCTHW, kernels, bias)
     del padded_BCTHW
@@ -148,10 +148,10 @@ _FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
 """Of convolutions whose weights are frozen, beside the modules: neither saved nor copied with them."""
 
 
-def _folded(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
-    """Return the kernels of all phases and their bias: those of frozen weights are kept until the weights change."""
+def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
+    """Return the kernels of all phases and their bias: those of frozen weights on a CPU are kept until these change."""
     given = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
-    if any(each.requires_grad or each.is_inference() for each in given):
+    if any(each.device.type != "cpu" or each.requires_grad or each.is_inference() for each in given):
         return _fold(conv, factors)
     # An operation in place makes a new version, and another tensor under the same name has a storage of its own.
     state = factors, *((each._version, each.shape, each.stride(), each.storage_offset(), each.dtype) for each in given)
