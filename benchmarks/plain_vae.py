@@ -77,7 +77,7 @@ def _attend(layer: FrameCausalAttention, hidden_BCTHW: Tensor) -> Tensor:
     _, _, frames, height, width = hidden_BCTHW.shape
     tokens_BNC = layer.group_norm(hidden_BCTHW).flatten(2).transpose(1, 2)
     frame_N = torch.arange(frames).repeat_interleave(height * width)
-    mask_NN = torch.zeros(len(frame_N), len(frame_N)).masked_fill_(frame_N > frame_N[:, None], float("-inf"))
+    mask_NN = tokens_BNC.new_zeros(len(frame_N), len(frame_N)).masked_fill_(frame_N > frame_N[:, None], float("-inf"))
     q, k, v = (project(tokens_BNC).unsqueeze(1) for project in (layer.to_q, layer.to_k, layer.to_v))
     out_BNC = layer.to_out[0](functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_NN).squeeze(1))
     return hidden_BCTHW + out_BNC.transpose(1, 2).reshape(hidden_BCTHW.shape)

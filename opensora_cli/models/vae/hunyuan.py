@@ -164,7 +164,8 @@ class Encoder(nn.Module):
     def layers(self) -> Iterator[nn.Module]:
         """Yield the layers between the first and the last convolution."""
         for block in self.down_blocks:
-            yield from (*block.resnets, *block.downsamplers)
+            for stack in block.children():
+                yield from stack.children()
         first, last = self.mid_block.resnets
         yield from (first, *self.mid_block.attentions, last)
 

@@ -29,7 +29,7 @@ def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
     if type(clip_BCTHW) is not Tensor and not clip_BCTHW.is_meta:
         return False
     is_recorded = torch.is_grad_enabled() and (clip_BCTHW.requires_grad or weight.requires_grad)
-    has_onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    has_onednn: bool = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()
     return has_onednn and weight.dtype is torch.float32 and not (is_recorded or torch.is_autocast_enabled("cpu"))
 
 
