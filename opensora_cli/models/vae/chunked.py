@@ -88,7 +88,7 @@ class StoredClip:
         dtype = torch.promote_types(chunk_BCTHW.dtype, torch.float32)
         # Frame by frame where each is copied in fp32: one is small.
         is_whole = chunk_BCTHW.device.type == "cpu" and chunk_BCTHW.dtype is dtype
-        parts = (chunk_BCTHW,) if is_whole else chunk_BCTHW.split(1, dim=2)
+        parts = (chunk_BCTHW,) if is_whole else torch.split(chunk_BCTHW, 1, dim=2)
         for part_BCTHW in parts:
             variance_BC, mean_BC = _var_mean(part_BCTHW.to(dtype))
             self._frames.append(part_BCTHW.shape[2])
@@ -102,7 +102,7 @@ def _var_mean(clip_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
         return torch.var_mean(clip_BCTHW, dim=(2, 3, 4), correction=0)
     # There it is not vectorized, and takes ten times as long as the statistics of a batch norm.
     means, variances = zip(
-        *(torch.batch_norm_update_stats(sample_1CTHW, None, None, 0.0) for sample_1CTHW in clip_BCTHW.split(1)),
+        *(torch.batch_norm_update_stats(sample_1CTHW, None, None, 0.0) for sample_1CTHW in torch.split(clip_BCTHW, 1)),
         strict=True,
     )
     return torch.stack(variances), torch.stack(means)
