@@ -71,6 +71,7 @@ class GenerateSettings(Section):
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
+    compile: bool = Field(default=False, description="compile the transformer's blocks with torch.compile")
     precision: GenerationPrecisionSettings = GenerationPrecisionSettings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()
@@ -333,6 +334,13 @@ def _parallel_problems(settings: GenerateSettings) -> list[str]:
             f"runtime.device={settings.runtime.device} is one GPU, and parallel.gpus asks for more: use --devices"
         )
     tensor = parallel.tensor_parallel_degree or 1
+    if settings.compile and parallel.watch:
+        problems.append("parallel.watch=true does not go with compile=true, which would compile nothing: use one")
+    if settings.compile and tensor > 1:
+        problems.append(
+            f"compile=true does not go with parallel.tensor_parallel_degree={tensor}, whose layers talk to other "
+            "devices: use parallel.ulysses_degree, or compile=false"
+        )
     if model.num_heads % tensor:
         fitting = [str(degree) for degree in range(1, model.num_heads + 1) if model.num_heads % degree == 0]
         problems.append(

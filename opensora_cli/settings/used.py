@@ -58,6 +58,8 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     yield from (f"runtime.{name}" for name in ("prompt_cache", "prompt_cache_limit", *_unset(settings.runtime)))
     if not settings.loras:
         yield "loras"
+    if not settings.compile:
+        yield "compile"
     if not settings.picture.first:
         yield "picture"
     elif settings.picture.own_model:

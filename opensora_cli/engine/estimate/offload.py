@@ -168,17 +168,20 @@ def choose_offload(
     streamable: Streamable = _ALL,
     batch_size: int = 1,
     linear: LinearProducts = LinearProducts.EXACT,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> OffloadPlan:
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
     `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
-    transformer computes `batch_size` clips together, and multiplies its blocks as `linear` says.
+    transformer computes `batch_size` clips together, and of each `chunk_tokens` at a time, or fewer; its blocks multiply as
+    `linear` says.
     """
     plan = OffloadPlan(
         host_weights=memory.host_weights or host_weights,
         fp8_storage=memory.fp8_storage,
         linear=linear,
         batch_size=batch_size,
+        chunk_tokens=chunk_tokens,
     )
     most = int(budget * (1 - _HEADROOM))
 

@@ -250,6 +250,7 @@ class PlanDocument(Document):
             *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
             *([f"exchange  {self.exchange.line()}"] if self.exchange is not None else []),
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
+            *(["compile   the transformer's blocks, when they are first called"] if self._compiles() else []),
             f"offload   {'; '.join(self.offload.lines()) or 'none'}",
             f"peak      {gib_or_less(plan.peak_bytes)}{budget}",
             *(self.predicted.lines() if self.predicted is not None else ()),
@@ -258,6 +259,9 @@ class PlanDocument(Document):
             *(f"missing   {name}" for name in self._all_missing()),
             *self._first_files(),
         ]
+
+    def _compiles(self) -> bool:
+        return self.settings.compile and not self.plan.decodes_only
 
     def _all_missing(self) -> Iterable[str]:
         return dict.fromkeys((*(self.picture.missing_weights if self.picture else ()), *self.missing_weights))

@@ -22,6 +22,7 @@ _SAMPLED = frozenset(
         "draft",
         "picture",
         "precision.linear",
+        "compile",
         "runtime.attention",
         "output.save_state_every",
         "output.preview_every",

@@ -140,6 +140,8 @@ class Fitting:
             streamable=self.streamable,
             batch_size=1 if asked == AUTO else min(asked, self.clips),
             linear=self.settings.precision.linear,
+            # Compiled blocks compute all at once.
+            chunk_tokens=max(CHUNK_TOKENS, self._tokens) if self.settings.compile else CHUNK_TOKENS,
         )
         if asked == AUTO:
             most = min(self.clips, self._enough_clips) if self.sizes.mesh.size == 1 else 1
@@ -157,11 +159,15 @@ class Fitting:
         )
 
     @property
+    def _tokens(self) -> int:
+        """Of one clip and its text."""
+        _, *positions = self.sizes.latent_shape
+        return prod(positions) // self.settings.model.patch_size**2 + self.settings.text.t5_max_length
+
+    @property
     def _enough_clips(self) -> int:
         """Clips whose tokens together let matrix products run at full speed: more at a time gain nothing."""
-        _, *positions = self.sizes.latent_shape
-        tokens = prod(positions) // self.settings.model.patch_size**2 + self.settings.text.t5_max_length
-        return max(1, CHUNK_TOKENS // tokens)
+        return max(1, CHUNK_TOKENS // self._tokens)
 
     def stronger(self, offload: OffloadPlan, stage: str) -> OffloadPlan | None:
         """Return an offload under which `stage`, which ran out of memory, needs much less; None: there is none."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import Component, stamp_of
@@ -184,6 +185,8 @@ class LoadedModels:
             self._products = LinearProductsReport.of(plan.offload.linear, errors) if errors else None
             if self._products is not None:
                 record.reporter.note(f"8 bits: {self._products.line()}")
+            if plan.settings.compile:
+                compile_blocks(transformer, warn=record.reporter.warn)
             if plan.offload.mode is OffloadMode.BLOCKS:
                 with record.stage("offload"):
                     load.stream(plan, transformer, ends, record.reporter)
@@ -262,6 +265,7 @@ def _form(plan: ExecutionPlan, name: str) -> object:
         loras = tuple((lora.path, lora.scale, lora.sha256) for lora in plan.loras)
         made_of = (
             settings.model,
+            settings.compile,
             loras,
             offload.fp8_storage,
             offload.linear,

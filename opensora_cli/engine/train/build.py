@@ -11,6 +11,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
+from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.clip_cache import ClipCache, require_same_settings
@@ -26,12 +27,7 @@ from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.transformer import (
-    compile_blocks,
-    empty_transformer,
-    fill_parts,
-    new_transformer,
-)
+from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import linears_of_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget

@@ -12,9 +12,10 @@ from torch import Tensor
 
 def spans(length: int, size: int | None) -> Iterator[slice]:
     """Yield slices of at most `size` of `length` tokens (None: one slice of all); no tokens are one empty slice."""
-    length_or_one = max(length, 1)
-    step = size or length_or_one
-    return (slice(start, min(start + step, length)) for start in range(0, length_or_one, step))
+    if size is None or size >= length:
+        # Without `range`, for which torch.compile would compile each length anew.
+        return iter((slice(0, length),))
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def cut(whole: Tensor, span: slice, *, dim: int = 1) -> Tensor:

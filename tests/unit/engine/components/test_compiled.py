@@ -1,0 +1,207 @@
+"""Blocks that run compiled: the same numbers under the same names, and a way out where compiling fails."""
+
+import gc
+import weakref
+from copy import deepcopy
+
+import pytest
+import torch
+from tiny_transformer import assert_same, gradients, inputs, transformer
+from torch import fx
+from torch._dynamo.utils import counters
+
+from opensora_cli.engine.components.compiled import compile_blocks
+from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.streaming import stream_blocks
+from opensora_cli.models.attention.math import math
+from opensora_cli.models.linears import LowRankLinear
+from opensora_cli.models.mmdit.blocks import linears_of_blocks
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def velocity(model, **sizes):
+    given = inputs(model, batch=1, **sizes)
+    with torch.inference_mode():
+        return model(given.pop("packed_latents_BND"), **given)
+
+
+def _fails(graph: fx.GraphModule, examples: list[torch.Tensor]) -> None:
+    raise RuntimeError("no compiler\nat all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "checkpoints"), [("eager", True), ("aot_eager", False), ("aot_eager", True)])
+def test_compiled_blocks_have_the_same_gradients_and_names(backend, checkpoints):
+    plain = transformer()
+    expected = gradients(plain, inputs(plain))
+    model = transformer()
+    names = list(model.state_dict())
+    compile_blocks(model, warn=pytest.fail, backend=backend)
+    if checkpoints:
+        set_grad_checkpoint(model)
+    found = gradients(model, inputs(model))
+    assert list(model.state_dict()) == names
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    # One graph for each kind of block.
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+def test_the_second_run_of_a_shape_compiles_nothing():
+    model = transformer()
+    compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+    gradients(model, inputs(model))
+    before = counters["stats"]["unique_graphs"]
+    gradients(model, inputs(model, seed=1))
+    assert counters["stats"]["unique_graphs"] == before == 2
+
+
+@pytest.mark.slow
+def test_a_copy_is_compiled_too():
+    model = transformer()
+    compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+    gradients(deepcopy(model), inputs(model))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_for_each_kind():
+    plain = transformer()
+    expected = gradients(plain, inputs(plain))
+    model = transformer()
+    warnings: list[str] = []
+    compile_blocks(model, warn=warnings.append, backend=_fails)
+    for _ in range(2):
+        assert_same(gradients(model, inputs(model)), expected)
+    assert len(warnings) == 2
+    assert warnings[0].startswith("DoubleStreamBlock cannot be compiled and runs as it is: ")
+    assert warnings[1].startswith("SingleStreamBlock cannot be compiled")
+    assert "no compiler" in warnings[0]
+    assert "\n" not in warnings[0]
+
+
+def test_errors_of_the_block_itself_are_raised():
+    model = transformer()
+    compile_blocks(model, warn=lambda text: None, backend="eager")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.double_blocks[0](torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 3), (torch.zeros(1),) * 2)
+
+
+@pytest.mark.slow
+def test_compiled_code_computes_the_same():
+    plain = transformer()
+    expected = gradients(plain, inputs(plain))
+    model = transformer()
+    compile_blocks(model, warn=pytest.fail)
+    found = gradients(model, inputs(model))
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
+
+
+class _Untraceable:
+    """Attention that the compiler cannot look into, as that of several ranks."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, q, k, v):
+        self.calls += 1
+        torch._dynamo.graph_break()
+        return math(q, k, v)
+
+
+@pytest.mark.slow
+def test_seeds_prompts_sizes_and_reloading_compile_nothing_after_the_second_size(caplog):
+    """The first size has its own graph, the second one that is for all sizes."""
+    plain, first = transformer(), transformer()
+    compile_blocks(first, warn=pytest.fail, backend="eager")
+    for seed in range(3):
+        assert torch.equal(velocity(first, seed=seed), velocity(plain, seed=seed))
+    assert graphs() == 2
+    for tokens in (20, 30, 12, 25):
+        assert torch.equal(velocity(first, tokens=tokens), velocity(plain, tokens=tokens))
+        assert graphs() == 4
+    weights = [weakref.ref(weight) for weight in first.parameters()]
+    del first
+    caplog.clear()  # the compiler's traces
+    gc.collect()
+    assert not any(weight() is not None for weight in weights), "what is compiled holds no weights"
+    second = transformer()
+    compile_blocks(second, warn=pytest.fail, backend="eager")
+    assert torch.equal(velocity(second), velocity(plain))
+    assert graphs() == 4
+
+
+@pytest.mark.slow
+def test_attention_that_cannot_be_traced_breaks_no_graph_and_may_be_another_each_time():
+    plain, model = transformer(attention=math), transformer()
+    compile_blocks(model, warn=pytest.fail, backend="eager")
+    for seed in range(2):
+        attention = _Untraceable()
+        model.set_attention(attention)
+        assert model.double_blocks[0].attention is attention
+        assert torch.equal(velocity(model, seed=seed), velocity(plain, seed=seed))
+        assert attention.calls == 5
+        assert graphs() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True])
+def test_streamed_blocks_with_adapters_are_one_graph_of_each_kind(fp8):
+    models = transformer(), transformer()
+    for model in models:
+        if fp8:
+            for block in (*model.double_blocks, *model.single_blocks):
+                store_in_fp8(block)
+        generator = torch.Generator().manual_seed(3)
+        for path in linears_of_blocks(model.config):
+            base = model.get_submodule(path)
+            low = torch.randn(2, base.in_features, generator=generator), torch.randn(base.out_features, 2)
+            model.set_submodule(path, LowRankLinear(base, low[0], low[1].zero_() + 0.01))
+    plain, model = models
+    compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+    stacks = [model.double_blocks, model.single_blocks]
+    with stream_blocks(stacks, device="cpu", resident=2) as figures:
+        for seed in range(2):
+            torch.testing.assert_close(velocity(model, seed=seed), velocity(plain, seed=seed))
+    assert figures.copied_bytes > 0
+    assert graphs() == 2
+
+
+@pytest.mark.slow
+def test_few_tokens_at_a_time_run_as_they_are_with_one_warning_for_each_kind():
+    plain, model, warnings = transformer(), transformer(), []
+    compile_blocks(model, warn=warnings.append, backend="eager")
+    for size in (7, 5, None):
+        for each in (plain, model):
+            each.set_sequence_chunk(size)
+        assert torch.equal(velocity(model, tokens=16), velocity(plain, tokens=16))
+        assert graphs() == (2 if size is None else 0)
+    assert [warning.split(":")[0] for warning in warnings] == [
+        f"{kind} runs as it is, {size} tokens at a time"
+        for size in (7, 5)
+        for kind in ("DoubleStreamBlock", "SingleStreamBlock")
+    ]
+
+
+@pytest.mark.slow
+def test_more_sizes_than_the_compiler_takes_run_as_they_are_with_one_warning(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    plain, model = transformer(single=0), transformer(single=0)
+    warnings = []
+    compile_blocks(model, warn=warnings.append, backend="aot_eager_decomp_partition")
+    for tokens in (12, 13, 14):
+        torch.testing.assert_close(velocity(model, tokens=tokens), velocity(plain, tokens=tokens))
+    assert [warning.split(":")[0] for warning in warnings] == ["DoubleStreamBlock cannot be compiled and runs as it is"]
