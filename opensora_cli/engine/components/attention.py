@@ -1,10 +1,11 @@
-"""Which attention a run computes with: what was asked for, or the fastest that works, tried on the device first.
+"""Which attention a run computes with: what was asked for, or the fastest that works, tried and timed on the device.
 
 That a library is installed, and imports, says little: its kernels may be for another torch, GPU or dtype. So a backend
 counts as there when a small product on the run's device and in its dtype agrees with `math`.
 """
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,13 @@ from opensora_cli.core.attention import AttentionBackend
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.components.attention_times import (
+    AttentionShape,
+    AttentionTimes,
+    Clock,
+    RememberedTimes,
+    time_attention,
+)
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.settings.enums import AttentionChoice
 
@@ -37,6 +45,10 @@ class AttentionPlan(Document):
 
     backend: str
     reason: str
+    candidates: tuple[str, ...] = ()
+    """The backends that are timed when the run begins, of which `backend` is the one without that; none: it is
+    decided.
+    """
 
     def line(self) -> str:
         """Return it for people."""
@@ -56,19 +68,25 @@ class AttentionUse:
 
 
 def choose_attention(
-    choice: AttentionChoice, use: AttentionUse, *, setting: str, tries_device: bool = True
+    choice: AttentionChoice,
+    use: AttentionUse,
+    *,
+    setting: str,
+    tries_device: bool = True,
+    shape: AttentionShape | None = None,
 ) -> AttentionPlan:
     """Return what `choice`, of the setting of that name, means for a run.
 
-    `tries_device`: whether this process may use the device. If not, or if there is none, only what is installed is
-    looked at, and the processes that do use it choose for themselves.
+    With a `shape`, `auto` is what was the fastest for it in an earlier run, or is to be timed (`timed_attention`);
+    without, what is known to be fast. `tries_device`: whether this process may use the device. If not, or if there is
+    none, only what is installed is looked at, and the processes that do use it choose for themselves.
 
     Raises HardwareError if the backend needs a library that is not installed, or does not work on the device.
     """
     # A plan may be for a device that this machine does not have.
     tries_device = tries_device and (use.device.type != "cuda" or torch.cuda.is_available())
     if choice is AttentionChoice.AUTO:
-        return _best(use, tries_device=tries_device)
+        return _best(use, shape, tries_device=tries_device)
     kind = ATTENTION_KINDS[choice]
     library = kind.library
     on_cpu = kind.needs_cuda and use.device.type != "cuda"
@@ -88,19 +106,84 @@ def choose_attention(
     return AttentionPlan(backend=choice.value, reason="as set")
 
 
-def _best(use: AttentionUse, *, tries_device: bool) -> AttentionPlan:
-    if use.device.type != "cuda":
+def timed_attention(
+    planned: AttentionPlan,
+    use: AttentionUse,
+    shape: AttentionShape,
+    *,
+    note: Callable[[str], None],
+    clock: Clock = time.perf_counter,
+) -> AttentionPlan:
+    """Return the fastest of the candidates of `choose_attention`, which are timed now, once for all later runs.
+
+    `note` gets a line of a broken file of earlier times, which is written again.
+    """
+    if not planned.candidates:
+        return planned
+    remembered = RememberedTimes(shape, device=use.device, dtype=use.dtype)
+    times, problems = remembered.read(note), list[str]()
+    if times is None or times.fastest not in planned.candidates:
+        with _quietly():
+            times, problems = time_attention(planned.candidates, shape, device=use.device, dtype=use.dtype, clock=clock)
+        if not times.milliseconds:
+            reason = "; ".join(["auto: nothing could be timed", *problems])
+            return AttentionPlan(backend=planned.backend, reason=reason)
+        # Another process may have timed the same: the first one decides for all.
+        others = remembered.read()
+        if others is not None and others.fastest in planned.candidates:
+            times = others
+        else:
+            remembered.write(times)
+    return AttentionPlan(backend=times.fastest, reason="; ".join([_fastest(shape, times), *problems]))
+
+
+def _fastest(shape: AttentionShape, times: AttentionTimes) -> str:
+    return f"auto: the fastest here for {shape}: {times.line()}"
+
+
+def _candidates(use: AttentionUse) -> list[str]:
+    """Return what could be the fastest and needs no memory for pairs of tokens; of libraries those that are there."""
+    return [
+        name
+        for name, kind in ATTENTION_KINDS.items()
+        if kind.is_fused
+        and (kind.in_parts or not use.in_parts)
+        and (use.device.type == "cuda" or not kind.needs_cuda)
+        and (kind.library is None or kind.library.version() is not None)
+    ]
+
+
+def _best(use: AttentionUse, shape: AttentionShape | None, *, tries_device: bool) -> AttentionPlan:
+    names = _candidates(use)
+    if len(names) == 1:
         return AttentionPlan(backend="sdpa", reason="auto: torch's fused kernels; the others are for GPUs")
     if not tries_device:
         return AttentionPlan(backend="sdpa", reason="auto: unless something faster works on the device")
+    if shape is None:
+        return _known_to_be_fast(use)
+    times = RememberedTimes(shape, device=use.device, dtype=use.dtype).read()
+    if times is not None and times.fastest in names and why_unusable(times.fastest, use) is None:
+        return AttentionPlan(backend=times.fastest, reason=_fastest(shape, times))
+    problems = {name: why_unusable(name, use) for name in names if name != "sdpa"}
+    works = ("sdpa", *(name for name, problem in problems.items() if problem is None))
+    reasons = [problem for problem in problems.values() if problem is not None]
+    if len(works) == 1:
+        return AttentionPlan(backend="sdpa", reason="; ".join([_OF_TORCH, *reasons]))
+    timed = f"auto, unless another of {', '.join(works)} is faster: they are timed when the run begins"
+    return AttentionPlan(backend="sdpa", reason="; ".join([timed, *reasons]), candidates=works)
+
+
+_OF_TORCH = "auto: torch picks cuDNN's, flash or memory-efficient kernels by device and sizes"
+
+
+def _known_to_be_fast(use: AttentionUse) -> AttentionPlan:
     problems = []
     for name in better_than_sdpa(use.device):
         problem = why_unusable(name, use)
         if problem is None:
             return AttentionPlan(backend=name, reason=f"auto: {_ADVANTAGES[name]}, and agrees with math here")
         problems.append(problem)
-    chosen = "auto: torch picks cuDNN's, flash or memory-efficient kernels by device and sizes"
-    return AttentionPlan(backend="sdpa", reason="; ".join([chosen, *problems]))
+    return AttentionPlan(backend="sdpa", reason="; ".join([_OF_TORCH, *problems]))
 
 
 _ADVANTAGES = {
@@ -111,7 +194,7 @@ _ADVANTAGES = {
 
 
 def better_than_sdpa(device: torch.device) -> tuple[str, ...]:
-    """Return what `auto` takes on a CUDA device in place of `sdpa`, where it works, best first.
+    """Return what `auto` takes on a CUDA device in place of `sdpa` where nothing is timed, if it works, best first.
 
     Torch's own flash kernels are those of FlashAttention 2, and on Hopper and Blackwell of data centres torch prefers
     cuDNN's by itself.
@@ -130,7 +213,9 @@ def attention_stand_in(choice: AttentionChoice | str) -> AttentionBackend:
 @lru_cache(maxsize=64)
 def why_unusable(name: str, use: AttentionUse) -> str | None:
     """Return why a backend cannot be used, in a line; None: it can. It is tried once in a process."""
-    kind = ATTENTION_KINDS[name]
+    kind = ATTENTION_KINDS.get(name)
+    if kind is None:
+        return f"{name} is not a backend"
     if kind.library is not None and kind.library.version() is None:
         return f"{kind.library.distribution} is not installed"
     if kind.needs_cuda and use.device.type != "cuda":

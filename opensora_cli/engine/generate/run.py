@@ -17,6 +17,7 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.offload import ON_DEVICE
+from opensora_cli.engine.generate.chosen_attention import with_timed_attention
 from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
@@ -43,6 +44,7 @@ from opensora_cli.engine.generate.ranks import (
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_data_parallel, resolve_generate_settings
+from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
 from opensora_cli.engine.generate.work import Work
@@ -186,7 +188,7 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     files = [dataclasses.replace(sample_files(plan.settings, 0), latents=None)]
     saved = saved_samples(plan, files, None)
     run.origins.note(reporter)
-    plan = plan.with_threads(by=run.origins.threads)
+    plan = with_timed_attention(plan.with_threads(by=run.origins.threads), reporter)
     record = RunRecord(reporter, keeps_results=False)
     with computing(plan, reporter):
         [[video]] = make_videos([Work(plan, files, references, saved)], models, record, finish=finish)
@@ -299,7 +301,16 @@ def begin(plan: ExecutionPlan, run: Run, claims: Claims) -> Begun:
         refuse_pictures(plan, files)
     saved = saved_samples(plan, files, run.ranks)
     plan = plan.with_threads(by=run.origins.threads)
+    if files:
+        before = _attention_before(files) if run.is_main else None
+        plan = with_timed_attention(plan, run.reporter, before=before, agrees=run.ranks is not None)
     return Begun(Work(plan, files, references, saved, run.embeds, run.picture_embeds), chosen, tuple(kept))
+
+
+def _attention_before(files: Sequence[SampleFiles]) -> str | None:
+    """Return what computed the attention of the first latents that the run goes on from; None: of none, or unknown."""
+    begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
+    return open_latents(begun[0]).attention if begun else None
 
 
 def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:

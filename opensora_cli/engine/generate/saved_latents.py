@@ -21,6 +21,7 @@ from opensora_cli.settings.used import used_settings
 
 LATENTS_SCHEMA = "osora.latents/1"
 _KEY, _BEFORE_KEY, _PAST_KEY = "latents", "latents_before", "past"
+_ATTENTION = "attention"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -35,6 +36,8 @@ class SavedLatents:
     """Of what asked for them."""
     steps: int | None = None
     """Steps that they have been through, those of earlier segments included; None: all."""
+    attention: str | None = None
+    """The backend that computed it; None: an older version."""
 
     def read_segments(self) -> tuple[torch.Tensor, ...]:
         """Return the latents of each segment that was begun, as `read` does; all but the last are complete.
@@ -77,16 +80,20 @@ def save_latents(
     steps: int | None = None,
     before: Sequence[torch.Tensor] = (),
     past: Sequence[torch.Tensor] = (),
+    attention: str | None = None,
 ) -> None:
     """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError).
 
     `steps` are those that they have been through, None: all. `before` has the latents_CTHW of the segments that are
     complete, of a video that is extended; `past` what a solver or a step cache looks back at, of the same shape.
+    `attention` is the backend that computed it.
     """
     values = json.dumps(used_settings(settings))
     metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}
     if steps is not None:
         metadata[STEPS_KEY] = str(steps)
+    if attention is not None:
+        metadata[_ATTENTION] = attention
     tensors = {_KEY: latents_CTHW.detach().cpu().contiguous()}
     for key, latents in ((_BEFORE_KEY, before), (_PAST_KEY, past)):
         if latents:
@@ -110,7 +117,8 @@ def open_latents(path: str | Path) -> SavedLatents:
             raise CheckpointError(
                 f"{path} holds no latents of osora: {plain(str(error))}", hint=LATENTS_HINT
             ) from error
-        return SavedLatents(path, _settings_in(path, metadata), metadata.get(REQUEST_KEY) or None, steps)
+        settings, request, attention = _settings_in(path, metadata), metadata.get(REQUEST_KEY), metadata.get(_ATTENTION)
+        return SavedLatents(path, settings, request or None, steps, attention)
 
 
 @contextmanager

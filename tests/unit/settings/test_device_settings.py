@@ -46,6 +46,11 @@ def test_contradictions(given, message):
     ("changes", "message"),
     [
         ({"parallel.gpus": 5, "parallel.tensor_parallel_degree": 5}, "must divide model.num_heads=4: use 1, 2 or 4"),
+        (
+            {"compile": "true", "parallel.gpus": 2, "parallel.tensor_parallel_degree": 2},
+            "compile=true does not go with parallel.tensor_parallel_degree=2",
+        ),
+        ({"compile": "true", "parallel.watch": "true"}, "parallel.watch=true does not go with compile=true"),
         ({"parallel.gpus": 8, "parallel.ulysses_degree": 8}, "must be at most the 4 heads"),
         ({"parallel.gpus": 2, "runtime.device": "cuda:1"}, "is one GPU"),
         ({"parallel.devices": "0,2", "runtime.device": "cpu"}, "both name devices"),

@@ -30,6 +30,7 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
                 *(
                     "parallel",
                     "loras",
+                    "compile",
                     "from_latents",
                     "output.overwrite",
                     "vae.dc_ae",

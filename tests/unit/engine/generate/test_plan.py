@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers
+from shared_models import plan_without_estimate
 from tiny_world import dc_ae_settings, demo_settings, released_settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,6 +42,17 @@ def released_preset(tmp_path, **changes):
     overrides = {"prompt": "raining, sea", "runtime.weights": str(tmp_path / "none"), **changes}
     given = {key: Given(value, "the test") for key, value in overrides.items()}
     return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.OPEN_SORA_V2)
+
+
+@pytest.mark.usefixtures("large_gpu")
+def test_compiled_blocks_compute_all_tokens_at_once(tmp_path):
+    compiled = plan_without_estimate(released_preset(tmp_path, compile="true"))
+    assert compiled.offload.chunk_tokens == compiled.video_tokens + 512 == 8828
+    line = "compile   the transformer's blocks, when they are first called"
+    assert line in PlanDocument.of(compiled).lines()
+    plain = plan_without_estimate(released_preset(tmp_path))
+    assert plain.offload.chunk_tokens == 8192
+    assert line not in PlanDocument.of(plain).lines()
 
 
 @pytest.mark.usefixtures("large_gpu")
