@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from wire_formulas import update_bytes
 
+from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, use_fp8_linears
 from opensora_cli.engine.train.ranks import mesh_shape
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
-from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit import MMDiT

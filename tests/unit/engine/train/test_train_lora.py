@@ -16,8 +16,8 @@ from opensora_cli.checkpoint.formats.peft import open_peft, require_peft
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.lora import add_lora, save_lora
-from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit import MMDiT
