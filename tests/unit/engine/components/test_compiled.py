@@ -152,7 +152,7 @@ def test_attention_that_cannot_be_traced_breaks_no_graph_and_may_be_another_each
         attention = _Untraceable()
         model.set_attention(attention)
         assert model.double_blocks[0].attention is attention
-        assert torch.equal(velocity(model, seed=seed), velocity(plain, seed=seed))
+        torch.testing.assert_close(velocity(model, seed=seed), velocity(plain, seed=seed))
         assert attention.calls == 5
         assert graphs() == 2
 
