@@ -173,8 +173,8 @@ def choose_offload(
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
     `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
-    transformer computes `batch_size` clips together, and of each `chunk_tokens` at a time, or fewer; its blocks multiply as
-    `linear` says.
+    transformer computes `batch_size` clips together, and of each `chunk_tokens` at a time, or fewer; its blocks
+    multiply as `linear` says.
     """
     plan = OffloadPlan(
         host_weights=memory.host_weights or host_weights,
