@@ -37,7 +37,7 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
     for stack in repeated_blocks(transformer.config):
         blocks = list(transformer.get_submodule(stack.module_path).children())
         for plain in {type(block) for block in blocks}:
-            compiled = _compiled_class(plain, backend)
+            compiled = _compiled_class(plain, backend)  # type: ignore[arg-type]  # classes have hashes
             compiled.warn = staticmethod(warn)  # type: ignore[attr-defined]  # of a class that is made here
             for block in blocks:
                 if type(block) is plain:
@@ -121,6 +121,7 @@ def _attention_operator() -> AttentionFn:
 
     def transposed(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
         # Tokens lie before heads, as most kernels have them.
-        return attention(q_BHND, k_BHND, v_BHND).transpose(1, 2)
+        out_BNHD: Tensor = attention(q_BHND, k_BHND, v_BHND)
+        return out_BNHD.transpose(1, 2)
 
     return transposed

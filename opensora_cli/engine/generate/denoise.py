@@ -238,7 +238,7 @@ class _Saver:
                 steps=steps,
                 before=self._before,
                 past=past,
-                attention=self._plan.attention and self._plan.attention.backend,
+                attention=None if self._plan.attention is None else self._plan.attention.backend,
             )
 
     def _save_last(self) -> None:
