@@ -15,7 +15,7 @@ from pathlib import Path
 from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.hardware import GIB
-from opensora_cli.engine.estimate.predicted_time import PredictedTime, Seconds, added, times, total
+from opensora_cli.engine.estimate.predicted_time import TRAFFIC, PredictedTime, Seconds, added, times, total
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
@@ -48,14 +48,17 @@ class Published:
     resolution: str
     gpus: int
     seconds: float
+    traffic_gb: float
+    """That an evaluation moves in memory but for products and attention, counted of blocks that are computed as there:
+    heads are normalised and rotated in copies of fp32, and nothing is added in the pass that multiplies it."""
 
 
 PUBLISHED = (
-    Published("256px", 1, 60),
-    Published("768px", 1, 1656),
-    Published("768px", 2, 863),
-    Published("768px", 4, 466),
-    Published("768px", 8, 276),
+    Published("256px", 1, 60, 305.6),
+    Published("768px", 1, 1656, 2650.2),
+    Published("768px", 2, 863, 1606.6),
+    Published("768px", 4, 466, 923.9),
+    Published("768px", 8, 276, 582.6),
 )
 FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
 """Of all pairs that to which the efficiencies are fitted with the smallest error of the other three."""
@@ -74,10 +77,11 @@ def plan_on(resolution: str, machine: str, *, ring: bool = False) -> ExecutionPl
 def of_reference(time: Published, gpu: GpuSettings) -> float:
     """Return what is predicted for the reference: ring attention, no branch left out, and each rank decodes it all."""
     plan = plan_on(time.resolution, f"{time.gpus}xH100", ring=time.gpus > 1)
+    of_branch = {**evaluation(plan, gpu), TRAFFIC: gpu.memory_rate.seconds(time.traffic_gb * 1e9)}
     stages: Sequence[Seconds] = (
         loading(plan, gpu),
         text(plan, gpu),
-        times(evaluation(plan, gpu), EVALUATIONS),
+        times(of_branch, EVALUATIONS),
         decoding(plan, gpu, shared=False),
     )
     return total(added(*stages))

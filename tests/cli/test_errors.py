@@ -36,7 +36,7 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["generat", "x"], "Did you mean 'generate'?"),
+        (["generat", "x"], "Did you mean 'generate'"),
         (["--versoin"], "no such option: --versoin. Did you mean --version?"),
         (["generate", "x", "--num-frmes", "5"], "no such option: --num-frmes. Did you mean --num-frames?"),
         (["generate", "x", "--save-dir", "y"], "no such option: --save-dir. Did you mean --out?"),

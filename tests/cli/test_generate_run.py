@@ -115,7 +115,7 @@ def test_json_goes_back_in(osora, out, tmp_path, capsys):
         "raining-sea_seed43.mp4",
     ]
     sidecar = document["outputs"][1]["sidecar"]
-    chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others are for GPUs"}
+    chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others are for GPUs", "candidates": []}
     assert document["attention"] == json.loads(Path(sidecar).read_text())["attention"] == chosen
     assert app.main(["generate", "--from", sidecar, "--out", str(tmp_path / "again")]) == 0
     capsys.readouterr()
@@ -137,8 +137,10 @@ def test_profile_times_stages_and_blocks_over_runs_and_leaves_one_result(osora, 
     names = [f"transformer.double_blocks.{index}" for index in range(model["depth"])]
     names += [f"transformer.single_blocks.{index}" for index in range(model["depth_single_blocks"])]
     assert [block["name"] for block in profile["blocks"]] == names
-    # The run to warm up does not count; branches of guidance are evaluated one by one.
-    assert {block["count"] for block in profile["blocks"]} == {2 * document["model_evaluations"]}
+    # The run to warm up does not count; the branches of a step are one batch.
+    steps = document["settings"]["sampling"]["num_inference_steps"]
+    assert {block["count"] for block in profile["blocks"]} == {2 * steps}
+    assert document["model_evaluations"] == 2 * steps
     assert sum(block["mean_s"] * block["count"] for block in profile["blocks"]) <= 2 * stages["denoise"]["mean_s"]
     assert "profile: a run to warm up, of 2" in stderr
     assert sorted(path.name for path in out.iterdir()) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from rank_processes import run_as_ranks
 from tiny_strategies import Case, Run, tiny_transformer
 
+from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.parallel.mesh import backend_of
 
 STEPS = 10

@@ -151,16 +151,23 @@ _FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
 def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
     """Return the kernels of all phases and their bias: those of frozen weights on a CPU are kept until these change."""
     given = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
-    if any(each.device.type != "cpu" or each.requires_grad or each.is_inference() for each in given):
+    if any(each.device.type != "cpu" or each.requires_grad for each in given):
         return _fold(conv, factors)
     # An operation in place makes a new version, and another tensor under the same name has a storage of its own.
-    state = factors, *((each._version, each.shape, each.stride(), each.storage_offset(), each.dtype) for each in given)
+    state = factors, *((_version(each), each.shape, each.stride(), each.storage_offset(), each.dtype) for each in given)
     storages = [each.untyped_storage() for each in given]
     known = _FOLDED.get(conv)
     if known is None or known.state != state or [ref() for ref in known.storages] != storages:
         known = _Folded([weakref.ref(each) for each in storages], state, _fold(conv, factors))
         _FOLDED[conv] = known
     return known.kernels
+
+
+def _version(weight: Tensor) -> int:
+    """Return a number that changes with the values; weights that were loaded for inference alone have none, and stay
+    as they are.
+    """
+    return 0 if weight.is_inference() else weight._version
 
 
 def _fold(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:

@@ -46,6 +46,15 @@ def test_kernels_of_frozen_weights_are_folded_once(folds):
     assert folds.call_count == 1
 
 
+def test_so_are_those_of_weights_that_are_loaded_for_inference(folds):
+    with torch.inference_mode():
+        layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
+        assert layer.conv.conv.weight.is_inference()
+        for _ in range(3):
+            assert_close(layer(clip), expected(layer, clip), tolerance=1e-5)
+    assert folds.call_count == 1
+
+
 CHANGES = {
     "in place": lambda layer: layer.conv.conv.weight.mul_(2),
     "the bias in place": lambda layer: layer.conv.conv.bias.add_(1),

@@ -172,9 +172,9 @@ def test_a_plan_of_the_demo_builds_each_model_once_and_evaluates_none(monkeypatc
     built = Counter()
     for kind in (HunyuanVAE, MMDiT):
 
-        def make(self, config, made=kind.__init__, kind=kind):
+        def make(self, config, made=kind.__init__, kind=kind, **options):
             built[kind] += 1
-            made(self, config)
+            made(self, config, **options)
 
         monkeypatch.setattr(kind, "__init__", make)
     monkeypatch.setattr(FakeTensorMode, "__enter__", lambda self: pytest.fail("a model is evaluated"))

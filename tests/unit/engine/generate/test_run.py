@@ -239,7 +239,7 @@ class CountingTransformer:
 @pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_loop", 110)])
 def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
     transformer = CountingTransformer()
-    monkeypatch.setattr(load, "load_transformer", lambda plan, group, machine_group, advance: transformer)
+    monkeypatch.setattr(load, "load_transformer", lambda plan, **_: transformer)
     settings = released_settings(
         world,
         tmp_path,
