@@ -6,6 +6,7 @@ them. Of int8, weights and inputs are symmetric about zero.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -51,7 +52,7 @@ class LastInput:
             self._of = self._rounded = None
 
 
-class ProductLinear(StoredLinear):
+class ProductLinear(StoredLinear, ABC):
     """A linear layer that multiplies in 8 bits. It takes over the bias of `linear`, and `last` is that of its block."""
 
     last: LastInput
@@ -65,13 +66,13 @@ class ProductLinear(StoredLinear):
         rounded = self.last.rounded(x, lambda it: self.round_input(it.reshape(-1, self.in_features)))
         return self.multiply(rounded, features, x.dtype).view(*x.shape[:-1], -1)
 
+    @abstractmethod
     def round_input(self, flat: Tensor) -> Rounded:
         """Return tokens (N, in_features) in 8 bits, and their scales, (N, 1) in fp32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def multiply(self, rounded: Rounded, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return the output features `rows` of tokens in 8 bits, (N, features)."""
-        raise NotImplementedError
 
     def _stored(self, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         values = self._parameters["weight"]

@@ -5,26 +5,16 @@ import speed_vae
 import torch
 from closeness import assert_close
 from plain_vae import plain_decode, plain_encode
+from small_hunyuan import SMALL_HUNYUAN
 
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
-
-SMALL = HunyuanVAEConfig(
-    latent_channels=4,
-    block_out_channels=(8, 8, 16),
-    layers_per_block=1,
-    norm_num_groups=4,
-    sample_size=16,
-    sample_tsize=16,
-    time_compression_ratio=4,
-    spatial_compression_ratio=4,
-)
 
 
 @pytest.mark.parametrize("tiling", [NO_TILING, Tiling(spatial=True)])
 def test_the_plain_autoencoder_is_ours(tiling: Tiling) -> None:
     torch.manual_seed(0)
-    vae = HunyuanVAE(SMALL).double().requires_grad_(False)
+    vae = HunyuanVAE(SMALL_HUNYUAN).double().requires_grad_(False)
     pixels = torch.rand(1, 3, 5, 20, 12, dtype=torch.float64) * 2 - 1
     with torch.inference_mode():
         latents = vae.encode(pixels, tiling=tiling)
@@ -34,7 +24,7 @@ def test_the_plain_autoencoder_is_ours(tiling: Tiling) -> None:
 
 def test_rows_have_error_and_memory() -> None:
     torch.manual_seed(0)
-    vae = HunyuanVAE(SMALL).requires_grad_(False)
+    vae = HunyuanVAE(SMALL_HUNYUAN).requires_grad_(False)
     rows = list(speed_vae._both(vae, torch.rand(1, 3, 17, 64, 64), NO_TILING, pairs=1, title="small"))
     assert [row.name for row in rows] == ["encode small", "decode small"]
     for row in rows:

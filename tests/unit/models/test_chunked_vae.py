@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from closeness import assert_close
+from small_hunyuan import SMALL_HUNYUAN
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -13,25 +14,13 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae import chunked
 from opensora_cli.models.vae.chunked import StoredClip, run_in_chunks
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
-
-TILES = HunyuanVAEConfig(
-    latent_channels=4,
-    block_out_channels=(8, 8, 16),
-    layers_per_block=1,
-    norm_num_groups=4,
-    sample_size=16,
-    sample_tsize=16,
-    time_compression_ratio=4,
-    spatial_compression_ratio=4,
-)
-"""Tiles of 4 x 4 latents and 4 + 1 latent frames."""
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 
 
-def small_vae(config=TILES, *, dtype=torch.float32):
+def small_vae(config=SMALL_HUNYUAN, *, dtype=torch.float32):
     """A decoder whose every weight matters: fresh norms are all alike."""
     torch.manual_seed(0)
     vae = HunyuanVAE(config).to(dtype).requires_grad_(False)
@@ -185,8 +174,8 @@ def peak_bytes(shape, **arguments):
     """The most bytes on the computing device while latents of (T, H, W) are decoded; no memory is needed for it."""
     # Fake tensors of two devices: one computes, the other, which is not counted, is store and canvas.
     with FakeTensorMode(), torch.no_grad():
-        vae = HunyuanVAE(TILES)
-        latents = torch.empty(1, TILES.latent_channels, *shape)
+        vae = HunyuanVAE(SMALL_HUNYUAN)
+        latents = torch.empty(1, SMALL_HUNYUAN.latent_channels, *shape)
         with TensorBytes(device_type="cpu") as counter:
             pixels = vae.decode(latents, **arguments)
     assert pixels.device == arguments.get("canvas", CPU)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from closeness import assert_close
+from small_hunyuan import SMALL_HUNYUAN
 from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
@@ -10,23 +11,12 @@ from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, FrameCausalAttention
 from opensora_cli.models.vae.resample import conv_of_upsampled, replicate_pad
 
-SMALL = HunyuanVAEConfig(
-    latent_channels=4,
-    block_out_channels=(8, 8, 16),
-    layers_per_block=1,
-    norm_num_groups=4,
-    sample_size=16,
-    sample_tsize=16,
-    time_compression_ratio=4,
-    spatial_compression_ratio=4,
-)
-
 # Half the sides of the most positions that the released model's attention meets, 33 x 32 x 32.
 FRAMES, EDGE = 17, 16
 DENSE_MASK_BYTES = (FRAMES * EDGE * EDGE) ** 2 * 4
 
 
-def small_vae(config=SMALL, *, seed=0):
+def small_vae(config=SMALL_HUNYUAN, *, seed=0):
     torch.manual_seed(seed)
     return HunyuanVAE(config)
 
