@@ -30,7 +30,6 @@ _RELEASED = {
     "model.axes_dim": "16,56,56",
     "model.depth": "0",
     "model.depth_single_blocks": "1",
-    "train_mmdit.attention": "sdpa",
 }
 """A block as wide as the released ones; weights, gradients, and moments and averages of both loops are 5 GB."""
 

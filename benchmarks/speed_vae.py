@@ -1,6 +1,7 @@
 """The part of `speed.py` about the autoencoder: encode and decode, in time and in memory."""
 
 import argparse
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.resample import lay_out_kernels
 from opensora_cli.models.vae.tiling import Tiling
 
 GOALS = {"encode": 1.3, "decode": 1.5}
@@ -36,24 +38,29 @@ def measure_vae(options: argparse.Namespace) -> Iterator[Row]:
     for pixels in options.pixels or SIZES:
         name, config = SIZES[pixels]
         torch.manual_seed(0)
-        vae = HunyuanVAE(config).requires_grad_(False).eval()
+        plain_vae = HunyuanVAE(config).requires_grad_(False).eval()
+        vae = copy.deepcopy(plain_vae)
+        lay_out_kernels(vae, torch.device("cpu"))  # as loading does
         for num_frames in (17, 33):
             clip = torch.rand(1, 3, num_frames, pixels, pixels) * 2 - 1
             for tiling in (Tiling(), Tiling(spatial=True, temporal=True)):
                 tiles = f", tiles of {config.sample_size}px" if tiling.spatial else ""
                 # A long clip says enough in few pairs.
                 pairs = min(options.pairs, 3) if pixels > 64 else options.pairs
-                yield from _both(vae, clip, tiling, pairs=pairs, title=f"{name}, {num_frames}x{pixels}px{tiles}")
+                title = f"{name}, {num_frames}x{pixels}px{tiles}"
+                yield from _both(plain_vae, vae, clip, tiling, pairs=pairs, title=title)
 
 
 @torch.inference_mode()
-def _both(vae: HunyuanVAE, clip_BCTHW: Tensor, tiling: Tiling, *, pairs: int, title: str) -> Iterator[Row]:
+def _both(
+    plain_vae: HunyuanVAE, vae: HunyuanVAE, clip_BCTHW: Tensor, tiling: Tiling, *, pairs: int, title: str
+) -> Iterator[Row]:
     latents_BCTHW = vae.encode(clip_BCTHW, tiling=tiling)
     for name, given, plain_way, our_way in (
         ("encode", clip_BCTHW, plain_encode, vae.encode),
         ("decode", latents_BCTHW, plain_decode, vae.decode),
     ):
-        plain, ours = partial(plain_way, vae, given, tiling=tiling), partial(our_way, given, tiling=tiling)
+        plain, ours = partial(plain_way, plain_vae, given, tiling=tiling), partial(our_way, given, tiling=tiling)
         (expected, plain_bytes), (actual, our_bytes) = _counted(plain), _counted(ours)
         error = float((actual - expected).norm() / expected.norm())
         memory = our_bytes / plain_bytes

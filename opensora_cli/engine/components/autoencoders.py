@@ -18,6 +18,7 @@ from opensora_cli.models.vae.autoencoder import Autoencoder, AutoencoderConfig
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.resample import lay_out_kernels
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import VAESettings
@@ -126,4 +127,5 @@ def load_autoencoder(
     """
     autoencoder = autoencoder_on_meta(settings)
     load_into_module(autoencoder, path, device=device, dtype=dtype, advance=advance)
+    lay_out_kernels(autoencoder, device)
     return autoencoder.requires_grad_(False).eval()

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -118,7 +117,7 @@ class QueryKeyNorm(nn.Module):
 
 def split_heads(x_BNW: Tensor, head_dim: int) -> Tensor:
     """(B, N, H·D) -> (B, H, N, D). H comes from the width, so that a shard with fewer heads runs unchanged."""
-    return rearrange(x_BNW, "b n (h d) -> b h n d", d=head_dim)
+    return x_BNW.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:
@@ -177,12 +176,28 @@ class StreamAttention(nn.Module):
         return q, k, split_heads(self.v_proj(x_BND), self.head_dim)
 
 
-def tanh_gelu(x: Tensor) -> Tensor:
-    """Return GELU by its approximation with tanh; where no gradient is recorded, in the memory of `x`."""
+def tanh_gelu(x_BNF: Tensor) -> Tensor:
+    """Return GELU by its approximation with tanh; where no gradient is recorded, in the memory of what is given."""
     if torch.is_grad_enabled():
-        return functional.gelu(x, approximate="tanh")
-    out: Tensor = torch.ops.aten.gelu_(x, approximate="tanh")
+        return functional.gelu(x_BNF, approximate="tanh")
+    if x_BNF.device.type == "cpu" and x_BNF.dtype is torch.float32 and not torch.compiler.is_compiling():
+        tokens = max(1, _GELU_VALUES * x_BNF.shape[-2] // max(1, x_BNF.numel()))
+        for piece_BNF in torch.split(x_BNF, tokens, dim=-2):
+            _tanh_gelu_by_sigmoid(piece_BNF)
+        return x_BNF
+    out: Tensor = torch.ops.aten.gelu_(x_BNF, approximate="tanh")
     return out
+
+
+_GELU_VALUES = 2**18
+"""As many as stay in a core's cache between two operations."""
+
+
+def _tanh_gelu_by_sigmoid(x: Tensor) -> None:
+    """Do it in place: (1 + tanh(u)) / 2 is sigmoid(2u), which takes a CPU a third of the time."""
+    factor = 2 * math.sqrt(2 / math.pi)
+    twice_u = torch.addcmul(x.new_full((), factor), x, x, value=0.044715 * factor).mul_(x)
+    x.mul_(twice_u.sigmoid_())
 
 
 class TanhGELU(nn.GELU):

@@ -193,11 +193,11 @@ def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canv
     return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
 
-def convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
-    """Yield what a convolution makes of the chunks of a clip."""
+def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False) -> Iterator[Tensor]:
+    """Yield what a convolution makes of the chunks of a clip; with `silu` they go through SiLU before, in place."""
     carried = CarriedFrames()
     # Unlike a loop, map keeps none of the chunks while what comes of it is used.
-    for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried), chunks):
+    for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried, silu=silu), chunks):
         out_BCTHW = conv.convolve(padded_BCTHW)
         del padded_BCTHW
         yield out_BCTHW
@@ -207,7 +207,7 @@ def convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
 def _norm_silu_conv(
     chunks: Iterable[Tensor], normalise: Callable[[Tensor], Tensor], conv: CausalConv3d
 ) -> Iterator[Tensor]:
-    return convolve(map(lambda chunk: functional.silu(normalise(chunk), inplace=True), chunks), conv)
+    return convolve(map(normalise, chunks), conv, silu=True)
 
 
 def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:

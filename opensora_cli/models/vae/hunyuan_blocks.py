@@ -36,13 +36,13 @@ class CausalConv3d(nn.Module):
         """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up."""
         return self.convolve(self.pad(hidden_BCTHW))
 
-    def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
+    def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None, *, silu: bool = False) -> Tensor:
         """Return the clip with its edges, for `convolve`.
 
         It may be the next chunk of a clip, after the one in `carried`: a stride in time must divide all of them but the
-        last.
+        last. For `silu` see `replicate_pad`.
         """
-        return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried)
+        return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried, silu=silu)
 
     def convolve(self, padded_BCTHW: Tensor) -> Tensor:
         """Return what `forward` does, of what `pad` has made."""

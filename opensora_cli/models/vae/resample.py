@@ -21,6 +21,15 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
     return hidden_BCTHW
 
 
+def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
+    """Change the layout of a module's kernels, which are on `device`, to that of the clips that they convolve.
+
+    Otherwise a CPU changes it at every call, which takes a third of the time of a small tile.
+    """
+    if device.type == "cpu":
+        module.to(memory_format=torch.channels_last_3d)
+
+
 def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
     """Whether `onednn_conv3d` convolves: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
     if clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
@@ -72,26 +81,33 @@ class CarriedFrames:
 
 
 def replicate_pad(
-    hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int], *, carried: CarriedFrames | None = None
+    hidden_BCTHW: Tensor,
+    padding: tuple[int, int, int, int, int, int],
+    *,
+    carried: CarriedFrames | None = None,
+    silu: bool = False,
 ) -> Tensor:
     """Repeat the edges outwards; `padding` counts as in `torch.nn.functional.pad`, last axis first.
 
     With `carried`, the clip is a chunk, and the frames before it are those of the chunk before, where there is one.
+    With `silu`, the clip goes through SiLU before, perhaps in its own memory: nothing else may use it, nor a gradient.
     """
     if not any(padding):
-        return hidden_BCTHW
+        return functional.silu(hidden_BCTHW, inplace=True) if silu else hidden_BCTHW
     # Autocast on a CPU would run this plain copy in fp32 and cast forth and back.
     with without_autocast(hidden_BCTHW.device):
-        padded_BCTHW = _copied_with_edges(hidden_BCTHW, padding)
+        padded_BCTHW = _copied_with_edges(hidden_BCTHW, padding, silu=silu)
     if carried is not None:
         carried.exchange(padded_BCTHW, padding[4])
     return padded_BCTHW
 
 
-def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int]) -> Tensor:
+def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int], *, silu: bool) -> Tensor:
     is_recorded = torch.is_grad_enabled() and hidden_BCTHW.requires_grad
     channels_last = hidden_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)
     if type(hidden_BCTHW) is not Tensor or hidden_BCTHW.device.type != "cpu" or is_recorded or not channels_last:
+        if silu:
+            functional.silu(hidden_BCTHW, inplace=True)
         return functional.pad(hidden_BCTHW, padding, mode="replicate")
     # Plain copies of rows: half the time of the kernel, which looks up where each value comes from.
     sides = list(zip(padding[::2], padding[1::2], strict=True))[::-1]
@@ -100,7 +116,10 @@ def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, 
     inner_BCTHW = padded_BCTHW
     for axis, (before, _) in enumerate(sides, start=2):
         inner_BCTHW = inner_BCTHW.narrow(axis, before, hidden_BCTHW.shape[axis])
-    inner_BCTHW.copy_(hidden_BCTHW)
+    if silu:
+        torch.ops.aten.silu.out(hidden_BCTHW, out=inner_BCTHW)
+    else:
+        inner_BCTHW.copy_(hidden_BCTHW)
     # From the last axis to the first: each copies edges that those before have filled.
     for axis, (before, after) in reversed(list(enumerate(sides, start=2))):
         end = before + hidden_BCTHW.shape[axis]
