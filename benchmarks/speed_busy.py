@@ -57,7 +57,7 @@ def _denoising_s(video: Path, *, begins: str | None) -> float:
             run.communicate()
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {run.returncode}")
-    sidecar = json.loads(video.with_suffix(".json").read_text(encoding="utf-8"))
+    sidecar = json.loads(Path(f"{video}.json").read_text(encoding="utf-8"))
     return float(sidecar["timings_s"]["denoise"])
 
 
