@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -136,6 +136,12 @@ def _projected(stream: StreamAttention, x: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, _heads(stream.v_proj(x), stream.head_dim)
 
 
+def _mlp(mlp: nn.Sequential, x: Tensor) -> Tensor:
+    widen, _, narrow = mlp
+    out: Tensor = narrow(functional.gelu(widen(x), approximate="tanh"))
+    return out
+
+
 def _double(
     block: DoubleStreamBlock, latents: Tensor, text: Tensor, vector: Tensor, rotary: Rotary
 ) -> tuple[Tensor, Tensor]:
@@ -147,9 +153,9 @@ def _double(
     attended = _attention(q, k, v, rotary)
     length = text.shape[1]
     latents = latents + gate * block.img_attn.proj(attended[:, length:])
-    latents = latents + mlp_gate * block.img_mlp(_modulated(latents, mlp_shift, mlp_scale))
+    latents = latents + mlp_gate * _mlp(block.img_mlp, _modulated(latents, mlp_shift, mlp_scale))
     text = text + t_gate * block.txt_attn.proj(attended[:, :length])
-    text = text + t_mlp_gate * block.txt_mlp(_modulated(text, t_mlp_shift, t_mlp_scale))
+    text = text + t_mlp_gate * _mlp(block.txt_mlp, _modulated(text, t_mlp_shift, t_mlp_scale))
     return latents, text
 
 

@@ -16,6 +16,7 @@ def what_ran(plan: ExecutionPlan) -> Ran:
     """Return what a run was computed with, by the name of each choice that changes no more than rounding."""
     return {
         "attention": "none" if plan.attention is None else plan.attention.backend,
+        "blocks": "compiled" if plan.settings.compile else "not compiled",
         "dtype": plan.hardware.dtype_name,
         "offload": "; ".join(plan.offload.lines()) or "none",
         "devices": describe_mesh(plan.mesh) if plan.mesh.size > 1 else str(plan.hardware.device),
