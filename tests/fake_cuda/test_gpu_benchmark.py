@@ -6,6 +6,7 @@ from unittest import mock
 
 import gpu
 import gpu_bench
+import gpu_parts
 import gpu_stages
 import pytest
 from fake_cuda.guard import accelerator
@@ -34,6 +35,7 @@ def rehearsed(tmp_path, name):
         stack.enter_context(accelerator(turn.queues))
         stack.enter_context(mock.patch.object(gpu_bench, "make_plan", unfaked(make_plan, tries_device=False)))
         stack.enter_context(mock.patch.object(gpu_stages, "plan_activations", unfaked(plan_activations)))
+        stack.enter_context(mock.patch.object(gpu_parts, "SETTINGS", SETTINGS))
         for module in (gpu_bench, gpu_stages):
             stack.enter_context(mock.patch.object(module, "evaluation_work", unfaked(evaluation_work)))
         gpu.main(["--tiny", "--out", str(out), "--part", name])
@@ -45,6 +47,8 @@ def rehearsed(tmp_path, name):
     return part["rows"]
 
 
+SETTINGS = {name: gpu_parts.SETTINGS[name] for name in ("as it is", "weights stored in 8 bits")}
+"""Others compare values, or compile for the device."""
 NOT_REHEARSED = ("text", "collectives")
 """T5 has one size, which is not tiny, and links are measured by another program."""
 FAST = ("rates", "attention")
