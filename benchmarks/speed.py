@@ -21,7 +21,7 @@ import torch
 from speed_busy import measure_busy
 from speed_compile import measure_compile
 from speed_int8 import measure_int8
-from speed_loop import measure_block, measure_loop
+from speed_loop import measure_block, measure_fast, measure_loop
 from speed_pairs import HEAD, Row
 from speed_start import measure_start
 from speed_train import measure_train
@@ -39,6 +39,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "loop": Part("the demo's denoising, t2v and i2v, against three batched branches at every step", measure_loop),
+    "fast": Part("the demo's denoising and decoding with --fast, against the plain ones", measure_fast),
     "block": Part("an evaluation of blocks of the released size", measure_block),
     "start": Part("commands as a whole, help and refusals to the demo on two ranks, against limits", measure_start),
     "train": Part("a training step with everything on, against a plain loop", measure_train),

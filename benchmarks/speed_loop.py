@@ -7,24 +7,31 @@ from functools import partial
 
 import torch
 from plain_mmdit import plain_denoise, plain_forward
+from plain_vae import plain_decode
 from speed_pairs import Row, compared
 from torch import Tensor
 
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.load import load_transformer
+from opensora_cli.engine.generate.load import load_transformer, load_vae
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import NO_TILING
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
+from opensora_cli.settings.bench_generate import tried_settings
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
 LOOP_GOALS = {"t2v": 2.2, "i2v_head": 1.5}
 BLOCK_GOAL = 1.1
+FAST_GOAL = 5.0
 _TEXT_TOKENS = 512
 _CPU = torch.device("cpu")
 
@@ -34,20 +41,8 @@ def measure_loop(options: argparse.Namespace) -> Iterator[Row]:
     evaluations.
     """
     for mode, goal in LOOP_GOALS.items():
-        plan = make_plan(
-            load_preset("demo", prompt="a red ball").replace(
-                {
-                    "sampling.num_inference_steps": options.steps,
-                    "sampling.guidance_scale": 7.5,
-                    "sampling.image_guidance_scale": 3.0,
-                    "condition.mode": mode,
-                    "condition.references": () if mode == "t2v" else ("first.png",),
-                    "runtime.device": "cpu",
-                }
-            )
-        )
-        transformer = load_transformer(plan)
-        plain, ours = _loops(plan, transformer)
+        plan = make_plan(_demo(mode, options.steps))
+        plain, ours = _loops(plan, load_transformer(plan))
         with torch.inference_mode():
             error = _error(ours(), plain())
             yield compared(
@@ -59,6 +54,40 @@ def measure_loop(options: argparse.Namespace) -> Iterator[Row]:
                 note=f"relative error {error:.1e}",
                 figures={"error": error, "evaluations": plan.model_evaluations, "plain_evaluations": 3 * options.steps},
             )
+
+
+def measure_fast(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the demo's denoising and decoding with `--fast` against the plain ones of all steps, from text."""
+    settings = _demo("t2v", options.steps)
+    plan, fast = make_plan(settings), make_plan(tried_settings(settings, {"sampling.fast": True}))
+    transformer, vae = load_transformer(plan), load_vae(plan)
+    (plain, _), (_, ours) = _loops(plan, transformer), _loops(fast, transformer)
+    plain_vae = new_autoencoder(settings.vae).requires_grad_(False).eval()
+    plain_vae.load_state_dict(vae.state_dict())
+    assert isinstance(plain_vae, HunyuanVAE)
+    with torch.inference_mode():
+        yield compared(
+            f"demo t2v, {fast.model_evaluations} for {3 * options.steps}",
+            lambda: plain_decode(plain_vae, plain(), tiling=NO_TILING),
+            lambda: vae.decode(ours()),
+            pairs=options.pairs,
+            goal=FAST_GOAL,
+            note="with decoding",
+            figures={"evaluations": fast.model_evaluations, "plain_evaluations": 3 * options.steps},
+        )
+
+
+def _demo(mode: str, steps: int) -> GenerateSettings:
+    return load_preset("demo", prompt="a red ball").replace(
+        {
+            "sampling.num_inference_steps": steps,
+            "sampling.guidance_scale": 7.5,
+            "sampling.image_guidance_scale": 3.0,
+            "condition.mode": mode,
+            "condition.references": () if mode == "t2v" else ("first.png",),
+            "runtime.device": "cpu",
+        }
+    )
 
 
 def _loops(plan: ExecutionPlan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:

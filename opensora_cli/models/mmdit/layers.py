@@ -117,7 +117,7 @@ class QueryKeyNorm(nn.Module):
 
 def split_heads(x_BNW: Tensor, head_dim: int) -> Tensor:
     """(B, N, H·D) -> (B, H, N, D). H comes from the width, so that a shard with fewer heads runs unchanged."""
-    return x_BNW.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return x_BNW.view(*x_BNW.shape[:-1], x_BNW.shape[-1] // head_dim, head_dim).transpose(1, 2)
 
 
 def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:

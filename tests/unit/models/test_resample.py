@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from opensora_cli.models.vae import resample
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
-from opensora_cli.models.vae.resample import onednn_conv3d, runs_in_onednn
+from opensora_cli.models.vae.resample import lay_out_kernels, onednn_conv3d, replicate_pad, runs_in_onednn
 
 
 @pytest.fixture
@@ -135,3 +135,20 @@ def test_torch_chooses_where_gradients_or_other_dtypes_are():
         assert not runs_in_onednn(clip, weight)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not runs_in_onednn(clip, weight)
+
+
+def test_kernels_lie_as_clips_do_and_stay_what_they_were():
+    conv = CausalConv3d(4, 8)
+    expected = conv.conv.weight.clone()
+    lay_out_kernels(conv, torch.device("cpu"))
+    assert conv.conv.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert torch.equal(conv.conv.weight, expected)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format], ids=str)
+def test_silu_goes_where_the_edges_are(memory_format):
+    padding = (1, 1, 1, 1, 2, 0)
+    clip = torch.randn(1, 4, 3, 5, 6, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=memory_format)
+    expected = functional.pad(functional.silu(clip), padding, mode="replicate")
+    with torch.no_grad():
+        assert_close(replicate_pad(clip, padding, silu=True), expected, tolerance=1e-6)
