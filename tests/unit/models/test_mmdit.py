@@ -16,6 +16,7 @@ from opensora_cli.models.mmdit.layers import (
     rotary_angles,
     rotated_heads,
     sinusoidal_embedding,
+    tanh_gelu,
 )
 from opensora_cli.models.mmdit.layout import converter, is_fused
 
@@ -340,3 +341,14 @@ class TestTables:
         given = inputs(config, frames=2, rows=3, columns=2, text=5)
         for table, tokens in ((SEQUENCE_INPUTS, 12), (TEXT_SEQUENCE_INPUTS, 5)):
             assert {given[name].shape[dim] for name, dim in table.items()} == {tokens}
+
+
+@pytest.mark.parametrize("tokens", [3, 5000])
+def test_gelu_of_a_cpu_is_in_place_and_that_of_torch(tokens):
+    wide = torch.linspace(-12, 12, 2 * tokens * 80).view(2, tokens, 80).clone()
+    given = wide[..., 16:]
+    expected = nn.functional.gelu(given.double(), approximate="tanh").float()
+    with torch.no_grad():
+        out = tanh_gelu(given)
+    assert out.data_ptr() == given.data_ptr()
+    assert_close(given, expected, tolerance=1e-6)
