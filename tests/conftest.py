@@ -4,16 +4,21 @@
 it finds before collecting, and this one is found by a plain `pytest` as well as by `pytest tests/golden`.
 """
 
+import copy
+import functools
 import gc
 import hashlib
 import os
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from opensora_cli.settings import files
 
 _CACHES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 """In place of the user's own."""
@@ -58,6 +63,15 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Let no test find what another has left in the user's cache; the folder is made by what writes to it."""
     folder = Path(request.config.stash[_CACHES].name) / hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def parsed_once() -> Iterator[None]:
+    """Parse each text of YAML once: the presets are read by thousands of tests."""
+    parse = functools.cache(files.parse_yaml_text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "parse_yaml_text", lambda text: copy.deepcopy(parse(text)))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

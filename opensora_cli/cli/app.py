@@ -8,7 +8,8 @@ import os
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
@@ -85,6 +86,12 @@ def _silence_pillow() -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
+@cache
+def _command() -> Any:
+    """Return all commands with their options, which take longer to make than many a request to refuse."""
+    return typer.main.get_command(app)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; without `args` it is that of `sys.argv`."""
     guard_streams()
@@ -93,5 +100,4 @@ def main(args: Sequence[str] | None = None) -> int:
     # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _silence_pillow()
-    command = typer.main.get_command(app)
-    return errors.run(lambda: command.main(args=args, prog_name="osora", standalone_mode=False))
+    return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

@@ -48,6 +48,7 @@ def test_help_and_profiles_need_no_torch() -> None:
     assert modules & {"torch", "transformers", "numpy"} == set()
 
 
+@pytest.mark.slow
 def test_every_check_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("--timeout", "120", "--quiet", capsys=capsys)
     assert (code, err) == (0, "")

@@ -159,6 +159,7 @@ class TestKilled:
         assert f"log: {tmp_path}/logs/rank1.log" in failure.hint
         assert capfd.readouterr().err == ""
 
+    @pytest.mark.slow
     def test_while_the_others_wait_in_a_collective(self, tmp_path, capfd):
         failure = failing(tmp_path, "--gloo", "--rank", "1", "--act", "kill")
         assert "rank 1" in failure.message

@@ -8,12 +8,12 @@ from hostile.trial import Case, Trials
 from hostile.yaml_texts import yaml_text
 
 
-@batches(3500, first=30)
+@batches(3500, first=12)
 def test_hostile_command_lines_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(command_line(number, inputs) for number in numbers)
 
 
-@batches(1500, first=30)
+@batches(1500, first=12)
 def test_hostile_settings_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(yaml_text(number, inputs) for number in numbers)
 

@@ -6,6 +6,6 @@ from hostile.inputs import Inputs
 from hostile.trial import Trials
 
 
-@batches(3000, first=15)
+@batches(3000, first=8)
 def test_damaged_files_are_refused_or_read(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(damaged_file(number, inputs) for number in numbers)

@@ -25,7 +25,7 @@ def test_the_plain_autoencoder_is_ours(tiling: Tiling) -> None:
 def test_rows_have_error_and_memory() -> None:
     torch.manual_seed(0)
     vae = HunyuanVAE(SMALL_HUNYUAN).requires_grad_(False)
-    rows = list(speed_vae._both(vae, torch.rand(1, 3, 17, 64, 64), NO_TILING, pairs=1, title="small"))
+    rows = list(speed_vae._both(vae, vae, torch.rand(1, 3, 17, 64, 64), NO_TILING, pairs=1, title="small"))
     assert [row.name for row in rows] == ["encode small", "decode small"]
     for row in rows:
         assert 0 < row.figures["memory"] == row.figures["bytes"] / row.figures["plain_bytes"] <= speed_vae.MOST_MEMORY

@@ -337,7 +337,7 @@ def needed_bytes(model, arguments) -> int:
 
 
 def test_bytes_held_between_forward_and_backward():
-    depth, single, hidden, tokens, text = 6, 12, 128, 48, 16
+    depth, single, hidden, tokens, text = 3, 6, 128, 48, 16
     model = transformer(depth=depth, single=single, hidden=hidden)
     arguments = inputs(model, batch=1, tokens=tokens, text=text)
 

@@ -34,7 +34,7 @@ def blocks(model: torch.nn.Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_are_those_of_plain_training(deterministic: None, autocast: bool) -> None:
     model = transformer()
     arguments = inputs(model)

@@ -57,7 +57,12 @@ def check(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> Non
 
 @pytest.mark.parametrize(
     ("resident", "source", "form"),
-    [(1, "mapped", "fp32"), (2, "mapped", "bf16"), (4, "pinned", "fp8"), (9, "mapped", "cast")],
+    [
+        pytest.param(1, "mapped", "fp32", marks=pytest.mark.slow),
+        (2, "mapped", "bf16"),
+        (4, "pinned", "fp8"),
+        (9, "mapped", "cast"),
+    ],
 )
 def test_gradients_are_those_of_a_resident_model(deterministic, resident, source, form):
     dtype = torch.float32 if form in ("fp32", "fp8") else torch.bfloat16
@@ -94,7 +99,7 @@ def test_a_step_copies_each_block_twice_but_for_those_where_it_turns(determinist
             assert figures.copied_bytes - before == sum(sizes[2:]) + sum(sizes[:-2])
 
 
-@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize("resident", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_copies_are_waited_for_and_leave_alone_what_is_still_computed_with(deterministic, monkeypatch, resident):
     expected = found(with_adapter())
     install(monkeypatch)

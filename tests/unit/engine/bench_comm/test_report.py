@@ -134,7 +134,7 @@ def test_a_wrong_element_is_exit_code_4() -> None:
     ("backend", "shown", "absent"),
     [
         ("nccl", ["all_reduce", "broadcast", "expected 450 GB/s", "nccl: 4 ranks"], "function"),
-        ("gloo", ["function, not speed"], "expected"),
+        pytest.param("gloo", ["function, not speed"], "expected", marks=pytest.mark.slow),
     ],
 )
 def test_the_chart_has_curves_and_what_links_should_give_but_on_gloo(

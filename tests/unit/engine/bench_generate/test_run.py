@@ -90,10 +90,10 @@ def test_the_video_is_the_one_that_generate_makes(world, tmp_path):
         ("sampling.solver=euler", "sampling.solver is euler in the exact run, too"),
         ("runtime.attention=sdpa", "the attention is sdpa in both"),
         ("sampling.image_guidance_scale=2.5", "sampling.image_guidance_scale takes no part in such a run"),
-        ("sampling.guidance_interval=0,0.999999", None),
+        pytest.param("sampling.guidance_interval=0,0.999999", None, marks=pytest.mark.slow),
         ("runtime.attention=math", None),
-        ("runtime.threads=2", None),
-        ("memory.resident_blocks=1,memory.offload=blocks", None),
+        pytest.param("runtime.threads=2", None, marks=pytest.mark.slow),
+        pytest.param("memory.resident_blocks=1,memory.offload=blocks", None, marks=pytest.mark.slow),
     ],
 )
 def test_what_changed_nothing_is_reported_with_its_reason(world, tmp_path, text, why):

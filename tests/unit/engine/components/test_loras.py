@@ -149,7 +149,10 @@ class TestAddLoras:
     @pytest.mark.parametrize(
         "offload",
         [
-            OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED),
+            pytest.param(
+                OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED),
+                marks=pytest.mark.slow,
+            ),
             OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=3, host_weights=HostWeights.PINNED, chunk_tokens=7),
         ],
         ids=str,

@@ -14,6 +14,7 @@ from opensora_cli.data.buckets import Samples
 from opensora_cli.data.table import read_table
 from opensora_cli.engine.data.check import check_data
 from opensora_cli.engine.data.new_recipe import suggest_buckets, write_recipe
+from opensora_cli.engine.train import plan as train_plan
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
@@ -53,7 +54,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # It takes seconds, and has tests of its own.
+    monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: ())
     assert main(["train", "--new", folder.name, "--quiet"]) == 0
     out = capsys.readouterr().out
     recipe = Path(f"{folder.name}.yaml")

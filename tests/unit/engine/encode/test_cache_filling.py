@@ -399,7 +399,7 @@ def end_at(step, monkeypatch):
     monkeypatch.setattr(core_files, "remove", watched(core_files.remove))
 
 
-@pytest.mark.parametrize("stride", [15, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.slow)])
 def test_ended_at_any_step_it_goes_on_to_the_same_bytes(weights, tmp_path, monkeypatch, stride):
     """Of every clip and of the empty prompt; how clips are spread over files depends on where it ended."""
     settings = settings_of(weights, tmp_path / "whole", **{"data.scenes.count": 3, "threads": 1})

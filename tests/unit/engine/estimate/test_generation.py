@@ -294,7 +294,11 @@ def test_a_few_chunks_tell_what_all_of_them_take(
     assert fast == whole
 
 
-@pytest.mark.parametrize("changes", [{"video.width": 80, "video.height": 64}, HIGH_COMPRESSION], ids=["demo", "dc_ae"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"video.width": 80, "video.height": 64}, pytest.param(HIGH_COMPRESSION, marks=SLOW)],
+    ids=["demo", "dc_ae"],
+)
 def test_encoding_takes_what_was_estimated(changes: dict[str, object]):
     plan = plan_of({"condition.mode": "v2v_head", "condition.references": ("any.mp4",), **changes})
     assert beside_weights(estimated(plan, OffloadPlan())["encode"]) == pytest.approx(encode_peak(plan), rel=TOLERANCE)
@@ -337,9 +341,9 @@ def test_of_chunks_only_one_is_computed_at_a_time():
     [
         (1, False, LinearProducts.EXACT),
         (3, True, LinearProducts.EXACT),
-        (100, False, LinearProducts.EXACT),
+        pytest.param(100, False, LinearProducts.EXACT, marks=SLOW),
         (3, False, LinearProducts.INT8),
-        (1, True, LinearProducts.FP8),
+        pytest.param(1, True, LinearProducts.FP8, marks=SLOW),
     ],
 )
 def test_weights_of_offloaded_blocks_are_what_streaming_holds(resident: int, in_8_bits: bool, linear: LinearProducts):

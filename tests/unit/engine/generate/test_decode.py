@@ -66,7 +66,9 @@ def test_a_piece_is_encoded_before_the_next_is_decoded(world, tmp_path, monkeypa
     assert at_piece == sorted(set(at_piece))
 
 
-@pytest.mark.parametrize(("format_", "mode"), [("mp4", "i2v_loop"), ("webp", "t2v"), ("png", "t2v")])
+@pytest.mark.parametrize(
+    ("format_", "mode"), [("mp4", "i2v_loop"), ("webp", "t2v"), pytest.param("png", "t2v", marks=pytest.mark.slow)]
+)
 def test_one_piece_at_a_time_is_in_memory(world, tmp_path, monkeypatch, format_, mode):
     """With given frames, too, which are compared with those that came back."""
     made, alive = [], []
@@ -95,8 +97,8 @@ def test_one_piece_at_a_time_is_in_memory(world, tmp_path, monkeypatch, format_,
     ("format_", "error"),
     [
         ("mp4", RuntimeError("a bug")),
-        ("gif", OSError(5, "the weights cannot be read")),
-        ("webp", RuntimeError("a bug")),
+        pytest.param("gif", OSError(5, "the weights cannot be read"), marks=pytest.mark.slow),
+        pytest.param("webp", RuntimeError("a bug"), marks=pytest.mark.slow),
         ("png", OSError(5, "the weights cannot be read")),
     ],
 )

@@ -15,7 +15,15 @@ pytestmark = pytest.mark.usefixtures("without_estimates")
 TRANSFORMER, VAE = "Open_Sora_v2.safetensors", "hunyuan_vae.safetensors"
 
 
-@pytest.mark.parametrize("format", ["safetensors-shards", "torch", "torch-shards", "colossalai", "dcp"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        "safetensors-shards",
+        "torch",
+        "dcp",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("torch-shards", "colossalai")),
+    ],
+)
 def test_every_form(world, tmp_path, format):
     weights = tmp_path / "weights"
     shutil.copytree(world.released, weights, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -78,7 +78,10 @@ def latents_and_frames(plan, reporter):
     "offload",
     [
         {"mode": OffloadMode.MODEL},
-        {"mode": OffloadMode.BLOCKS, "resident_blocks": 1, "host_weights": HostWeights.MAPPED},
+        pytest.param(
+            {"mode": OffloadMode.BLOCKS, "resident_blocks": 1, "host_weights": HostWeights.MAPPED},
+            marks=pytest.mark.slow,
+        ),
         {"mode": OffloadMode.BLOCKS, "resident_blocks": 2, "host_weights": HostWeights.PINNED},
         {"stream_text": True},
     ],

@@ -244,12 +244,15 @@ def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
 
 def test_limit_of_memory(world, tmp_path, monkeypatch):
     on_machine_with(10 * GIB, monkeypatch)
-    made = make_plan(released_settings(world, tmp_path, memory__limit="100kB"))
+    made = make_plan(released_settings(world, tmp_path, memory__limit="100kB", memory__offload="none"))
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
         require_fit(made)
     assert "of 97.66 KiB allowed: does not fit" in "\n".join(PlanDocument.of(made).lines())
-    assert make_plan(released_settings(world, tmp_path, memory__limit="20GB")).budget_bytes == 10 * GIB
+    assert (
+        make_plan(released_settings(world, tmp_path, memory__limit="20GB", memory__offload="none")).budget_bytes
+        == 10 * GIB
+    )
 
 
 def test_what_fits_is_chosen(world, tmp_path, monkeypatch):

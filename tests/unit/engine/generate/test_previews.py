@@ -101,7 +101,9 @@ def test_what_was_fitted_once_is_taken_from_the_cache(world, tmp_path, cache):
     assert is_to_be_fitted()
 
 
-@pytest.mark.parametrize("make", [flux_settings, released_settings, picture_first_settings])
+@pytest.mark.parametrize(
+    "make", [released_settings, picture_first_settings, pytest.param(flux_settings, marks=pytest.mark.slow)]
+)
 def test_every_kind_of_model_is_previewed(world, tmp_path, make):
     reporter = Watching()
     generate(make(world, tmp_path, **EVERY), reporter=reporter)

@@ -79,7 +79,10 @@ def test_every_mode_of_the_released_model(world, tmp_path, monkeypatch, reporter
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(mode, marks=pytest.mark.slow) if mode.startswith("v2v_tail") else mode for mode in MODES],
+    [
+        mode if mode in ("t2v", "i2v_head", "v2v_head_easy") else pytest.param(mode, marks=pytest.mark.slow)
+        for mode in MODES
+    ],
 )
 def test_every_mode_of_the_demo(world, tmp_path, mode):
     settings = demo_settings(world, tmp_path, condition__mode=mode, condition__references=references_for(world, mode))
@@ -91,7 +94,7 @@ GIVEN = {"condition__video_latent_frames": "2", "condition__easy_latent_frames":
 
 
 @pytest.mark.parametrize(
-    "mode", [mode if mode in ("i2v_loop", "v2v_tail") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+    "mode", [mode if mode == "i2v_loop" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
 )
 def test_every_mode_of_high_compression(world, tmp_path, reporter, mode):
     given = references_for(world, mode)

@@ -152,7 +152,7 @@ class TestRun:
         # The first look is for whether there is plenty.
         machine.free = iter([PLENTY] * (1 + after) + [989] * 9)
 
-    @pytest.mark.parametrize("steps", [1, 3])
+    @pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
     def test_memory_that_others_take_ends_it_with_a_checkpoint(self, machine, tmp_path, steps):
         self.fill_up(machine, after=steps)
         message = "^a step needs 990 bytes more memory, and by now 989 bytes are free$"

@@ -114,7 +114,7 @@ class TestAddLora:
         assert losses[0] == losses[1] != losses[2]
         torch.testing.assert_close(velocity(model, plain), velocity(model, plain), atol=0, rtol=0)
 
-    @pytest.mark.parametrize("offload", [False, True])
+    @pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_blocks_that_are_computed_again_give_the_same_gradients(self, offload):
         gradients = []
         for checkpointed in (False, True):

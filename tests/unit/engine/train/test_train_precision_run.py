@@ -43,7 +43,7 @@ def test_a_run_is_resumed_with_and_without_offloaded_moments(tmp_path):
     assert run(folder, resume=Resume()) == whole
 
 
-@pytest.mark.parametrize("scale", [1024.0, 1e30])
+@pytest.mark.parametrize("scale", [pytest.param(1024.0, marks=pytest.mark.slow), 1e30])
 def test_a_run_in_fp16_is_resumed_with_its_scale(tmp_path, scale):
     changes = {"precision.compute": "fp16", "precision.initial_loss_scale": scale, "precision.loss_scale_window": 2}
     whole = run(tmp_path / "whole", **changes)

@@ -99,7 +99,7 @@ def test_accumulated_gradients_are_those_of_the_mean():
         assert torch.allclose(gradient, mean, rtol=1e-4, atol=1e-6 * largest), name
 
 
-@pytest.mark.parametrize(("kind", "saved_at"), [("hunyuan", 3), ("dc_ae", 1)])
+@pytest.mark.parametrize(("kind", "saved_at"), [("hunyuan", 3), pytest.param("dc_ae", 1, marks=pytest.mark.slow)])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, kind, saved_at):
     """Before and after the discriminator starts, at step 2; for the causal one, also where clips take over."""
     objective = {

@@ -214,7 +214,7 @@ def test_no_sidecar_where_none_is_wanted(tmp_path: Path) -> None:
     ("kind", "count", "expected", "temporal_tiling"),
     [
         ("hunyuan", 7, 5, False),
-        ("hunyuan", 21, 21, True),
+        pytest.param("hunyuan", 21, 21, True, marks=pytest.mark.slow),
         ("dc_ae", 7, 1, True),  # a clip of one latent frame would come back as a picture
         ("dc_ae", 11, 8, False),
         ("dc_ae", 23, 23, True),

@@ -419,7 +419,7 @@ class TestCached:
             again, _ = running.loss(stored, rng(number))
             assert torch.equal(fresh, again)
 
-    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_so_it_is_in_bfloat16(self, vae, autocast):
         rounding = deepcopy(vae).bfloat16()
         frozen = encoders(
