@@ -363,6 +363,7 @@ class TestInterrupted:
         if sys.platform == "linux":
             wait_for(lambda: left(tmp_path) == [], PROMISED_S)
 
+    @pytest.mark.slow
     @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory there alone")
     def test_launcher_killed_while_ranks_begin_to_share_memory(self, tmp_path, driver, monkeypatch):
         """Neither a file of shared memory nor a temporary one stays."""

@@ -106,7 +106,7 @@ WHOLE_COPIES = Case("zero2", 2, (("dp_replicate_degree", 2),))
 """Nothing is divided, though the strategy would."""
 
 
-@_slow_but({*FAST, Case("zero1", 2), WHOLE_COPIES}, (*DATA, *HYBRID, WHOLE_COPIES))
+@_slow_but({*FAST, WHOLE_COPIES}, (*DATA, *HYBRID, WHOLE_COPIES))
 def test_losses_are_those_of_one_process(trained: Trained, case: Case) -> None:
     _assert_as_alone(trained(case), _expected(case.micro_batches))
 

@@ -134,6 +134,7 @@ def test_ranks_that_call_different_collectives(pool: Callable[[int], Any]) -> No
         assert "rank 0: all_reduce of float32, rank 1: all_reduce of float64" in message
 
 
+@pytest.mark.slow
 def test_a_message_that_is_not_sent(pool: Callable[[int], Any]) -> None:
     message, _ = pool(2).run(_silent)
     assert message == "message from rank 1 to rank 0, of ranks 0, 1: rank 1 did not send it within 2 s"

@@ -108,6 +108,7 @@ def test_what_is_not_asked_for_costs_nothing(pool: Callable[[int], Any]) -> None
     assert pool(2).run(_unwatched) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_group_that_broke_is_rebuilt_by_all_or_by_none(processes: Any) -> None:
     first, second = _said(processes, _break_and_rebuild)
     assert first[0].startswith("sum of keys, (4,) float32: failed on rank 0 after ")

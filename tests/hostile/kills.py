@@ -133,10 +133,6 @@ ENDED: tuple[Ended, ...] = (
 )
 """Commands in one process."""
 
-ENDED_QUICKLY = tuple(
-    each for each in ENDED if each.base.name in ("train text", "cache", "scan again", "convert to dcp", "merge")
-)
-
 ENDED_RANKS: tuple[Ended, ...] = (
     Ended(_ranks(_named("generate")), _generate_and_replace, _files("out.mp4")),
     Ended(_ranks(_named("train vae"), *_EVERY_STEP), _train, _files(_WEIGHTS)),

@@ -7,18 +7,19 @@ from hostile.inputs import BASES, Inputs
 from hostile.trial import Case, Trials
 from hostile.yaml_texts import yaml_text
 
+pytestmark = pytest.mark.slow
 
-@batches(3500, first=12)
+
+@batches(3500)
 def test_hostile_command_lines_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(command_line(number, inputs) for number in numbers)
 
 
-@batches(1500, first=12)
+@batches(1500)
 def test_hostile_settings_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(yaml_text(number, inputs) for number in numbers)
 
 
-@pytest.mark.slow
 def test_valid_command_lines_are_done(trials: Trials, inputs: Inputs) -> None:
     trials.run_all(
         Case(base.name, base.argv, inputs.putting(base), codes=frozenset({base.code}), may_change=base.replaces)

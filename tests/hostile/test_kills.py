@@ -2,10 +2,11 @@
 
 import pytest
 from hostile.inputs import Inputs
-from hostile.kills import ENDED_QUICKLY, ENDED_RANKS, Kills
+from hostile.kills import ENDED_RANKS, Kills
 from hostile.sandbox import Sandbox
 from hostile.trial import Trials
 
+pytestmark = pytest.mark.slow
 _BATCH = 10
 
 
@@ -15,17 +16,11 @@ def kills(sandbox: Sandbox, inputs: Inputs) -> Kills:
     return Kills(sandbox, inputs)
 
 
-def test_what_is_ended_goes_on_to_the_same_in_short(kills: Kills, trials: Trials) -> None:
-    trials.count(kills.faults(number, ENDED_QUICKLY) for number in range(3))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 140, _BATCH))
 def test_what_is_ended_goes_on_to_the_same(first: int, kills: Kills, trials: Trials) -> None:
     trials.count(kills.faults(number) for number in range(first, first + _BATCH))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(12))
 def test_ranks_that_are_ended_go_on_to_the_same(number: int, kills: Kills, trials: Trials) -> None:
     trials.count([kills.faults(number, ENDED_RANKS)])

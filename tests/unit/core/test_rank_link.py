@@ -151,6 +151,7 @@ def test_a_step_that_takes_too_long_is_late_whatever_the_rank_does():
     assert last["still_s"] >= 1.5
 
 
+@pytest.mark.slow
 def test_a_rank_in_a_collective_reports_that_it_waits():
     """Known by the module whose function waits."""
     waiting = "exec('lock.acquire(timeout=3.5)', {'__name__': 'torch.distributed.some', 'lock': lock})"

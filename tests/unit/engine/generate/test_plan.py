@@ -18,7 +18,7 @@ from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate import file_bytes
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate import plan
+from opensora_cli.engine.generate import plan, room
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.room import require_fit
@@ -244,6 +244,8 @@ def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
 
 def test_limit_of_memory(world, tmp_path, monkeypatch):
     on_machine_with(10 * GIB, monkeypatch)
+    # It takes seconds, and has tests of its own.
+    monkeypatch.setattr(room, "_what_would_fit", lambda plan: "")
     made = make_plan(released_settings(world, tmp_path, memory__limit="100kB", memory__offload="none"))
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
