@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -52,6 +52,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
             return "distributed" if "distributed/" in file else file
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage, of which syntax trees of all tests make none: a quarter of the time of the first run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
