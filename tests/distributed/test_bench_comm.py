@@ -357,6 +357,7 @@ def _whole_bench(plot: str) -> tuple[BenchReport, list[list[str]]]:
         return _bench(settings)
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     plot = tmp_path / "links.png"
     (report, shown), (other, _) = pool(2).run(_whole_bench, str(plot))

@@ -171,6 +171,7 @@ def test_captions_leave_nothing_to_chance() -> None:
     assert scenes[0] not in demo_quality.scene_set(40, seed=0, part=2)[0]
 
 
+@pytest.mark.slow
 def test_whole_benchmark_in_small(
     world: World,
     tmp_path: Path,

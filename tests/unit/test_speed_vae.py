@@ -22,6 +22,7 @@ def test_the_plain_autoencoder_is_ours(tiling: Tiling) -> None:
         assert_close(vae.decode(latents, tiling=tiling), plain_decode(vae, latents, tiling=tiling), tolerance=1e-10)
 
 
+@pytest.mark.slow
 def test_rows_have_error_and_memory() -> None:
     torch.manual_seed(0)
     vae = HunyuanVAE(SMALL_HUNYUAN).requires_grad_(False)

@@ -196,6 +196,7 @@ def test_chunks_that_wait_on_the_device_save_most_of_the_way():
     assert peak_bytes((6, 8, 8), chunk_frames=2) < 0.5 * peak_bytes((6, 8, 8))
 
 
+@pytest.mark.slow
 def test_with_a_canvas_one_tile_is_on_the_device():
     one_tile = peak_bytes((2, 4, 4), canvas=ELSEWHERE)
     # Of nine tiles, the scaled latents alone come on top.
