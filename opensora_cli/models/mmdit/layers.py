@@ -176,6 +176,10 @@ class StreamAttention(nn.Module):
         return q, k, split_heads(self.v_proj(x_BND), self.head_dim)
 
 
+_GELU_VALUES = 2**18
+"""As many as stay in a core's cache between two operations."""
+
+
 def tanh_gelu(x_BNF: Tensor) -> Tensor:
     """Return GELU by its approximation with tanh; where no gradient is recorded, in the memory of what is given."""
     if torch.is_grad_enabled():
@@ -187,10 +191,6 @@ def tanh_gelu(x_BNF: Tensor) -> Tensor:
         return x_BNF
     out: Tensor = torch.ops.aten.gelu_(x_BNF, approximate="tanh")
     return out
-
-
-_GELU_VALUES = 2**18
-"""As many as stay in a core's cache between two operations."""
 
 
 def _tanh_gelu_by_sigmoid(x: Tensor) -> None:
