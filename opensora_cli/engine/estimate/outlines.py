@@ -358,10 +358,13 @@ def _upsampled(on_host: bool, clip: Tensor, size: list[int], *scales: float | No
     return torch.empty((*clip.shape[:2], *size), dtype=clip.dtype, device=_META, memory_format=clip_layout(clip))
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def clip_layout(clip: Tensor) -> torch.memory_format:
-    """Return the layout of a clip, which a CPU's kernels that change its values alone keep."""
-    is_channels_last = clip.ndim == 5 and clip.is_contiguous(memory_format=torch.channels_last_3d)
-    return torch.channels_last_3d if is_channels_last else torch.contiguous_format
+    """Return the layout of a clip or picture, which a CPU's kernels that change its values alone keep."""
+    layout = _CHANNELS_LAST.get(clip.ndim, torch.contiguous_format)
+    return layout if clip.is_contiguous(memory_format=layout) else torch.contiguous_format
 
 
 def convolution_layout(clip: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> torch.memory_format:

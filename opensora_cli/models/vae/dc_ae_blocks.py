@@ -39,18 +39,22 @@ class ChannelRMSNorm(nn.Module):
 
 
 class ClipConv3d(nn.Conv3d):
-    """`nn.Conv3d` with sound gradients in bf16 on a CPU, too."""
+    """`nn.Conv3d`, padded by half of its kernel, that is sound in bf16 on a CPU, too."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a clip (B,C,T,H,W)."""
-        if input.device.type == "cpu" and 1 < input.shape[2] < self.kernel_size[0]:
-            # There oneDNN takes a part of a bf16 kernel's gradient from uninitialised memory, unless time is padded
-            # by hand.
-            side = int(self.padding[0])
-            padded = functional.pad(input, (0, 0, 0, 0, side, side))
-            padding = (0, *self.padding[1:])
-            return functional.conv3d(padded, self.weight, self.bias, self.stride, padding, groups=self.groups)
-        return super().forward(input)
+        taps, frames = self.kernel_size[0], input.shape[2]
+        if input.device.type != "cpu" or frames >= taps:
+            return super().forward(input)
+        # Where a bf16 kernel is longer than the clip, oneDNN takes a part of its gradient, and of what it makes of a
+        # single frame of 1, 3 or 5 channels, from uninitialised memory.
+        side, weight = int(self.padding[0]), self.weight
+        if frames == 1:  # all taps but one meet zeros
+            weight = weight[:, :, side : side + 1]
+        else:
+            input = functional.pad(input, (0, 0, 0, 0, side, side))
+        padding = (0, *self.padding[1:])
+        return functional.conv3d(input, weight, self.bias, self.stride, padding, groups=self.groups)
 
 
 class ConvLayer(nn.Module):

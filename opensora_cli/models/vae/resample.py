@@ -36,9 +36,6 @@ def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
     """Whether `onednn_conv3d` convolves: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
     if clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
         return False
-    # Of others, such as torch's fake tensors, only outlines of a plan know the operation.
-    if type(clip_BCTHW) is not Tensor and not clip_BCTHW.is_meta:
-        return False
     is_recorded = torch.is_grad_enabled() and (clip_BCTHW.requires_grad or weight.requires_grad)
     has_onednn: bool = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()
     return has_onednn and weight.dtype is torch.float32 and not (is_recorded or torch.is_autocast_enabled("cpu"))

@@ -66,23 +66,29 @@ def test_a_norm_of_zeros_has_a_finite_gradient():
     assert torch.isfinite(hidden.grad).all()
 
 
-@pytest.mark.parametrize(("kernel_size", "num_frames"), [(3, 1), (3, 2), (3, 4), (5, 2), (5, 4), (5, 5)])
-def test_bf16_gradients_of_short_clips_come_from_the_clip_alone(kernel_size, num_frames):
+@pytest.mark.parametrize("channels", [3, 8])
+@pytest.mark.parametrize(("kernel_size", "num_frames"), [(3, 1), (3, 2), (3, 4), (5, 1), (5, 2), (5, 4), (5, 5)])
+def test_bf16_results_and_gradients_of_short_clips_come_from_the_clip_alone(kernel_size, num_frames, channels):
     torch.manual_seed(0)
-    conv = ClipConv3d(8, 8, kernel_size, padding=kernel_size // 2)
-    pixels = random_clip(1, 8, num_frames, 6, 6).contiguous(memory_format=torch.channels_last_3d)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = conv(pixels)
-    gradient = random_clip(*out.shape, seed=2)
+    conv = ClipConv3d(channels, 8, kernel_size, padding=kernel_size // 2)
+    pixels = random_clip(1, channels, num_frames, 6, 6).contiguous(memory_format=torch.channels_last_3d)
+    plain = functional.conv3d(pixels, conv.weight, conv.bias, padding=kernel_size // 2)
+    gradient = random_clip(*plain.shape, seed=2)
+    (expected,) = torch.autograd.grad(plain, conv.weight, gradient)
     for _ in range(5):
-        # What would be read by mistake is then not zero by chance.
-        poison = [torch.full((size,), torch.nan) for size in (100, 1000, 10_000, 100_000)]
-        del poison
-        (actual,) = torch.autograd.grad(out, conv.weight, gradient.bfloat16(), retain_graph=True)
-        (expected,) = torch.autograd.grad(
-            functional.conv3d(pixels, conv.weight, conv.bias, padding=kernel_size // 2), conv.weight, gradient
-        )
+        poison_free_memory()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = conv(pixels)
+        torch.testing.assert_close(out.float(), plain, atol=0.05, rtol=0.05)
+        poison_free_memory()
+        (actual,) = torch.autograd.grad(out, conv.weight, gradient.bfloat16())
         torch.testing.assert_close(actual, expected, atol=0.3, rtol=0.05)
+
+
+def poison_free_memory() -> None:
+    """Leave NaN in it, so that what is read by mistake is not zero by chance."""
+    poison = [torch.full((size,), torch.nan) for size in (100, 1000, 10_000, 100_000)]
+    del poison
 
 
 # --- the model -----------------------------------------------------------------------------------------------------

@@ -147,12 +147,12 @@ def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path,
 
 @pytest.mark.slow
 def test_so_it_does_with_a_solver_that_looks_back(world, tmp_path):
-    """A step into the second segment: its velocities are saved with the latents of both."""
+    """A step into the second segment: what it looks back at is saved with the latents of both."""
     settings = demo_settings(world, tmp_path / "whole", **EXTENDED, sampling__solver="ab2")
     video = generate(settings).videos[0].path.read_bytes()
     settings = settings.replace({"output.path": str(tmp_path / "out")})
     stopped(settings, STEPS + 1)
-    assert {"latents", "latents_before", "velocities"} == load_file(tmp_path / "out" / STATE).keys()
+    assert {"latents", "latents_before", "past"} == load_file(tmp_path / "out" / STATE).keys()
     assert generate(settings).videos[0].path.read_bytes() == video
 
 
