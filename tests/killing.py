@@ -111,7 +111,8 @@ class _Steps:
         return step
 
     def _open(self, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
-        if not set(mode) & set("wax+"):
+        # What is written to the kernel is not in the file system.
+        if not set(mode) & set("wax+") or str(file).startswith("/proc/"):
             return open(file, mode, buffering, *args, **options)
         watched = self._watched_write(io.FileIO.write)
 

@@ -12,7 +12,7 @@ from opensora_cli.sampling.step_cache import CachedStep, Phase
 
 _FEW_TOKENS = {"cpu": 1024}
 _FEW_TOKENS_ELSEWHERE = 8192
-"""That a device is not yet busy with, so that several branches in one batch take less time than one after the other."""
+"""That a device is not yet busy with, so that three branches in one batch take less time than one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class GuidedVelocity:
         if not branches:
             return {}
         text_tokens = self.embeds[0].prompt_embeds_2LC.shape[1]
-        tokens = len(branches) * packed_latents_BND.shape[0] * (packed_latents_BND.shape[1] + text_tokens)
+        tokens = packed_latents_BND.shape[0] * (packed_latents_BND.shape[1] + text_tokens)
         groups = [branches] if are_batched(tokens, packed_latents_BND.device) else [(each,) for each in branches]
         velocities: dict[Branch, torch.Tensor] = {}
         for group in groups:
@@ -124,11 +124,12 @@ class GuidedVelocity:
 
 
 def are_batched(tokens: int, device: torch.device) -> bool:
-    """Return whether branches of so many tokens in all, text included, are computed as one batch on a device.
+    """Return whether branches of so many tokens each, text and all samples included, are one batch on a device.
 
-    Decided by size alone, so that a run that goes on does the same: results differ by rounding.
+    Decided by size alone, however many branches a step has: a run that goes on does the same, since results differ by
+    rounding, and no step takes more memory than one with all of them.
     """
-    return tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
+    return len(Branch) * tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -142,9 +142,7 @@ class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return _ONE.get(args[0].dtype, 1.0)
         if func is torch.ops.aten.mkldnn_convolution.default:
             clip, weight, bias, padding, stride, dilation, groups = args
-            result = torch.ops.aten.convolution(
-                clip, weight, bias, stride, padding, dilation, False, [0, 0, 0], groups
-            )
+            result = torch.ops.aten.convolution(clip, weight, bias, stride, padding, dilation, False, [0, 0, 0], groups)
             return torch.empty_like(result, memory_format=clip_layout(clip))
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.convolution.default:

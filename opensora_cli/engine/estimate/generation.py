@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
-from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
@@ -115,9 +116,9 @@ def estimate_generation(
     if files is not None:
         weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
     together = offload.decode_batch_size
-    decode = StageMemory(
-        DECODE, weights[Component.VAE], together * decoding.data, together * decoding.activations, vae_mapped
-    )
+    # What a decoder keeps of its weights is there once.
+    latents = decoding.data + (together - 1) * prod(sizes.latent_shape) * dtype.itemsize
+    decode = StageMemory(DECODE, weights[Component.VAE], latents, together * decoding.activations, vae_mapped)
     if settings.from_latents is not None:
         return (decode,)
 
@@ -128,8 +129,9 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
+    counted = _counted_together(config, sizes, lengths[0], device_type, batch=offload.batch_size)
     denoising = _denoising(
-        config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear
+        config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear, counted
     )
     workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
     frames = reference_frames(settings, sizes)
@@ -142,7 +144,7 @@ def estimate_generation(
             config, files[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras
         )
     own += sum(size for _, size in kept)
-    batch = offload.batch_size
+    batch = offload.batch_size // counted
     computed = batch * denoising.activations + workspace
     if offload.linear is not LinearProducts.EXACT:
         # Modulation alone is dequantized, before a block computes anything else.
@@ -169,6 +171,15 @@ def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tupl
     return tuple(part.num_frames for part in parts)
 
 
+def _counted_together(
+    config: MMDiTConfig, sizes: GenerationSizes, text_length: int, device_type: str, *, batch: int
+) -> int:
+    """Return of how many clips the memory is counted: of one, or of all where these have other batches than one has."""
+    _, frames, rows, columns = sizes.latent_shape
+    tokens, device = frames * rows * columns // config.patch_size**2 + text_length, torch.device(device_type)
+    return 1 if are_batched(tokens, device) == are_batched(batch * tokens, device) else batch
+
+
 @remembered
 def _denoising(
     config: MMDiTConfig,
@@ -179,6 +190,7 @@ def _denoising(
     chunk_tokens: int | None,
     causal: bool,
     linear: LinearProducts,
+    clips: int,
 ) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
@@ -196,39 +208,39 @@ def _denoising(
         transformer.single_blocks = _repeated(transformer.single_blocks)
         shared = FakeSequenceParallel(transformer, sizes.mesh)
         with TensorBytes(device_type=device.type) as counter:
-            embeds = PromptEmbeds(
-                empty(2, text_length, config.context_in_dim),
-                empty(2, config.vec_in_dim),
-            )
+            embeds = [
+                PromptEmbeds(empty(2, text_length, config.context_in_dim), empty(2, config.vec_in_dim))
+                for _ in range(clips)
+            ]
             references = [empty(channels, frames, rows, columns)] * 2
             # As `sample_latents` of generation does it.
-            noise_1CTHW = empty(1, channels, frames, rows, columns)
-            mask_11THW, given_1CTHW = prepare_inference_condition(
-                noise_1CTHW, sizes.mode, [references], causal, lengths=sizes.lengths
+            noise_BCTHW = empty(clips, channels, frames, rows, columns)
+            mask_B1THW, given_BCTHW = prepare_inference_condition(
+                noise_BCTHW, sizes.mode, [references] * clips, causal, lengths=sizes.lengths
             )
             velocity = GuidedVelocity(
                 shared,
-                [embeds],
-                conditioning_BNK=pack_conditioning(mask_11THW, given_1CTHW, patch) if config.cond_embed else None,
+                embeds,
+                conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch) if config.cond_embed else None,
                 position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
                 embedded_guidance=1.0 if config.guidance_embed else None,
             )
             del references
-            packed_1ND = pack_latents(noise_1CTHW, patch)
+            packed_BND = pack_latents(noise_BCTHW, patch)
             scales = [*sizes.cached, *_STEPS * [sizes.scales]]
-            denoised_1ND = denoise(
+            denoised_BND = denoise(
                 _share_of_branches(velocity, sizes.mesh.guidance),
-                packed_1ND,
+                packed_BND,
                 timesteps=[1.0 - step / len(scales) for step in range(len(scales) + 1)],
                 scales=scales,
                 solver=sizes.solver,
                 cache=[CachedStep(branches_needed(each), is_reused=False) for each in scales] if sizes.cached else None,
             )
-            latents_1CTHW = unpack_latents(
-                denoised_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
+            latents_BCTHW = unpack_latents(
+                denoised_BND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
             )
             need = Need.of(counter)
-            del latents_1CTHW
+            del latents_BCTHW
             return need
 
 

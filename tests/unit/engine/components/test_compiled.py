@@ -10,6 +10,7 @@ from tiny_transformer import assert_same, gradients, inputs, transformer
 from torch import fx
 from torch._dynamo.utils import counters
 
+from opensora_cli.engine.components import compiled
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.fp8_storage import store_in_fp8
@@ -23,6 +24,7 @@ from opensora_cli.models.mmdit.blocks import linears_of_blocks
 def fresh_compiler():
     torch._dynamo.reset()
     counters.clear()
+    compiled._compiled_class.cache_clear()  # which knows what could not be compiled
     yield
     torch._dynamo.reset()
 
@@ -197,8 +199,8 @@ def test_few_tokens_at_a_time_run_as_they_are_with_one_warning_for_each_kind():
 
 
 @pytest.mark.slow
-def test_more_sizes_than_the_compiler_takes_run_as_they_are_with_one_warning(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_more_sizes_than_the_compiler_takes_run_as_they_are_with_one_warning():
     plain, model = transformer(single=0), transformer(single=0)
     warnings = []
     compile_blocks(model, warn=warnings.append, backend="aot_eager_decomp_partition")

@@ -332,7 +332,8 @@ def test_of_chunks_only_one_is_computed_at_a_time():
     plan = plan_of(VARIANTS["higher, longer"])
     whole, few = (estimated(plan, OffloadPlan(chunk_tokens=tokens))["denoise"] for tokens in (None, 16))
     assert few.activation_bytes < 0.8 * whole.activation_bytes
-    whole, few = (estimated(plan, OffloadPlan(chunk_frames=frames))["decode"] for frames in (None, 1))
+    # A CPU computes some frames at a time where nobody says how many.
+    whole, few = (estimated(plan, OffloadPlan(chunk_frames=frames), "cuda")["decode"] for frames in (None, 1))
     assert few.activation_bytes < 0.7 * whole.activation_bytes
 
 
@@ -390,5 +391,6 @@ def test_on_cuda_the_host_holds_pixels_and_waiting_frames():
     on_device, on_host = (estimated(plan, offload, "cuda")["decode"] for offload in offloads)
     latents = 4 * prod(plan.latent_shape)
     assert on_device.data_bytes == latents
-    assert on_cpu.data_bytes == latents
-    assert on_host.activation_bytes < on_device.activation_bytes < on_cpu.activation_bytes
+    # And the kernels of upsampling convolutions, which stay folded.
+    assert latents < on_cpu.data_bytes < latents + on_cpu.weight_bytes
+    assert beside_weights(on_host) < beside_weights(on_device) < beside_weights(on_cpu)
