@@ -65,7 +65,8 @@ def warn_about_prompts(
     unknown = t5.unknown_words(typed)
     if not unknown:
         return
-    words = ", ".join(f'"{word}"' for word in unknown[:_LISTED_WORDS])
+    near = {word: t5.nearest_word(word) for word in unknown[:_LISTED_WORDS]}
+    words = ", ".join(f'"{word}"' + (f' (nearest: "{known}")' if known else "") for word, known in near.items())
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
     knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
     reporter.warn(

@@ -599,9 +599,10 @@ class TestPrompts:
         assert (tags["prompt"], tags["seed"]) == (prompt, "42")
 
     def test_unknown_words_of_the_demo(self, world, tmp_path, reporter):
-        generate(demo_settings(world, tmp_path, prompt="a dragon, raining, Zebra"), reporter=reporter)
+        generate(demo_settings(world, tmp_path, prompt="a dragon, reining, Zebra"), reporter=reporter)
         assert reporter.warnings == [
-            'the demo model does not know "dragon", "Zebra"; it knows places: sea, desert; weathers: raining'
+            'the demo model does not know "dragon", "reining" (nearest: "raining"), "Zebra"; '
+            "it knows places: sea, desert; weathers: raining"
         ]
 
     def test_a_dry_run_warns_as_the_run_does(self, world, tmp_path, reporter, monkeypatch):
