@@ -5,9 +5,10 @@
 
 Four parts, on scenes whose combination of place, weather, time and thing was held out of all training:
 
-- `vae`: how well the autoencoder gives clips back, in dB of PSNR.
+- `vae`: how well the autoencoder gives clips back: PSNR, SSIM and detail.
 - `prompts`: how often a classifier reads back what the prompt says, from videos made for complete captions. It was
-  trained on rendered clips alone; its accuracy on held-out renders stands beside.
+  trained on rendered clips alone; its accuracy on held-out renders stands beside. Shares have intervals of 95 %
+  confidence.
 - `first-frame`: how well a given first frame comes back, in dB of PSNR.
 - `seconds`: how long `osora generate` takes on this machine, from start to finish, as its own process.
 """
@@ -32,6 +33,7 @@ from scene_reader import (
     ANSWERS,
     Reader,
     accuracy,
+    interval,
     load_reader,
     right_answers,
     save_reader,
@@ -80,6 +82,12 @@ def psnr_db(clips_NTHWC: Clips, others_NTHWC: Clips) -> list[float]:
     return [similarity.psnr_db(clip, other) for clip, other in pairs]
 
 
+def ssim(clips_NTHWC: Clips, others_NTHWC: Clips) -> float:
+    """Return the mean SSIM of all frames with the others."""
+    pairs = zip(*(torch.from_numpy(clips).flatten(0, 1) for clips in (clips_NTHWC, others_NTHWC)), strict=True)
+    return float(np.mean([similarity.ssim(frame_HWC, other_HWC) for frame_HWC, other_HWC in pairs]))
+
+
 def detail(clips_NTHWC: Clips) -> float:
     """Return how sharp clips are: the mean squared difference of pixels that are side by side or above each other."""
     squares = [
@@ -91,7 +99,9 @@ def detail(clips_NTHWC: Clips) -> float:
 
 
 def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
-    """Return the mean PSNR of reconstructed clips, for each weather too, and what the reader makes of them."""
+    """Return the mean PSNR of reconstructed clips, for each weather too, their SSIM and detail, and what the reader
+    makes of them.
+    """
     scenes, _ = scene_set(count, seed=seed, part=_VAE_SCENES)
     clips = film(scenes, plan)
     decoded = reconstruct(plan, models, clips, batch=_PIXELS_BATCH)
@@ -105,6 +115,8 @@ def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, co
         "clips": count,
         "psnr_db": float(np.mean(values)),
         "lowest_psnr_db": min(values),
+        "ssim": ssim(decoded, clips),
+        "detail_of_renders": detail(decoded) / detail(clips),
         "psnr_db_by_weather": by_weather,
         "reader_accuracy": accuracy(reader.read(decoded, fps=plan.settings.video.fps), scenes),
     }
@@ -151,6 +163,7 @@ def measure_prompts(
         "detail_of_renders": detail(clips) / detail(film(scenes, plan)),
         "guidance_scale": sampling.guidance_scale,
         "accuracy": shares,
+        "intervals": {name: interval(shares[name], count) for name in ANSWERS},
         "worst": min(shares[name] for name in ANSWERS),
         "seconds_per_video": seconds / count,
         "misread": misread(read_NA, scenes, prompts),

@@ -34,6 +34,10 @@ def percent(shares: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
 
 
+def _intervals(intervals: Mapping[str, tuple[float, float]]) -> str:
+    return "  ".join(f"{name} {100 * low:.0f}-{100 * high:.0f}" for name, (low, high) in intervals.items())
+
+
 def report_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the lines of a report, of the parts that it has."""
     lines = []
@@ -42,6 +46,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         lines += [
             f"autoencoder   {vae['clips']} held-out clips: PSNR {AUTOENCODER.judge(vae['psnr_db'])}",
             f"              {weathers}  lowest {vae['lowest_psnr_db']:.1f}",
+            f"              SSIM {vae['ssim']:.3f}, detail {vae['detail_of_renders']:.2f} of that of renders",
             f"              read from them, in %: {percent(vae['reader_accuracy'])}",
         ]
     if reader := report.get("reader"):
@@ -52,6 +57,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
             f"({trial['model_evaluations']} evaluations), guidance {trial['guidance_scale']:g}",
             f"              detail {trial['detail_of_renders']:.2f} of that of renders",
             f"              read from the videos, in %: {percent(trial['accuracy'])}",
+            f"              with 95 % confidence: {_intervals(trial['intervals'])}",
             f"              mean {MEAN_READ.judge(100 * trial['accuracy']['mean'])}",
             f"              worst {WORST_READ.judge(100 * trial['worst'])}",
         ]

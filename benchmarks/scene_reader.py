@@ -1,10 +1,12 @@
-"""A classifier that reads back from a clip what its caption says: place, weather, time, shape, colour and direction.
+"""A classifier that reads back from a clip what its caption says: place, weather, time, and the thing's shape, colour,
+direction and speed.
 
 It judges generated videos and has never seen one: it is trained on rendered clips alone, of combinations that are not
 held out. So that it can be asked about videos that are a little softer or noisier than renders, the renders are
 degraded while it is trained.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,18 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import atomic_path
-from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Time, Weather, render_scene, sample_scene
+from opensora_cli.data.scenes import (
+    Colour,
+    Direction,
+    Place,
+    Scene,
+    Shape,
+    Speed,
+    Time,
+    Weather,
+    render_scene,
+    sample_scene,
+)
 
 Clips = NDArray[np.uint8]
 """(N, T, H, W, 3), RGB."""
@@ -30,6 +43,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "shape": (*Shape, NOTHING),
     "colour": (*Colour, NOTHING),
     "direction": (*Direction, NOTHING),
+    "speed": (*Speed, NOTHING),
 }
 
 SIZE = 64
@@ -38,13 +52,15 @@ FRAMES = 5
 FRAMES_PER_SECOND = 3.0
 """Five frames, every fourth of 17 at 12 fps, show a motion as well as all of them."""
 _CHUNK = 50
+_Z = 1.96
+"""Standard deviations to either side of the mean that hold 95 % of a normal distribution."""
 
 
 def right_answers(scene: Scene) -> list[int]:
     """Return the index of the right one of `ANSWERS` for each attribute."""
     thing = scene.thing
     said: list[str] = [scene.place, scene.weather, scene.time]
-    said += [NOTHING] * 3 if thing is None else [thing.shape, thing.colour, thing.direction]
+    said += [NOTHING] * 4 if thing is None else [thing.shape, thing.colour, thing.direction, thing.speed]
     return [answers.index(answer) for answers, answer in zip(ANSWERS.values(), said, strict=True)]
 
 
@@ -108,7 +124,7 @@ class Reader(nn.Module):
 
     @torch.no_grad()
     def read(self, clips_NTHWC: Clips, *, fps: float) -> Tensor:
-        """Return the index of the answer to each of `ANSWERS`, (N, 6), for whole clips."""
+        """Return the index of the answer to each of `ANSWERS`, (N, 7), for whole clips."""
         was_training = self.training
         self.eval()
         read = []
@@ -123,6 +139,14 @@ def accuracy(read_NA: Tensor, scenes: Sequence[Scene]) -> dict[str, float]:
     """Return the share of clips, 0 to 1, of which each attribute is read as the scene has it, and their mean."""
     right_A = (read_NA == torch.tensor([right_answers(scene) for scene in scenes])).double().mean(dim=0)
     return {**dict(zip(ANSWERS, right_A.tolist(), strict=True)), "mean": right_A.mean().item()}
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """Return between what the true share lies with 95 % confidence, of one that was found in `count` (Wilson 1927)."""
+    spread = _Z**2 / count
+    middle = (share + spread / 2) / (1 + spread)
+    margin = _Z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
+    return max(0.0, middle - margin), min(1.0, middle + margin)
 
 
 def degrade(frames_BTCHW: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -156,7 +180,7 @@ def degrade(frames_BTCHW: Tensor, *, generator: torch.Generator) -> Tensor:
 
 
 def training_batch(rng: np.random.Generator, *, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return fresh degraded frames (B, FRAMES, 3, SIZE, SIZE) of scenes that are not held out, and answers (B, 6).
+    """Return fresh degraded frames (B, FRAMES, 3, SIZE, SIZE) of scenes that are not held out, and answers (B, 7).
 
     Half of the clips are shown in a mirror and half backwards, and their direction is answered accordingly. Things look
     where they go; in a film shown backwards they do not, so that the direction can only be read from the motion.

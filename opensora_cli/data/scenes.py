@@ -231,7 +231,7 @@ def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: flo
 def caption_scene(scene: Scene, rng: Generator, *, complete: bool = False) -> str:
     """Describe a scene in words; `rng` chooses phrasing, word order and what is left out.
 
-    A `complete` caption mentions place, weather, time and the thing's colour and direction.
+    A `complete` caption mentions place, weather, time and the thing's colour, direction and speed.
     """
     mention = _Mentions.sample(scene, rng, complete=complete)
     return _tags(scene, mention, rng) if rng.random() < 0.45 else _sentence(scene, mention, rng)
@@ -256,7 +256,7 @@ class _Mentions:
             time=complete or bool(numbers[2] < 0.85),
             colour=complete or bool(numbers[3] < 0.92),
             direction=complete or bool(numbers[4] < 0.9),
-            speed=bool(numbers[5] < 0.5),
+            speed=complete or bool(numbers[5] < 0.5),
         )
 
 

@@ -14,6 +14,7 @@ from tiny_world import World, demo_settings, make_world
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import (
+    SPEED_WORDS,
     Colour,
     Direction,
     Place,
@@ -55,8 +56,8 @@ def test_right_answers_say_what_the_scene_shows() -> None:
             answers[index] for answers, index in zip(scene_reader.ANSWERS.values(), index_by_attribute, strict=True)
         ]
 
-    assert said(scene_reader.right_answers(scene())) == ["desert", "snow", "sunset", "car", "red", "right"]
-    nothing = [scene_reader.NOTHING] * 3
+    assert said(scene_reader.right_answers(scene())) == ["desert", "snow", "sunset", "car", "red", "right", "fast"]
+    nothing = [scene_reader.NOTHING] * 4
     assert said(scene_reader.right_answers(scene(thing=False))) == ["desert", "snow", "sunset", *nothing]
 
 
@@ -94,7 +95,7 @@ def test_direction_follows_mirror_and_reversal(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_keeps_no_direction_in_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene(thing=False))
     _, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=8)
-    assert (answers[:, 3:] == torch.tensor([len(Shape), len(Colour), len(Direction)])).all()
+    assert (answers[:, 3:] == torch.tensor([len(Shape), len(Colour), len(Direction), len(Speed)])).all()
 
 
 def test_reader_is_never_trained_on_held_out_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,12 +162,28 @@ def test_detail_is_lost_by_blurring_alone() -> None:
     assert demo_quality.detail(clips[:, :, ::-1].copy()) == pytest.approx(demo_quality.detail(clips))
 
 
+def test_similarity_falls_with_noise() -> None:
+    clips = np.stack([render_scene(scene())])
+    noisy = (clips + np.random.default_rng(0).normal(0, 20, clips.shape)).clip(0, 255).astype(np.uint8)
+    assert demo_quality.ssim(clips, clips) == pytest.approx(1.0)
+    assert 0.1 < demo_quality.ssim(noisy, clips) < 0.8
+
+
+def test_intervals_are_those_of_wilson() -> None:
+    # For 81 of 263, as in Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I.
+    assert scene_reader.interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert scene_reader.interval(1.0, 200) == pytest.approx((0.9812, 1.0), abs=1e-4)
+    assert scene_reader.interval(0.0, 20)[0] == 0.0
+
+
 def test_captions_leave_nothing_to_chance() -> None:
     scenes, prompts = demo_quality.scene_set(40, seed=0, part=1)
     assert all(is_held_out(shown) for shown in scenes)
     for shown, prompt in zip(scenes, prompts, strict=True):
         assert shown.thing is not None
-        assert {shown.thing.colour, shown.thing.direction} <= set(prompt.replace(",", "").split())
+        words = set(prompt.replace(",", "").split())
+        assert {shown.thing.colour, shown.thing.direction} <= words
+        assert words & set(SPEED_WORDS[shown.thing.speed])
     assert scenes == demo_quality.scene_set(40, seed=0, part=1)[0]
     assert scenes[0] not in demo_quality.scene_set(40, seed=0, part=2)[0]
 
@@ -201,7 +218,11 @@ def test_whole_benchmark_in_small(
         list(found["vae"]["psnr_db_by_weather"].values()),
         weights=weather_counts(demo_quality.scene_set(3, seed=0, part=0)[0]),
     ) == pytest.approx(found["vae"]["psnr_db"])
+    assert 0 < found["vae"]["ssim"] < 1
+    assert found["vae"]["detail_of_renders"] > 0
     assert [trial["guidance_scale"] for trial in found["prompts"]] == [1.0, 4.0]
+    for trial in found["prompts"]:
+        assert all(low <= trial["accuracy"][name] <= high for name, (low, high) in trial["intervals"].items())
     assert {trial["num_inference_steps"] for trial in found["prompts"]} == {2}
     assert [trial["model_evaluations"] for trial in found["prompts"]] == [2, 4]
     assert all(trial["detail_of_renders"] > 0 for trial in found["prompts"])
