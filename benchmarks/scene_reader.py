@@ -141,7 +141,7 @@ def accuracy(read_NA: Tensor, scenes: Sequence[Scene]) -> dict[str, float]:
     return {**dict(zip(ANSWERS, right_A.tolist(), strict=True)), "mean": right_A.mean().item()}
 
 
-def interval(share: float, count: int) -> tuple[float, float]:
+def confidence_interval(share: float, count: int) -> tuple[float, float]:
     """Return between what the true share lies with 95 % confidence, of one that was found in `count` (Wilson 1927)."""
     spread = _Z**2 / count
     middle = (share + spread / 2) / (1 + spread)

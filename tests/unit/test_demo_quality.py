@@ -171,9 +171,9 @@ def test_similarity_falls_with_noise() -> None:
 
 def test_intervals_are_those_of_wilson() -> None:
     # For 81 of 263, as in Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I.
-    assert scene_reader.interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    assert scene_reader.interval(1.0, 200) == pytest.approx((0.9812, 1.0), abs=1e-4)
-    assert scene_reader.interval(0.0, 20)[0] == 0.0
+    assert scene_reader.confidence_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert scene_reader.confidence_interval(1.0, 200) == pytest.approx((0.9812, 1.0), abs=1e-4)
+    assert scene_reader.confidence_interval(0.0, 20)[0] == 0.0
 
 
 def test_captions_leave_nothing_to_chance() -> None:

@@ -9,6 +9,7 @@ import torch
 from gpu_bench import Bench, tried
 
 CPU = ["--tiny", "--device", "cpu"]
+FAIL_ON_A_CPU = {"settings": ["fp8 products", "compiled, fp8 products"]}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
         assert part["rows"], name
         failed = [row["what"] for row in part["rows"] if "failed" in row]
         # What GPUs alone have.
-        assert name == "rates" or all("fp8" in what for what in failed), name
+        assert name == "rates" or failed == FAIL_ON_A_CPU.get(name, []), name
 
 
 def test_an_evaluation_is_timed_beside_the_plain_one(tmp_path: Path) -> None:

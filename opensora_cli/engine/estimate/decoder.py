@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.engine.estimate.outlines import clip_layout
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.chunked import StoredClip, convolve, last_stage, run_stage, stages_of
@@ -34,7 +35,7 @@ class _Clip:
     @classmethod
     def of(cls, chunks: Iterable[Tensor]) -> "_Clip":
         # One by one, since they come from the store to the device.
-        outlines = [(chunk.shape, _layout(chunk)) for chunk in chunks]
+        outlines = [(chunk.shape, clip_layout(chunk)) for chunk in chunks]
         _, channels, _, height, width = outlines[0][0]
         return cls(channels, height, width, tuple(_Chunk(shape[2], layout) for shape, layout in outlines))
 
@@ -200,8 +201,3 @@ def _run_shortened(run: Callable[[_Clip], tuple[int, _Clip]], clip: _Clip) -> tu
         next_peak + missing * (next_peak - peak),
         replace(out, chunks=chunks[:position] + more * missing + chunks[position:]),
     )
-
-
-def _layout(clip_BCTHW: Tensor) -> torch.memory_format:
-    is_channels_last = clip_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)
-    return torch.channels_last_3d if is_channels_last else torch.contiguous_format

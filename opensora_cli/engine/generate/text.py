@@ -12,6 +12,7 @@ from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.load import prompt_readers
 from opensora_cli.models.text.encoders import PromptReader
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
+from opensora_cli.settings.explain import nearest
 from opensora_cli.settings.generate import GenerateSettings
 
 _LISTED_WORDS = 10
@@ -65,7 +66,8 @@ def warn_about_prompts(
     unknown = t5.unknown_words(typed)
     if not unknown:
         return
-    near = {word: t5.nearest_word(word) for word in unknown[:_LISTED_WORDS]}
+    known_words = sorted(t5.tokenizer.words)
+    near = {word: nearest(word.lower(), known_words) for word in unknown[:_LISTED_WORDS]}
     words = ", ".join(f'"{word}"' + (f' (nearest: "{known}")' if known else "") for word, known in near.items())
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
     knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())

@@ -2,7 +2,6 @@
 
 import re
 import unicodedata
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -35,11 +34,6 @@ class PromptReader:
         """Return the words of `text` (emoji, too) that the vocabulary cannot spell, each once, in their order."""
         words = dict.fromkeys(word for word in map(_bare, re.findall(r"\w+|[^\w\s]+", text)) if word)
         return [word for word in words if not self.tokenizer.can_spell(word)]
-
-    def nearest_word(self, word: str) -> str | None:
-        """Return the word of a vocabulary of whole words that looks most like `word`; None: none does."""
-        close = get_close_matches(word.lower(), sorted(self.tokenizer.words), n=1)
-        return close[0] if close else None
 
 
 class _FolderEncoder(PromptReader, Generic[Model]):

@@ -164,12 +164,6 @@ class TestT5:
     def test_unknown_words(self, t5_words, text, unknown):
         assert t5(t5_words).unknown_words(text) == unknown
 
-    @pytest.mark.parametrize(
-        ("word", "nearest"), [("Boats", "boat"), ("raning", "raining"), ("zebra", None), ("海", None)]
-    )
-    def test_the_nearest_known_word(self, t5_words, word, nearest):
-        assert t5(t5_words).nearest_word(word) == nearest
-
     @pytest.mark.parametrize("text", ["a red boat", " a  red\tboat ", "ﬁne sea", "A zebra, 海.", ""])
     def test_pieces_are_sentencepieces(self, t5_pieces, text):
         processor = sentencepiece.SentencePieceProcessor(model_file=str(t5_pieces / "spiece.model"))

@@ -78,7 +78,7 @@ class TestFp8TrainLinear:
             linear.weight.copy_(torch.arange(48 * 32).view(48, 32) % 15 - 7.0)
             linear.weight[0, 0] = 448.0
         given = torch.full((16, 32), 2.0)
-        # Scales are undone after the sums, which some CPUs round.
+        # A scale that is no power of two is rounded, on some CPUs before the sums.
         torch.testing.assert_close(Fp8TrainLinear(linear)(given), given @ linear.weight.t(), rtol=1e-6, atol=1e-4)
 
     def test_under_autocast_it_gives_what_a_layer_gives(self):
