@@ -6,7 +6,7 @@ the key names of the released checkpoints.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -79,6 +79,18 @@ def modulated_norm(x_BND: Tensor, *, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift, normed_BND, 1 + scale)
 
 
+ModulationInput = Tensor | Mapping[nn.Module, Tensor]
+"""The modulation vector (B, D), or what each layer that projects it makes of it, computed before."""
+
+
+def modulation_values(layer: nn.Module, vector: ModulationInput) -> Tensor:
+    """Return what `layer` projects the modulation vector to, (B, its outputs)."""
+    if not isinstance(vector, Tensor):
+        return vector[layer]
+    values: Tensor = layer(functional.silu(vector))
+    return values
+
+
 class Modulation(nn.Module):
     """Projects the modulation vector to shift, scale and gate of residual branches (DiT, Peebles & Xie 2023)."""
 
@@ -87,10 +99,15 @@ class Modulation(nn.Module):
         self.branches = branches
         self.lin = nn.Linear(hidden_size, 3 * branches * hidden_size)
 
-    def forward(self, vector_BD: Tensor) -> list[ChunkModulation]:
+    def forward(self, vector: ModulationInput) -> list[ChunkModulation]:
         """Return one triple per branch, in the order of the branches."""
-        chunks = self.lin(functional.silu(vector_BD))[:, None].chunk(3 * self.branches, dim=-1)
+        chunks = modulation_values(self.lin, vector)[:, None].chunk(3 * self.branches, dim=-1)
         return [ChunkModulation(*chunks[start : start + 3]) for start in range(0, len(chunks), 3)]
+
+
+def modulation_width(config: MMDiTConfig) -> int:
+    """Return how many values shift, scale and gate the tokens of one evaluation, in all layers together."""
+    return (12 * config.depth + 3 * config.depth_single_blocks + 2) * config.hidden_size
 
 
 class HeadNorm(nn.Module):
@@ -232,10 +249,10 @@ class DoubleStreamBlock(nn.Module):
         self.txt_mlp = _mlp(config)
 
     def forward(
-        self, latents_BND: Tensor, text_BLD: Tensor, vector_BD: Tensor, rotary: Rotary
+        self, latents_BND: Tensor, text_BLD: Tensor, vector: ModulationInput, rotary: Rotary
     ) -> tuple[Tensor, Tensor]:
         """Return the new latent and text tokens; `rotary` covers the L + N tokens of the joint sequence, text first."""
-        latent_mods, text_mods = self.img_mod(vector_BD), self.txt_mod(vector_BD)
+        latent_mods, text_mods = self.img_mod(vector), self.txt_mod(vector)
         lengths = [text_BLD.shape[1], latents_BND.shape[1]]
         rotary_of_text = cut_rotary(rotary, slice(0, lengths[0]))
         rotary_of_latents = cut_rotary(rotary, slice(lengths[0], sum(lengths)))
@@ -288,9 +305,9 @@ class SingleStreamBlock(nn.Module):
         self.norm = QueryKeyNorm(config.head_dim)
         self.modulation = Modulation(config.hidden_size, branches=1)
 
-    def forward(self, tokens_BND: Tensor, vector_BD: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, tokens_BND: Tensor, vector: ModulationInput, rotary: Rotary) -> Tensor:
         """Return the new tokens of the joint sequence: text tokens, then latent tokens."""
-        mod: ChunkModulation = self.modulation(vector_BD)[0]
+        mod: ChunkModulation = self.modulation(vector)[0]
         size, length = self.chunk_tokens, tokens_BND.shape[1]
         if size is not None and size < length and not torch.is_grad_enabled():
             return self._in_chunks(tokens_BND, mod, rotary, size)
@@ -345,9 +362,9 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(config.hidden_size, config.in_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(config.hidden_size, 2 * config.hidden_size))
 
-    def forward(self, latents_BND: Tensor, vector_BD: Tensor) -> Tensor:
+    def forward(self, latents_BND: Tensor, vector: ModulationInput) -> Tensor:
         """Return (B, N, in_channels)."""
-        shift, scale = self.adaLN_modulation(vector_BD)[:, None].chunk(2, dim=-1)
+        shift, scale = modulation_values(self.adaLN_modulation[1], vector)[:, None].chunk(2, dim=-1)
         velocity: Tensor = self.linear(modulated_norm(latents_BND, shift=shift, scale=scale))
         return velocity
 

@@ -1,9 +1,11 @@
 """The MMDiT of Open-Sora 2.0: packed latents, time and prompt in, velocity out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.models.attention.sdpa import sdpa
@@ -13,6 +15,7 @@ from opensora_cli.models.mmdit.layers import (
     DoubleStreamBlock,
     FinalLayer,
     Modulation,
+    ModulationInput,
     SingleStreamBlock,
     VectorEmbedder,
     rotary_angles,
@@ -112,6 +115,7 @@ class MMDiT(nn.Module):
         conditioning_BNK: Tensor | None = None,
         embedded_guidance_B: Tensor | None = None,
         residual: BlockResidual | None = None,
+        modulation: Mapping[nn.Module, Tensor] | None = None,
     ) -> Tensor:
         """Return the velocity, shaped as `packed_latents_BND` and in its dtype.
 
@@ -127,6 +131,8 @@ class MMDiT(nn.Module):
             conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide.
             embedded_guidance_B: guidance scale.
             residual: where to keep what the blocks add, or what to add; of the same samples and branches.
+            modulation: what `modulation_of` returns for the times, the pooled prompts and the guidance; None: it is
+                computed.
 
         Raises:
             ValueError: the condition or the guidance is missing though the model needs it, or given to one that does
@@ -144,7 +150,11 @@ class MMDiT(nn.Module):
         latents = self.img_in(packed_latents_BND.to(dtype)).to(dtype)
         if self.cond_in is not None and conditioning_BNK is not None:
             latents = latents + self.cond_in(conditioning_BNK.to(dtype))
-        vector = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
+        vector: ModulationInput = (
+            self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
+            if modulation is None
+            else modulation
+        )
         if residual is not None and residual.is_reused:
             if residual.added_BND is None:
                 raise ValueError("residual.is_reused is set, and nothing has been added before")
@@ -165,8 +175,26 @@ class MMDiT(nn.Module):
             residual.added_BND = latents - before
         return self._velocity(latents, vector, packed_latents_BND.dtype)
 
-    def _velocity(self, latents_BND: Tensor, vector_BD: Tensor, dtype: torch.dtype) -> Tensor:
-        velocity: Tensor = self.final_layer(latents_BND, vector_BD)
+    def modulation_of(
+        self, timesteps_B: Tensor, pooled_prompt_embeds_BV: Tensor, embedded_guidance_B: Tensor | None = None
+    ) -> dict[nn.Module, Tensor]:
+        """Return what shifts, scales and gates tokens at each of B times, with the prompt beside it, by layer.
+
+        Rows of it are the `modulation` of an evaluation. Arguments are those of `forward`.
+        """
+        vector_BD = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
+        activated_BD = functional.silu(vector_BD)
+        layers = [module.lin for module in self.modules() if isinstance(module, Modulation)]
+        # Those of streamed blocks wait in the dtype of their file.
+        return {
+            layer: functional.linear(activated_BD, layer.weight.to(vector_BD), layer.bias.to(vector_BD))
+            if type(layer) is nn.Linear
+            else layer(activated_BD)
+            for layer in (*layers, self.final_layer.adaLN_modulation[1])
+        }
+
+    def _velocity(self, latents_BND: Tensor, vector: ModulationInput, dtype: torch.dtype) -> Tensor:
+        velocity: Tensor = self.final_layer(latents_BND, vector)
         return velocity.to(dtype)
 
     def _modulation_vector(self, timesteps_B: Tensor, pooled_BV: Tensor, guidance_B: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 import re
 
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.layers import TIME_EMBEDDING_WIDTH
+from opensora_cli.models.mmdit.layers import TIME_EMBEDDING_WIDTH, modulation_width
 
 _TERA = 1e12
 
@@ -60,12 +60,11 @@ def training_flops(
     of_single_blocks = config.depth_single_blocks * 2 * hidden * (2 * hidden + config.mlp_hidden_size)
     # Embeddings and modulation are computed once for each clip.
     embedders = TIME_EMBEDDING_WIDTH * guided + config.vec_in_dim + hidden * (1 + guided)
-    modulations = 12 * config.depth + 3 * config.depth_single_blocks + 2
     linears = (
         latent_tokens * (ends * hidden + of_stream)
         + samples * text_tokens * (config.context_in_dim * hidden + of_stream)
         + joint * of_single_blocks
-        + samples * (embedders + modulations * hidden) * hidden
+        + samples * (embedders + modulation_width(config)) * hidden
     )
     attention = 4.0 * joint**2 / max(samples, 1) * hidden * (config.depth + config.depth_single_blocks)
     return (4.0 if is_frozen else 6.0) * linears + 3.0 * attention

@@ -7,10 +7,13 @@ from tiny_transformer import inputs, transformer
 from torch import Tensor
 
 from opensora_cli.engine.components import velocity
-from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched, known_modulation_values
+from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.models.mmdit.model import BlockResidual
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep
+from opensora_cli.settings.load import load_preset
 
 ALL = tuple(Branch)
 TOKENS = 12 + 5
@@ -123,3 +126,44 @@ def test_size_and_device_decide() -> None:
     assert are_batched(112, cpu)  # the demo's
     assert not are_batched(8832, cpu)  # of 256px and 129 frames
     assert not are_batched(8832, cuda)
+
+
+@pytest.mark.parametrize("few_tokens", [1024, 0])
+def test_modulation_of_known_times_is_computed_once_and_the_same(
+    few_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": few_tokens})
+    model, rows = transformer(), list[int]()  # of what layers are called with
+    for layer in (model.single_blocks[0].modulation.lin, model.final_layer.adaLN_modulation[1]):
+        layer.register_forward_hook(lambda layer, given, result: rows.append(len(result)))
+    given, times = inputs(model, batch=4), (0.9, 0.4, 0.0)
+    embeds = [
+        PromptEmbeds(given["prompt_embeds_BLC"][start : start + 2], given["pooled_prompt_embeds_BV"][start : start + 2])
+        for start in (0, 2)
+    ]
+
+    def velocities(known: tuple[float, ...]) -> list[Tensor]:
+        guided = GuidedVelocity(
+            model,
+            embeds,
+            conditioning_BNK=given["conditioning_BNK"][:2],
+            position_ids_1N3=given["position_ids_BN3"][:1],
+            times=known,
+        )
+        with torch.inference_mode():
+            latents = given["packed_latents_BND"][:2]
+            asked = [guided(latents, times[0], ALL), guided(latents, times[1], ALL[2:]), guided(latents, times[1], ALL)]
+        return [velocity_BND for found in asked for velocity_BND in found.values()]
+
+    known = velocities(times)
+    assert rows == []
+    for one, other in zip(known, velocities(()), strict=True):
+        assert_close(one, other)
+    assert rows
+
+
+def test_modulation_is_known_of_small_models_on_a_cpu() -> None:
+    demo = mmdit_config(load_preset("demo", prompt="any").model)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert known_modulation_values(51, demo, cpu) == 2 * 51 * (12 * 2 + 3 * 8 + 2) * 256
+    assert known_modulation_values(51, demo, cuda) == known_modulation_values(51, MMDiTConfig(), cpu) == 0
