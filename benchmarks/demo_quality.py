@@ -42,7 +42,8 @@ from scene_reader import (
 
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.scenes import Scene, Weather, caption_scene, render_scene, sample_scene
+from opensora_cli.data.captions import caption_scene
+from opensora_cli.data.scenes import Scene, Weather, render_scene, sample_scene
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan

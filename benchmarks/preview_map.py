@@ -13,7 +13,7 @@ import argparse
 import torch
 
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.preview_map import demo_map_file, fit_preview_map, preview_example

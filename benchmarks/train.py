@@ -34,7 +34,7 @@ from plain_loop import PlainLoop
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, encode_for_cache, fresh_clip
 from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.encode.loading import open_batches

@@ -153,6 +153,9 @@ class VAETrainSettings(Section):
     squared_error_weight: float = Field(
         default=0.0, ge=0, le=10**6, description="of the squared error; the absolute one has 1"
     )
+    gradient_weight: float = Field(
+        default=0.0, ge=0, le=10**6, description="of the absolute error of the differences between adjacent pixels"
+    )
     kl_weight: float = Field(
         default=0.0, ge=0, le=10**6, description="of the mean divergence of one latent value, in nats"
     )

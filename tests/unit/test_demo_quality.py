@@ -13,8 +13,8 @@ from tiny_world import World, demo_settings, make_world
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.english_captions import SPEED_WORDS
 from opensora_cli.data.scenes import (
-    SPEED_WORDS,
     Colour,
     Direction,
     Place,

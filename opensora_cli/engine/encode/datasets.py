@@ -8,7 +8,7 @@ from pathlib import Path
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.data.batches import BucketSampler, ClipRequest, PlanEpoch, SceneSampler, random_start
 from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, map_target_fps
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.data.table import ClipTable, read_table
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketTable, DataSettings, SceneSettings

@@ -16,7 +16,7 @@ from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batch_stream import BatchStream, PicturesFirst, WorkerEnded
 from opensora_cli.data.batches import BucketSampler, ClipBatch, ClipRequest, MicroBatch, Replacement
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.encode.datasets import ClipDataset, ClipRequests, TableRequests, open_dataset
 from opensora_cli.engine.encode.left_out import find_left_out
 from opensora_cli.media.read import read_cut

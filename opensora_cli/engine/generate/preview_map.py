@@ -16,7 +16,7 @@ from einops import reduce
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan

@@ -20,20 +20,8 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.files import atomic_folder, write_json_atomic
 from opensora_cli.core.transfers import queued_copy
-from opensora_cli.data.scenes import (
-    Colour,
-    Direction,
-    Place,
-    Scene,
-    Shape,
-    Speed,
-    Time,
-    Weather,
-    caption_scene,
-    known_words,
-    sample_scene,
-    vocabulary,
-)
+from opensora_cli.data.captions import known_words, sample_caption, vocabulary
+from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Time, Weather, sample_scene
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.files import CLIP_FOLDER, T5_FOLDER, VOCABULARY_FILE
 from opensora_cli.engine.train.objectives.task import SampleRng
@@ -155,7 +143,7 @@ class CaptionBatch:
 def sample_captions(rng: SampleRng, number: int, *, batch_size: int) -> CaptionBatch:
     """Return a micro-batch of captions of random scenes."""
     scenes = [sample_scene(rng.numpy) for _ in range(batch_size)]
-    captions = tuple(_disturbed(caption_scene(scene, rng.numpy), rng.numpy) for scene in scenes)
+    captions = tuple(_disturbed(sample_caption(scene, rng.numpy), rng.numpy) for scene in scenes)
     return CaptionBatch(number=number, captions=captions, answers_BQ=torch.tensor([answers(scene) for scene in scenes]))
 
 

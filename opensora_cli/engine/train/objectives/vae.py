@@ -22,6 +22,7 @@ from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.objectives.vae_losses import (
     LastLayer,
     adaptive_weight,
+    gradient_error,
     kl_divergence,
     psnr,
     reconstruction_error,
@@ -87,8 +88,9 @@ def to_pixels(frames_BTHWC: Tensor) -> Tensor:
 class VAETask:
     """Reconstruct clips and pictures.
 
-    The loss is |error| + a·error² + b·LPIPS + c·KL + d·w·(-logit), all means: logit is the discriminator's, and w
-    balances gradients (see `adaptive_weight`). Latents are whitened by the procedural clips of `scenes`.
+    The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means: logit is the
+    discriminator's, and w balances gradients (see `adaptive_weight`). Latents are whitened by the procedural clips of
+    `scenes`.
     """
 
     def __init__(
@@ -179,6 +181,8 @@ class VAETask:
         settings = self._settings
         loss, squared = reconstruction_error(made, pixels, squared_weight=settings.squared_error_weight)
         figures = {"psnr": psnr(squared.detach())}
+        if settings.gradient_weight:
+            loss = loss + settings.gradient_weight * gradient_error(made, pixels)
         if self._perceptual is not None:
             distance = self._perceptual(made, pixels)
             loss = loss + settings.perceptual_weight * distance

@@ -13,7 +13,7 @@ from tiny_clips import FPS, clip_table, frame_number, write_clip, write_rows
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.encode.datasets import all_requests
 from opensora_cli.engine.encode.frozen_parts import _files_of
 from opensora_cli.engine.encode.loading import ReplacementWarnings, open_clips, read_clip

@@ -8,7 +8,7 @@ import torch
 from tiny_world import RecordingReporter, demo_settings, flux_settings, picture_first_settings, released_settings
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import preview_map, previews

@@ -9,7 +9,7 @@ import torch
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.scenes import SceneClip
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.generate.run import generate

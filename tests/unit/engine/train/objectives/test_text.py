@@ -7,7 +7,8 @@ import pytest
 import tiny_training
 import torch
 
-from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather, known_words
+from opensora_cli.data.captions import known_words
+from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.objectives.text import (
     QUESTIONS,

@@ -44,6 +44,8 @@ def direct_gradients(task, batch, *, step, perceptual):
     pixels = to_pixels(batch.pixels_BTHWC)
     made, mean, logvar = task.module(pixels, generator=rng.torch)
     loss = (made - pixels).abs().mean() + settings.squared_error_weight * (made - pixels).square().mean()
+    for axis in (-1, -2):
+        loss = loss + settings.gradient_weight * (made - pixels).diff(dim=axis).abs().mean()
     if perceptual is not None:
         loss = loss + settings.perceptual_weight * perceptual(made, pixels)
     if step >= settings.discriminator.start_step:
@@ -68,6 +70,7 @@ def direct_gradients(task, batch, *, step, perceptual):
 def test_value_and_gradient_are_those_of_autograd(kind, num_frames, step, perceptual):
     objective = {
         "squared_error_weight": 2.0,
+        "gradient_weight": 0.5,
         "kl_weight": 0.0 if kind == "dc_ae" else 1e-2,
         "perceptual_weight": 0.5,
         "discriminator": {**DISCRIMINATOR, "start_step": 3},

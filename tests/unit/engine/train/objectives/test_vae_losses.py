@@ -7,6 +7,7 @@ from torch import nn
 from opensora_cli.engine.train.objectives.vae_losses import (
     LastLayer,
     adaptive_weight,
+    gradient_error,
     kl_divergence,
     psnr,
     reconstruction_error,
@@ -19,6 +20,15 @@ def test_reconstruction_error():
     loss, squared = reconstruction_error(pixels + torch.tensor([0.1, -0.3, 0.0, 0.4]), pixels, squared_weight=2.0)
     assert float(squared) == pytest.approx((0.01 + 0.09 + 0.16) / 4)
     assert float(loss) == pytest.approx(0.2 + 2.0 * 0.065)
+
+
+def test_gradient_error_is_that_of_edges():
+    clip = torch.rand(2, 3, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    assert float(gradient_error(clip + 0.5, clip)) == pytest.approx(0.0, abs=1e-6)
+    edge = clip.clone()
+    edge[..., 4:] += 0.7  # between columns 3 and 4, of seven neighbours in a row
+    assert float(gradient_error(edge, clip)) == pytest.approx(0.7 / 7)
+    assert float(gradient_error(edge.mT, clip.mT)) == pytest.approx(0.7 / 7)
 
 
 @pytest.mark.parametrize(("error", "decibels"), [(2.0, 0.0), (0.2, 20.0), (0.02, 40.0)])
