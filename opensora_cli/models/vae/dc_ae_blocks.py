@@ -7,7 +7,7 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.resample import fast_layout, without_autocast
+from opensora_cli.models.vae.resample import convolved, fast_layout, without_autocast
 
 HEAD_DIM = 32
 _NORM_EPS = 1e-5
@@ -45,7 +45,7 @@ class ClipConv3d(nn.Conv3d):
         """Return the convolution of a clip (B,C,T,H,W)."""
         taps, frames = self.kernel_size[0], input.shape[2]
         if input.device.type != "cpu" or frames >= taps:
-            return super().forward(input)
+            return convolved(input, super().forward)
         # Where a bf16 kernel is longer than the clip, oneDNN takes a part of its gradient, and of what it makes of a
         # single frame of 1, 3 or 5 channels, from uninitialised memory.
         side, weight = int(self.padding[0]), self.weight
@@ -54,7 +54,10 @@ class ClipConv3d(nn.Conv3d):
         else:
             input = functional.pad(input, (0, 0, 0, 0, side, side))
         padding = (0, *self.padding[1:])
-        return functional.conv3d(input, weight, self.bias, self.stride, padding, groups=self.groups)
+        return convolved(
+            input,
+            lambda clip: functional.conv3d(clip, weight, self.bias, self.stride, padding, groups=self.groups),
+        )
 
 
 class ConvLayer(nn.Module):

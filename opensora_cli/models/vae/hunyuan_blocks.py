@@ -8,6 +8,7 @@ from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.models.vae.resample import (
     CarriedFrames,
     conv_of_upsampled,
+    convolved,
     fast_layout,
     onednn_conv3d,
     replicate_pad,
@@ -48,8 +49,7 @@ class CausalConv3d(nn.Module):
         """Return what `forward` does, of what `pad` has made."""
         if runs_in_onednn(padded_BCTHW, self.conv.weight):
             return onednn_conv3d(padded_BCTHW, self.conv.weight, self.conv.bias, self.conv.stride)
-        out_BCTHW: Tensor = self.conv(padded_BCTHW)
-        return out_BCTHW
+        return convolved(padded_BCTHW, self.conv)
 
 
 class ResnetBlock(nn.Module):

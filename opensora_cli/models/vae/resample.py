@@ -3,7 +3,7 @@
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -55,6 +55,30 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Compute in the dtypes of the tensors inside the block."""
     # The meta device knows no autocast.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `convolve(clip_BCTHW)`, computed in float32 where training in bfloat16 would break the process.
+
+    On CPUs with AMX, oneDNN 3.12 writes beyond its memory in a kernel's gradient by few, large frames.
+    """
+    if not (clip_BCTHW.device.type == "cpu" and _is_trained_in_bf16() and torch.cpu._is_amx_tile_supported()):
+        return convolve(clip_BCTHW)
+    frames, height, width = clip_BCTHW.shape[2:]
+    if frames > _MOST_FRAMES_AT_RISK or height * width < _FEWEST_PIXELS_AT_RISK:
+        return convolve(clip_BCTHW)
+    with without_autocast(clip_BCTHW.device):
+        return convolve(clip_BCTHW.float()).to(torch.bfloat16)
+
+
+# Found at up to 9 frames, padding included, and from 90 x 90 pixels upwards.
+_MOST_FRAMES_AT_RISK = 12
+_FEWEST_PIXELS_AT_RISK = 8_000
+
+
+def _is_trained_in_bf16() -> bool:
+    is_autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    return torch.is_grad_enabled() and is_autocast
 
 
 class CarriedFrames:
@@ -148,7 +172,7 @@ def conv_of_upsampled(
     padded_BCTHW = replicate_pad(fast_layout(hidden_BCTHW), (1, 1, 1, 1, 2 // time, 0), carried=carried)
     kernels, bias = folded_kernels(conv, factors)
     convolve = onednn_conv3d if runs_in_onednn(padded_BCTHW, kernels) else functional.conv3d
-    phases_BPTHW = convolve(padded_BCTHW, kernels, bias)
+    phases_BPTHW = convolved(padded_BCTHW, lambda clip_BCTHW: convolve(clip_BCTHW, kernels, bias))
     del padded_BCTHW
     out: Tensor = _InterleavePhases.apply(phases_BPTHW, factors, is_start)  # type: ignore[no-untyped-call]
     return out

@@ -9,8 +9,10 @@ import torch
 from closeness import assert_close
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.models.vae import resample
+from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
 from opensora_cli.models.vae.resample import lay_out_kernels, onednn_conv3d, replicate_pad, runs_in_onednn
 
@@ -153,3 +155,54 @@ def test_silu_goes_where_the_edges_are(memory_format):
     expected = functional.pad(functional.silu(clip), padding, mode="replicate")
     with torch.no_grad():
         assert_close(replicate_pad(clip, padding, silu=True), expected, tolerance=1e-6)
+
+
+class Convolved(TorchDispatchMode):
+    """Knows in which dtypes was convolved."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution.default:
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+LAYERS = {
+    "causal": lambda: CausalConv3d(2, 2),
+    "upsampling": lambda: Upsample(2, time=2, space=2),
+    "clip": lambda: ClipConv3d(2, 2, 3, padding=1),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("shape", "amx", "dtype"),
+    [
+        ((1, 2, 1, 96, 96), True, torch.float32),
+        ((1, 2, 9, 96, 96), True, torch.float32),
+        ((1, 2, 1, 96, 96), False, torch.bfloat16),
+        ((1, 2, 13, 96, 96), True, torch.bfloat16),
+        ((1, 2, 1, 64, 64), True, torch.bfloat16),
+    ],
+)
+def test_few_large_frames_are_trained_in_float32_where_bfloat16_would_break_the_process(kind, shape, amx, dtype):
+    torch.manual_seed(0)
+    layer, clip = LAYERS[kind](), clip_of(*shape)
+    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=amx), Convolved() as convolved:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(clip)
+        assert convolved.dtypes == {dtype}
+        assert out.dtype is torch.bfloat16
+        if dtype is torch.float32:
+            assert torch.equal(out, layer(clip).bfloat16())
+
+
+def test_nothing_is_wider_where_no_gradient_is_recorded():
+    layer, clip = CausalConv3d(2, 2), clip_of(1, 2, 1, 96, 96)
+    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=True), Convolved() as convolved:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            layer(clip)
+        assert convolved.dtypes == {torch.bfloat16}
