@@ -118,8 +118,8 @@ class VAETask:
         would be as large as a single noisy gradient.
         """
         if step == self._settings.picture_steps > 0:
-            move_to_last_tap(dict(self.module.named_parameters()))
-            move_to_last_tap(ema or {})
+            gather_taps(dict(self.module.named_parameters()))
+            gather_taps(ema or {})
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
@@ -225,18 +225,19 @@ def _frames(batch: ClipBatch) -> Tensor:
 
 
 @torch.no_grad()
-def move_to_last_tap(weights: Mapping[str, Tensor]) -> None:
-    """Gather every causal kernel's taps in time into the last one, the present frame, in place.
+def gather_taps(weights: Mapping[str, Tensor]) -> None:
+    """Gather every causal kernel's taps in time in the last one, the present frame, in place.
 
-    A picture, whose past is itself, is encoded and decoded as before; of a clip, every frame is now treated as that
-    picture was. Trained on pictures alone, the taps only make sense in their sum, and would smear a clip in time.
-    A second time changes nothing. `weights` are those of a causal autoencoder, by name, or this rank's parts of them.
+    A picture, whose past is itself, is encoded and decoded as before. Trained on pictures alone, the taps only make
+    sense in their sum, and would smear a clip in time. What they differ by is as random as at first, and stays: with
+    zeros, neither encoder nor decoder would have a reason to tell the frames of a group apart before the other does.
+    `weights` are those of a causal autoencoder, by name, or this rank's parts of them.
     """
     for weight in map(local, weights.values()):
         if weight.ndim == 5 and weight.shape[2] > 1:
             total = weight.sum(dim=2)
-            weight.zero_()
-            weight[:, :, -1] = total
+            weight -= weight.mean(dim=2, keepdim=True)
+            weight[:, :, -1] += total
 
 
 @torch.no_grad()

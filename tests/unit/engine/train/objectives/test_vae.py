@@ -14,7 +14,7 @@ from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.objectives.vae import build_vae_task, move_to_last_tap, to_pixels, whiten_latents
+from opensora_cli.engine.train.objectives.vae import build_vae_task, gather_taps, to_pixels, whiten_latents
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -215,7 +215,7 @@ class TestPictures:
                 losses |= {float(task.loss(batch, SampleRng.of(0, number))[0]) for number in range(3)}
         assert len(losses) == 1
 
-    def test_kernels_are_folded_into_their_last_taps_before_the_first_clips(self):
+    def test_taps_are_gathered_before_the_first_clips(self):
         task = vae_task("hunyuan", picture_steps=2)
         kernel = "encoder.conv_in.conv.weight"
         average = {name: 2.0 * weight.detach().clone() for name, weight in task.module.named_parameters()}
@@ -224,9 +224,11 @@ class TestPictures:
             task.begin_step(step, average)
             assert torch.equal(task.module.state_dict()[kernel], before)
         task.begin_step(2, average)
+        gathered = {kernel: before.clone()}
+        gather_taps(gathered)
+        assert not torch.equal(gathered[kernel], before)
         for weights, factor in ((task.module.state_dict(), 1.0), (average, 2.0)):
-            assert torch.equal(weights[kernel][:, :, -1], factor * before.sum(dim=2))
-            assert not weights[kernel][:, :, :-1].any()
+            assert torch.equal(weights[kernel], factor * gathered[kernel])
 
 
 @pytest.mark.parametrize(
@@ -362,28 +364,29 @@ def test_pixels():
     assert pixels.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-class TestMoveToLastTap:
+class TestGatherTaps:
     def test_pictures_stay_what_they_were(self, vae):
         pictures = clips(3, num_frames=1)
         moments, decoded = vae.encode_moments(pictures), vae.decode(vae.encode(pictures))
-        move_to_last_tap(dict(vae.named_parameters()))
+        gather_taps(dict(vae.named_parameters()))
         for before, after in zip(moments, vae.encode_moments(pictures), strict=True):
             assert_close(before, after)
         assert_close(decoded, vae.decode(vae.encode(pictures)))
 
-    def test_the_past_is_not_seen_any_more_and_a_second_time_changes_nothing(self, vae):
-        taps = [
-            layer.weight[:, :, :-1]
-            for layer in vae.modules()
-            if isinstance(layer, torch.nn.Conv3d) and layer.kernel_size[0] > 1
-        ]
-        assert len(taps) > 8
-        assert all(tap.any() for tap in taps)
-        move_to_last_tap(dict(vae.named_parameters()))
-        assert not any(tap.any() for tap in taps)
-        once = {name: weight.clone() for name, weight in vae.state_dict().items()}
-        move_to_last_tap(dict(vae.named_parameters()))
-        assert all(torch.equal(weight, once[name]) for name, weight in vae.state_dict().items())
+    def test_what_all_taps_have_in_common_is_in_the_last_one(self, vae):
+        before = {name: weight.clone() for name, weight in vae.named_parameters()}
+        gather_taps(dict(vae.named_parameters()))
+        kernels = 0
+        for name, weight in vae.named_parameters():
+            if weight.ndim < 5 or weight.shape[2] == 1:
+                assert torch.equal(weight, before[name])
+                continue
+            kernels += 1
+            *past, present = (weight - (before[name] - before[name].mean(dim=2, keepdim=True))).unbind(2)
+            assert_close(present, before[name].sum(dim=2))
+            assert all(tap.abs().max() < 1e-6 for tap in past)
+            assert weight[:, :, :-1].any()
+        assert kernels > 8
 
 
 class TestWhitenLatents:
