@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from opensora_cli.core.conditions import T2V, condition_mode
+from opensora_cli.core.conditions import T2V, ConditionMode, reference_parts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
+from opensora_cli.engine.encode.clip_conditions import cut_part
 from opensora_cli.engine.generate.decode import Decoding, decode_latents
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
@@ -45,7 +46,8 @@ def generate_clips(
     prompts: Sequence[str],
     *,
     seeds: Sequence[int],
-    pictures_NHWC: NDArray[np.uint8] | None = None,
+    mode: ConditionMode = T2V,
+    filmed_NTHWC: Clips | None = None,
     batch: int = 8,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> Clips:
@@ -56,11 +58,11 @@ def generate_clips(
         models: that are lent for it.
         prompts: one for each video.
         seeds: of the noise, one for each video.
-        pictures_NHWC: first frames to go on from (`i2v_head`), one for each video, in any size.
+        mode: what is given.
+        filmed_NTHWC: clips whose frames are given, one for each video, in any size; None: nothing is.
         batch: videos that are made together.
         on_done: called with how many videos are finished.
     """
-    mode = T2V if pictures_NHWC is None else condition_mode("i2v_head")
     plan = dataclasses.replace(
         plan, mode=mode, offload=dataclasses.replace(plan.offload, batch_size=batch, decode_batch_size=batch)
     )
@@ -68,8 +70,7 @@ def generate_clips(
     def work(index: int) -> Work:
         settings = plan.settings.replace({"prompt": prompts[index], "sampling.seed": seeds[index]})
         files = dataclasses.replace(sample_files(settings, 0), latents=None)
-        picture = [] if pictures_NHWC is None else [as_pixels(plan, pictures_NHWC[index : index + 1])]
-        references = [Reference(pixels_CTHW, at_head=True) for pixels_CTHW in picture]
+        references = [] if filmed_NTHWC is None else given_of(plan, filmed_NTHWC[index])
         return Work(dataclasses.replace(plan, settings=settings), [files], references)
 
     def finish(decoding: Decoding) -> torch.Tensor:
@@ -82,6 +83,20 @@ def generate_clips(
             clips.append(clip_THWC)
         on_done(len(clips))
     return torch.stack(clips).numpy()
+
+
+def given_of(plan: ExecutionPlan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:
+    """Return the frames of a clip that the plan's mode gives."""
+    grid = plan.settings.vae.grid
+    parts = reference_parts(
+        plan.mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio, lengths=plan.lengths
+    )
+    ends = [True] * plan.mode.at_head + [False] * plan.mode.at_tail
+    filmed = torch.from_numpy(filmed_THWC)
+    return [
+        Reference(as_pixels(plan, cut_part(filmed, part).numpy()), at_head)
+        for part, at_head in zip(parts, ends, strict=True)
+    ]
 
 
 def as_pixels(plan: ExecutionPlan, frames_THWC: NDArray[np.uint8]) -> torch.Tensor:

@@ -1,15 +1,17 @@
 """Measures the demo model: does it show what the prompt says, and how fast.
 
     python benchmarks/demo_quality.py
-    python benchmarks/demo_quality.py --part prompts --guidance-scale 3 --guidance-scale 5 --steps 20 --steps 30
+    python benchmarks/demo_quality.py --part prompts --choosing --guidance-scale 3 --guidance-scale 5 --steps 20
 
 Four parts, on scenes whose combination of place, weather, time and thing was held out of all training:
 
 - `vae`: how well the autoencoder gives clips back: PSNR, SSIM and detail.
-- `prompts`: how often a classifier reads back what the prompt says, from videos made for complete captions. It was
-  trained on rendered clips alone; its accuracy on held-out renders stands beside. Shares have intervals of 95 %
-  confidence.
-- `first-frame`: how well a given first frame comes back, in dB of PSNR.
+- `prompts`: how often a classifier reads back what the prompt says, from videos made for complete captions; the same of
+  the harder ones (by night, in rain or snow); and in how many the thing has the same shape and colour from the first
+  third to the last. It was trained on rendered clips alone; its accuracy on held-out renders stands beside. Shares have
+  intervals of 95 % confidence. With `--choosing`, prompts are of combinations that are not held out: checkpoints, steps
+  and guidance are chosen by these, so that what is reported was not chosen by itself.
+- `conditions`: for each way of giving frames, how well they come back, in dB of PSNR, and what is read from the video.
 - `seconds`: how long `osora generate` takes on this machine, from start to finish, as its own process.
 """
 
@@ -22,32 +24,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from batch_generate import Clips, as_pixels, generate_clips, reconstruct
+from batch_generate import Clips, generate_clips, given_of, reconstruct
 from quality_report import SCHEMA, percent, report_lines
 from scene_reader import (
     ANSWERS,
+    Look,
     Reader,
     accuracy,
     confidence_interval,
+    is_stable,
     load_reader,
     right_answers,
     save_reader,
     train_reader,
 )
 
+from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.captions import caption_scene
-from opensora_cli.data.scenes import Scene, Weather, render_scene, sample_scene
+from opensora_cli.data.scenes import Scene, Time, Weather, render_scene, sample_scene
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
+from opensora_cli.engine.generate.references import GivenFramesPSNR, with_mode
 from opensora_cli.media import similarity
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -55,17 +61,27 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
-PARTS = ("vae", "prompts", "first-frame", "seconds")
+PARTS = ("vae", "prompts", "conditions", "seconds")
 READER_STEPS = 700
 # Every part draws its own scenes, whatever else is measured.
-_VAE_SCENES, _PROMPT_SCENES, _FIRST_FRAME_SCENES, _READER_SCENES = range(4)
+_VAE_SCENES, _PROMPT_SCENES, _CONDITION_SCENES, _READER_SCENES = range(4)
 _PIXELS_BATCH = 4
 
 
-def scene_set(count: int, *, seed: int, part: int) -> tuple[list[Scene], list[str]]:
-    """Return scenes of combinations that nothing was trained on, each with a moving thing, and a complete caption."""
+@dataclass(frozen=True)
+class Readers:
+    """What reads clips."""
+
+    whole: Reader
+    third: Reader
+
+
+def scene_set(count: int, *, seed: int, part: int, held_out: bool = True) -> tuple[list[Scene], list[str]]:
+    """Return scenes of combinations that nothing was trained on, or that may have been, each with a moving thing, and a
+    complete caption.
+    """
     rng = np.random.default_rng((seed, part))
-    scenes = [sample_scene(rng, held_out=True) for _ in range(count)]
+    scenes = [sample_scene(rng, held_out=held_out, thing_share=1.0) for _ in range(count)]
     return scenes, [caption_scene(scene, rng, complete=True) for scene in scenes]
 
 
@@ -135,40 +151,62 @@ def measure_reader(reader: Reader, plan: ExecutionPlan, *, count: int, seed: int
 def measure_prompts(
     plan: ExecutionPlan,
     models: LoadedModels,
-    reader: Reader,
+    readers: Readers,
+    options: argparse.Namespace,
     *,
-    count: int,
-    seed: int,
-    batch: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return how well the reader reads back what prompts say, from the videos made for them with the plan."""
-    scenes, prompts = scene_set(count, seed=seed, part=_PROMPT_SCENES)
+    """Return how well the readers read back what prompts say, from the videos made for them with the plan."""
+    count, fps = options.prompts, plan.settings.video.fps
+    scenes, prompts = scene_set(count, seed=options.seed, part=_PROMPT_SCENES, held_out=not options.choosing)
     sampling = plan.settings.sampling
     start = time.perf_counter()
+    read, stable, details = [], [], []
+    for done in range(0, count * options.seeds, count):
 
-    def on_done(done: int) -> None:
-        seconds = time.perf_counter() - start
-        say(f"prompts: {done} of {count} videos, {seconds:.0f} s, {seconds / done * (count - done):.0f} s to go")
+        def on_done(more: int, done: int = done) -> None:
+            seconds, left = time.perf_counter() - start, count * options.seeds - done - more
+            say(f"prompts: {done + more} videos, {seconds:.0f} s, {seconds / (done + more) * left:.0f} s to go")
 
-    clips = generate_clips(
-        plan, models, prompts, seeds=range(sampling.seed, sampling.seed + count), batch=batch, on_done=on_done
-    )
-    seconds = time.perf_counter() - start
-    read_NA = reader.read(clips, fps=plan.settings.video.fps)
-    shares = accuracy(read_NA, scenes)
+        first = sampling.seed + done
+        clips = generate_clips(
+            plan, models, prompts, seeds=range(first, first + count), batch=options.batch, on_done=on_done
+        )
+        read.append(readers.whole.read(clips, fps=fps))
+        stable.append(is_stable(readers.third, clips, fps=fps))
+        details.append(detail(clips))
+    seconds, videos = time.perf_counter() - start, count * options.seeds
+    read_NA, shown, stable_N = torch.cat(read), scenes * options.seeds, torch.cat(stable)
+    shares, stable_share = accuracy(read_NA, shown), stable_N.double().mean().item()
+    hard = [index for index, scene in enumerate(shown) if is_hard(scene)]
+    of_hard = accuracy(read_NA[hard], [shown[index] for index in hard]) if hard else {}
     return {
-        "videos": count,
+        "videos": videos,
+        "chosen_by": options.choosing,
         "num_inference_steps": sampling.num_inference_steps,
         "model_evaluations": plan.model_evaluations,
-        "detail_of_renders": detail(clips) / detail(film(scenes, plan)),
+        "detail_of_renders": float(np.mean(details)) / detail(film(scenes, plan)),
         "guidance_scale": sampling.guidance_scale,
         "accuracy": shares,
-        "intervals": {name: confidence_interval(shares[name], count) for name in ANSWERS},
+        "intervals": {name: confidence_interval(shares[name], videos) for name in ANSWERS},
         "worst": min(shares[name] for name in ANSWERS),
-        "seconds_per_video": seconds / count,
-        "misread": misread(read_NA, scenes, prompts),
+        "hard": {
+            "videos": len(hard),
+            "accuracy": of_hard,
+            "worst": min((of_hard[name] for name in ANSWERS), default=0.0),
+        }
+        if hard
+        else None,
+        "stable": stable_share,
+        "stable_interval": confidence_interval(stable_share, videos),
+        "seconds_per_video": seconds / videos,
+        "misread": misread(read_NA, shown, prompts * options.seeds),
     }
+
+
+def is_hard(scene: Scene) -> bool:
+    """Whether it is night, or rain or snow falls."""
+    return scene.time is Time.NIGHT or scene.weather is not Weather.CLEAR
 
 
 def misread(read_NA: torch.Tensor, scenes: Sequence[Scene], prompts: Sequence[str]) -> list[dict[str, Any]]:
@@ -185,28 +223,39 @@ def misread(read_NA: torch.Tensor, scenes: Sequence[Scene], prompts: Sequence[st
     return found
 
 
-def measure_first_frame(
-    plan: ExecutionPlan, models: LoadedModels, *, count: int, seed: int, batch: int, say: Callable[[str], None]
+def measure_conditions(
+    plan: ExecutionPlan,
+    models: LoadedModels,
+    reader: Reader,
+    options: argparse.Namespace,
+    *,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return how well given first frames come back in the videos that go on from them."""
-    scenes, prompts = scene_set(count, seed=seed, part=_FIRST_FRAME_SCENES)
-    pictures_NHWC = film(scenes, plan)[:, 0]
-    first = plan.settings.sampling.seed
-    clips = generate_clips(
-        plan,
-        models,
-        prompts,
-        seeds=range(first, first + count),
-        pictures_NHWC=pictures_NHWC,
-        batch=batch,
-        on_done=lambda done: say(f"first frame: {done} of {count} videos"),
-    )
-    values = []
-    for clip, picture in zip(clips, pictures_NHWC, strict=True):
-        psnr = GivenFramesPSNR([Reference(as_pixels(plan, picture[None]), at_head=True)], num_frames=len(clip))
-        psnr.add(torch.from_numpy(clip))
-        values.append(psnr.db)
-    return {"clips": count, "psnr_db": float(np.mean(values)), "lowest_psnr_db": min(values)}
+    """Return for each way of giving frames how well these come back, and what is read from the videos around them."""
+    scenes, prompts = scene_set(options.given, seed=options.seed, part=_CONDITION_SCENES)
+    filmed, first = film(scenes, plan), plan.settings.sampling.seed
+
+    def measured(mode: ConditionMode) -> dict[str, Any]:
+        given_plan, values = replace(plan, mode=mode), []
+        clips = generate_clips(
+            plan,
+            models,
+            prompts,
+            seeds=range(first, first + len(prompts)),
+            mode=mode,
+            filmed_NTHWC=filmed if mode.needs_reference else None,
+            batch=options.batch,
+            on_done=lambda done: say(f"{mode.name}: {done} of {len(prompts)} videos"),
+        )
+        for clip, whole in zip(clips, filmed, strict=True):
+            psnr = GivenFramesPSNR(given_of(given_plan, whole), num_frames=len(clip))
+            psnr.add(torch.from_numpy(clip))
+            values.append(psnr.db)
+        figures = {"clips": len(clips), "accuracy": accuracy(reader.read(clips, fps=plan.settings.video.fps), scenes)}
+        given = [value for value in values if value is not None]
+        return figures | ({"psnr_db": float(np.mean(given)), "lowest_psnr_db": min(given)} if given else {})
+
+    return {name: measured(mode) for name, mode in CONDITION_MODES.items()}
 
 
 def measure_seconds(arguments: Sequence[str], *, prompt: str = "raining, sea") -> dict[str, Any]:
@@ -242,14 +291,23 @@ def measure_seconds(arguments: Sequence[str], *, prompt: str = "raining, sea") -
     }
 
 
-def obtain_reader(path: Path, *, say: Callable[[str], None]) -> Reader:
-    """Return the reader in `path`; where there is none, train it and save it there."""
-    if path.exists():
-        return load_reader(path)
-    say(f"training the reader, {READER_STEPS} steps, for {path}")
-    reader = train_reader(steps=READER_STEPS, say=say)
-    save_reader(reader, path)
-    return reader
+def obtain_readers(folder: Path, plan: ExecutionPlan, *, say: Callable[[str], None]) -> Readers:
+    """Return the readers in `folder`; where there is none for such videos, train it and save it there."""
+
+    def obtain(name: str, look: Look) -> Reader:
+        path = folder / name
+        if path.exists() and (reader := load_reader(path)).look == look:
+            return reader
+        say(f"training a reader, {READER_STEPS} steps, for {path}")
+        reader = train_reader(look, steps=READER_STEPS, say=say)
+        save_reader(reader, path)
+        return reader
+
+    num_frames, fps = plan.settings.video.num_frames, plan.settings.video.fps
+    return Readers(
+        whole=obtain("whole.pt", Look.at_whole(num_frames, fps)),
+        third=obtain("third.pt", Look.at_third(num_frames, fps)),
+    )
 
 
 def demo_settings(weights: str | None, assignments: Sequence[str], *, seed: int) -> GenerateSettings:
@@ -274,7 +332,7 @@ def demo_settings(weights: str | None, assignments: Sequence[str], *, seed: int)
 def try_guidance(
     settings: GenerateSettings,
     models: LoadedModels,
-    reader: Reader,
+    readers: Readers,
     options: argparse.Namespace,
     *,
     say: Callable[[str], None],
@@ -286,9 +344,7 @@ def try_guidance(
         options.steps or [sampling.num_inference_steps], options.guidance_scale or [sampling.guidance_scale]
     ):
         plan = make_plan(settings.replace({"sampling.num_inference_steps": steps, "sampling.guidance_scale": scale}))
-        trial = measure_prompts(
-            plan, models, reader, count=options.prompts, seed=options.seed, batch=options.batch, say=say
-        )
+        trial = measure_prompts(plan, models, readers, options, say=say)
         say(f"{steps} steps, guidance {scale:g}: {percent(trial['accuracy'])}")
         trials.append((trial, plan))
     _, best = max(trials, key=lambda tried: float(tried[0]["accuracy"]["mean"]))
@@ -301,19 +357,17 @@ def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[
     plan = make_plan(settings)
     models = LoadedModels(stay=True)
     report: dict[str, Any] = {"schema": SCHEMA, "seed": options.seed, "settings": settings.model_dump(mode="json")}
-    if {"vae", "prompts"} & set(options.part):
-        reader = obtain_reader(options.reader, say=say)
-        report["reader"] = measure_reader(reader, plan, count=options.reader_clips, seed=options.seed)
+    if {"vae", "prompts", "conditions"} & set(options.part):
+        readers = obtain_readers(options.readers, plan, say=say)
+        report["reader"] = measure_reader(readers.whole, plan, count=options.reader_clips, seed=options.seed)
     if "vae" in options.part:
         say(f"autoencoder: {options.clips} clips")
-        report["vae"] = measure_vae(plan, models, reader, count=options.clips, seed=options.seed)
+        report["vae"] = measure_vae(plan, models, readers.whole, count=options.clips, seed=options.seed)
     best = plan
     if "prompts" in options.part:
-        report["prompts"], best = try_guidance(settings, models, reader, options, say=say)
-    if "first-frame" in options.part:
-        report["first_frame"] = measure_first_frame(
-            best, models, count=options.pictures, seed=options.seed, batch=options.batch, say=say
-        )
+        report["prompts"], best = try_guidance(settings, models, readers, options, say=say)
+    if "conditions" in options.part:
+        report["conditions"] = measure_conditions(best, models, readers.whole, options, say=say)
     if "seconds" in options.part:
         say("osora generate, as its own process")
         weights = ["--weights", str(Path(options.weights).resolve())] if options.weights else []
@@ -332,8 +386,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="as in osora generate")
     parser.add_argument("--part", choices=PARTS, action="append", help="measure only this; may be repeated")
     parser.add_argument("--prompts", type=_count, default=200, metavar="N", help="videos to read (%(default)s)")
+    parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="of noise, for each prompt (%(default)s)")
+    parser.add_argument("--choosing", action="store_true", help="take other prompts than those that are reported")
     parser.add_argument("--clips", type=_count, default=96, metavar="N", help="clips to reconstruct (%(default)s)")
-    parser.add_argument("--pictures", type=_count, default=24, metavar="N", help="first frames to give (%(default)s)")
+    parser.add_argument("--given", type=_count, default=24, metavar="N", help="videos of each condition (%(default)s)")
     parser.add_argument("--reader-clips", type=_count, default=500, metavar="N", help="renders to read (%(default)s)")
     parser.add_argument("--steps", type=_count, action="append", metavar="N", help="steps to try; may be repeated")
     parser.add_argument(
@@ -342,8 +398,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of scenes, captions and noise (%(default)s)")
     parser.add_argument("--batch", type=_count, default=8, metavar="N", help="videos made together (%(default)s)")
     parser.add_argument(
-        "--reader", type=Path, default=Path("runs/reader.pt"), metavar="FILE",
-        help="the trained reader; trained first if it is not there (%(default)s)",
+        "--readers", type=Path, default=Path("runs/readers"), metavar="DIR",
+        help="the trained readers; trained first if they are not there (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the report there too, misread prompts included"

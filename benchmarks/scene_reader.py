@@ -9,6 +9,7 @@ degraded while it is trained.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +50,30 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
 SIZE = 64
 """Pixels a side that are looked at; other clips are resized."""
 FRAMES = 5
-FRAMES_PER_SECOND = 3.0
-"""Five frames, every fourth of 17 at 12 fps, show a motion as well as all of them."""
+"""Frames that are looked at: they show a motion as well as all of them."""
 _CHUNK = 50
 _Z = 1.96
 """Standard deviations to either side of the mean that hold 95 % of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a reader looks at clips."""
+
+    every: float
+    """Frames in a second."""
+    seconds: float
+    """From a clip's first frame to its last."""
+
+    @classmethod
+    def at_whole(cls, num_frames: int, fps: float) -> "Look":
+        """Return how to look at such a clip from its first frame to its last."""
+        return cls(every=fps / ((num_frames - 1) // (FRAMES - 1)), seconds=(num_frames - 1) / fps)
+
+    @classmethod
+    def at_third(cls, num_frames: int, fps: float) -> "Look":
+        """Return how to look at a third of such a clip."""
+        return cls(every=fps / ((num_frames // 3 - 1) // (FRAMES - 1)), seconds=(num_frames - 1) / fps)
 
 
 def right_answers(scene: Scene) -> list[int]:
@@ -64,17 +84,18 @@ def right_answers(scene: Scene) -> list[int]:
     return [answers.index(answer) for answers, answer in zip(ANSWERS.values(), said, strict=True)]
 
 
-def frames_to_read(clips_NTHWC: Clips, *, fps: float) -> Tensor:
+def frames_to_read(clips_NTHWC: Clips, *, fps: float, every: float) -> Tensor:
     """Return the frames that the reader looks at, in [0, 1], (N, FRAMES, 3, SIZE, SIZE).
 
     Args:
-        clips_NTHWC: whole clips, from which frames `1 / FRAMES_PER_SECOND` apart are taken.
+        clips_NTHWC: clips, of which the first frames `1 / every` seconds apart are taken.
         fps: of the clips.
+        every: how many are looked at in a second.
 
     Raises:
         ValueError: they are too short.
     """
-    indices = [round(k * fps / FRAMES_PER_SECOND) for k in range(FRAMES)]
+    indices = [round(k * fps / every) for k in range(FRAMES)]
     if indices[-1] >= clips_NTHWC.shape[1]:
         raise ValueError(f"{indices[-1] + 1} frames at {fps:g} fps are needed, not {clips_NTHWC.shape[1]}")
     frames_NTCHW = torch.from_numpy(clips_NTHWC[:, indices]).permute(0, 1, 4, 2, 3).float() / 255.0
@@ -105,11 +126,13 @@ class Reader(nn.Module):
 
     Args:
         width: channels after the first layer; they double twice.
+        look: how it looks at clips.
     """
 
-    def __init__(self, *, width: int = 32) -> None:
+    def __init__(self, look: Look, *, width: int = 32) -> None:
         super().__init__()
         self.width = width
+        self.look = look
         self.stem = nn.Conv2d(3 * FRAMES, width, 5, stride=2, padding=2, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(_Block(width, 2 * width), _Block(2 * width, 4 * width))
@@ -124,12 +147,12 @@ class Reader(nn.Module):
 
     @torch.no_grad()
     def read(self, clips_NTHWC: Clips, *, fps: float) -> Tensor:
-        """Return the index of the answer to each of `ANSWERS`, (N, 7), for whole clips."""
+        """Return the index of the answer to each of `ANSWERS`, (N, 7)."""
         was_training = self.training
         self.eval()
         read = []
         for start in range(0, len(clips_NTHWC), _CHUNK):
-            logits = self(frames_to_read(clips_NTHWC[start : start + _CHUNK], fps=fps))
+            logits = self(frames_to_read(clips_NTHWC[start : start + _CHUNK], fps=fps, every=self.look.every))
             read.append(torch.stack([each.argmax(dim=1) for each in logits.values()], dim=1))
         self.train(was_training)
         return torch.cat(read)
@@ -139,6 +162,23 @@ def accuracy(read_NA: Tensor, scenes: Sequence[Scene]) -> dict[str, float]:
     """Return the share of clips, 0 to 1, of which each attribute is read as the scene has it, and their mean."""
     right_A = (read_NA == torch.tensor([right_answers(scene) for scene in scenes])).double().mean(dim=0)
     return {**dict(zip(ANSWERS, right_A.tolist(), strict=True)), "mean": right_A.mean().item()}
+
+
+def is_stable(reader: Reader, clips_NTHWC: Clips, *, fps: float) -> Tensor:
+    """Return of which clips, (N,), the same thing of the same colour is read in the first, middle and last third.
+
+    Args:
+        reader: one that looks at thirds.
+        clips_NTHWC: clips.
+        fps: of the clips.
+    """
+    length = 1 + round((FRAMES - 1) * fps / reader.look.every)
+    third = clips_NTHWC.shape[1] / 3
+    starts = [round((part + 0.5) * third - 0.5 * length) for part in range(3)]
+    columns = [list(ANSWERS).index(name) for name in ("shape", "colour")]
+    first, middle, last = (reader.read(clips_NTHWC[:, start : start + length], fps=fps)[:, columns] for start in starts)
+    there = first[:, 0] != ANSWERS["shape"].index(NOTHING)
+    return there & (first == middle).all(dim=1) & (first == last).all(dim=1)
 
 
 def confidence_interval(share: float, count: int) -> tuple[float, float]:
@@ -179,15 +219,20 @@ def degrade(frames_BTCHW: Tensor, *, generator: torch.Generator) -> Tensor:
     return (frames + uniform(0, 0.06) * blotches + uniform(0, 0.05) * grain).clamp(0.0, 1.0)
 
 
-def training_batch(rng: np.random.Generator, *, batch_size: int) -> tuple[Tensor, Tensor]:
+def training_batch(rng: np.random.Generator, *, batch_size: int, look: Look) -> tuple[Tensor, Tensor]:
     """Return fresh degraded frames (B, FRAMES, 3, SIZE, SIZE) of scenes that are not held out, and answers (B, 7).
+
+    They are from somewhere in the clip.
 
     Half of the clips are shown in a mirror and half backwards, and their direction is answered accordingly. Things look
     where they go; in a film shown backwards they do not, so that the direction can only be read from the motion.
     """
     scenes = [sample_scene(rng) for _ in range(batch_size)]
-    clips = [render_scene(scene, size=SIZE, num_frames=FRAMES, fps=FRAMES_PER_SECOND) for scene in scenes]
-    frames = frames_to_read(np.stack(clips), fps=FRAMES_PER_SECOND)
+    num_frames = 1 + math.floor(look.seconds * look.every + 1e-6)
+    clips = [render_scene(scene, size=SIZE, num_frames=num_frames, fps=look.every) for scene in scenes]
+    starts = rng.integers(num_frames - FRAMES + 1, size=batch_size)
+    shown = np.stack([clip[start : start + FRAMES] for clip, start in zip(clips, starts, strict=True)])
+    frames = frames_to_read(shown, fps=look.every, every=look.every)
     answers = torch.tensor([right_answers(scene) for scene in scenes])
     mirrored, backwards = (torch.from_numpy(rng.random(batch_size) < 0.5) for _ in range(2))
     frames = torch.where(mirrored.view(-1, 1, 1, 1, 1), frames.flip(4), frames)
@@ -200,6 +245,7 @@ def training_batch(rng: np.random.Generator, *, batch_size: int) -> tuple[Tensor
 
 
 def train_reader(
+    look: Look,
     *,
     steps: int,
     batch_size: int = 64,
@@ -211,6 +257,7 @@ def train_reader(
     """Return a reader trained with AdamW at a rate that rises and falls once, in bfloat16 with weights in float32.
 
     Args:
+        look: how it looks at clips.
         steps: updates, each on fresh clips.
         batch_size: clips of an update.
         learning_rate: its highest.
@@ -219,13 +266,13 @@ def train_reader(
         say: called with the loss now and then.
     """
     torch.manual_seed(seed)
-    reader = Reader(width=width).train()
+    reader = Reader(look, width=width).train()
     reader.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
     optimizer = torch.optim.AdamW(reader.parameters(), lr=learning_rate, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.2)
     started = time.perf_counter()
     for step in range(1, steps + 1):
-        frames, answers = training_batch(np.random.default_rng((seed, step)), batch_size=batch_size)
+        frames, answers = training_batch(np.random.default_rng((seed, step)), batch_size=batch_size, look=look)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = reader(frames)
         losses = [
@@ -245,7 +292,7 @@ def train_reader(
 def save_reader(reader: Reader, path: Path) -> None:
     """Write the weights; OutputError if that fails."""
     with atomic_path(path) as temporary:
-        torch.save({"width": reader.width, "weights": reader.state_dict()}, temporary)
+        torch.save({"width": reader.width, "look": asdict(reader.look), "weights": reader.state_dict()}, temporary)
 
 
 def load_reader(path: Path) -> Reader:
@@ -256,7 +303,7 @@ def load_reader(path: Path) -> Reader:
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        reader = Reader(width=saved["width"])
+        reader = Reader(Look(**saved["look"]), width=saved["width"])
         reader.load_state_dict(saved["weights"])
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

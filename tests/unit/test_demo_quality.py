@@ -11,6 +11,7 @@ import scene_reader
 import torch
 from tiny_world import World, demo_settings, make_world
 
+from opensora_cli.core.conditions import CONDITION_MODES, condition_mode
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.english_captions import SPEED_WORDS
@@ -45,6 +46,9 @@ def plan(world: World) -> ExecutionPlan:
     return make_plan(with_mode(settings, SilentReporter()))
 
 
+WHOLE, THIRD = scene_reader.Look.at_whole(33, 12.0), scene_reader.Look.at_third(33, 12.0)
+
+
 def scene(*, direction: Direction = Direction.RIGHT, thing: bool = True) -> Scene:
     moving = Thing(Shape.CAR, Colour.RED, direction, Speed.FAST)
     return Scene(Place.DESERT, Weather.SNOW, Time.SUNSET, moving if thing else None, seed=4)
@@ -63,20 +67,58 @@ def test_right_answers_say_what_the_scene_shows() -> None:
 
 def test_training_films_only_what_the_reader_will_look_at() -> None:
     shown = scene()
-    whole = scene_reader.frames_to_read(render_scene(shown)[None], fps=12.0)
-    few = render_scene(shown, num_frames=scene_reader.FRAMES, fps=scene_reader.FRAMES_PER_SECOND)
-    assert torch.equal(whole, scene_reader.frames_to_read(few[None], fps=scene_reader.FRAMES_PER_SECOND))
-    twice_as_large = scene_reader.frames_to_read(render_scene(shown, size=128)[None], fps=12.0)
+    every = WHOLE.every
+    assert every == 1.5
+    whole = scene_reader.frames_to_read(render_scene(shown, num_frames=33)[None], fps=12.0, every=every)
+    few = render_scene(shown, num_frames=scene_reader.FRAMES, fps=every)
+    assert torch.equal(whole, scene_reader.frames_to_read(few[None], fps=every, every=every))
+    twice_as_large = scene_reader.frames_to_read(
+        render_scene(shown, size=128, num_frames=33)[None], fps=12.0, every=every
+    )
     assert (twice_as_large - whole).abs().mean() < 0.02
-    with pytest.raises(ValueError, match="17 frames at 12 fps are needed, not 13"):
-        scene_reader.frames_to_read(render_scene(shown, num_frames=13)[None], fps=12.0)
+    with pytest.raises(ValueError, match="33 frames at 12 fps are needed, not 32"):
+        scene_reader.frames_to_read(render_scene(shown, num_frames=32)[None], fps=12.0, every=every)
+
+
+def test_a_part_is_read_from_anywhere_in_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_reader, "degrade", lambda frames, generator: frames)
+    monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene())
+    clip = torch.from_numpy(render_scene(scene(), num_frames=33)[::2].copy()).permute(0, 3, 1, 2).float() / 255.0
+    parts = [clip[start : start + scene_reader.FRAMES] for start in range(13)]
+    wanted = [turned for part in parts for turned in (part, part.flip(0), part.flip(3), part.flip(0).flip(3))]
+    frames, _ = scene_reader.training_batch(np.random.default_rng(0), batch_size=24, look=THIRD)
+    found = {next(index for index, form in enumerate(wanted) if torch.equal(form, shown)) // 4 for shown in frames}
+    assert len(found) > 6
+
+
+class _FrameReader:
+    """Reads as a thing what the middle of a clip's first frame has: its red as shape, its green as colour."""
+
+    look = THIRD
+
+    def read(self, clips_NTHWC: np.ndarray, *, fps: float) -> torch.Tensor:
+        assert clips_NTHWC.shape[1] == 9
+        seen = torch.from_numpy(clips_NTHWC[:, 4, 0, 0].astype(int))
+        read = torch.zeros(len(seen), len(scene_reader.ANSWERS), dtype=torch.long)
+        read[:, 3], read[:, 4] = seen[:, 0], seen[:, 1]
+        return read
+
+
+def test_a_thing_is_stable_that_is_the_same_in_each_third() -> None:
+    clips = np.ones((5, 33, 1, 1, 3), np.uint8)
+    clips[1, 22:, ..., 0] = 2  # another shape at the end
+    clips[2, 11:22, ..., 1] = 2  # another colour in the middle
+    clips[3, ..., 0] = len(Shape)  # nothing at all
+    clips[4, :11, ..., 2] = 2  # something else
+    assert scene_reader.is_stable(_FrameReader(), clips, fps=12.0).tolist() == [True, False, False, False, True]
 
 
 def test_direction_follows_mirror_and_reversal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene_reader, "degrade", lambda frames, generator: frames)
     monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene())
-    frames, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=16)
-    original = scene_reader.frames_to_read(render_scene(scene())[None], fps=12.0)[0]
+    frames, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=16, look=WHOLE)
+    clip = render_scene(scene(), num_frames=33)[None]
+    original = scene_reader.frames_to_read(clip, fps=12.0, every=WHOLE.every)[0]
     right, left = (list(Direction).index(direction) for direction in (Direction.RIGHT, Direction.LEFT))
     wanted = [
         (original, right),
@@ -94,7 +136,7 @@ def test_direction_follows_mirror_and_reversal(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_keeps_no_direction_in_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene(thing=False))
-    _, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=8)
+    _, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=8, look=WHOLE)
     assert (answers[:, 3:] == torch.tensor([len(Shape), len(Colour), len(Direction), len(Speed)])).all()
 
 
@@ -106,7 +148,7 @@ def test_reader_is_never_trained_on_held_out_scenes(monkeypatch: pytest.MonkeyPa
         return render_scene(shown, **options)
 
     monkeypatch.setattr(scene_reader, "render_scene", remember)
-    scene_reader.training_batch(np.random.default_rng(3), batch_size=32)
+    scene_reader.training_batch(np.random.default_rng(3), batch_size=32, look=THIRD)
     assert len(drawn) == 32
     assert not any(is_held_out(shown) for shown in drawn)
 
@@ -114,11 +156,11 @@ def test_reader_is_never_trained_on_held_out_scenes(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_reader_learns() -> None:
     said: list[str] = []
-    reader = scene_reader.train_reader(steps=32, batch_size=16, width=8, say=said.append)
+    reader = scene_reader.train_reader(WHOLE, steps=32, batch_size=16, width=8, say=said.append)
     assert said[-1].startswith("reader: step 32 of 32")
     rng = np.random.default_rng(5)
     scenes = [sample_scene(rng, held_out=True) for _ in range(60)]
-    clips = np.stack([render_scene(shown) for shown in scenes])
+    clips = np.stack([render_scene(shown, num_frames=33) for shown in scenes])
     read = reader.read(clips, fps=12.0)
     shares = scene_reader.accuracy(read, scenes)
     assert shares["time"] > 0.7  # a third by chance
@@ -126,10 +168,13 @@ def test_reader_learns() -> None:
 
 
 def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
-    reader, clips = scene_reader.Reader(width=4).eval(), render_scene(scene())[None]
+    reader = scene_reader.Reader(THIRD, width=4).eval()
+    clips = render_scene(scene())[None]
     scene_reader.save_reader(reader, tmp_path / "reader.pt")
     read = reader.read(clips, fps=12.0)
-    assert torch.equal(scene_reader.load_reader(tmp_path / "reader.pt").read(clips, fps=12.0), read)
+    loaded = scene_reader.load_reader(tmp_path / "reader.pt")
+    assert loaded.look == THIRD
+    assert torch.equal(loaded.read(clips, fps=12.0), read)
     (tmp_path / "broken.pt").write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match=r"broken\.pt is not a reader"):
         scene_reader.load_reader(tmp_path / "broken.pt")
@@ -139,13 +184,20 @@ def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_videos_do_not_depend_on_their_batch(plan: ExecutionPlan) -> None:
     models = LoadedModels(stay=True)
     prompts = ["raining, sea", "a boat at night", "the sea"]
-    pictures = np.stack([render_scene(scene(), num_frames=1)[0]] * 3)
-    pictures[1] = 255 - pictures[1]
+    filmed = np.stack([render_scene(scene())] * 3)
+    filmed[1] = 255 - filmed[1]
     done: list[int] = []
 
     def generate(batch: int) -> np.ndarray:
         return batch_generate.generate_clips(
-            plan, models, prompts, seeds=range(3), pictures_NHWC=pictures, batch=batch, on_done=done.append
+            plan,
+            models,
+            prompts,
+            seeds=range(3),
+            mode=condition_mode("i2v_head"),
+            filmed_NTHWC=filmed,
+            batch=batch,
+            on_done=done.append,
         ).astype(int)
 
     together, alone = generate(2), generate(1)
@@ -195,8 +247,9 @@ def test_whole_benchmark_in_small(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    reader, report = tmp_path / "reader.pt", tmp_path / "report.json"
-    scene_reader.save_reader(scene_reader.Reader(width=4), reader)
+    report = tmp_path / "report.json"
+    for name, look in (("whole.pt", scene_reader.Look.at_whole), ("third.pt", scene_reader.Look.at_third)):
+        scene_reader.save_reader(scene_reader.Reader(look(17, 12.0), width=4), tmp_path / name)
     sizes = demo_settings(world, tmp_path).model_dump(mode="json")
     overrides = [
         f"{section}.{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
@@ -207,9 +260,9 @@ def test_whole_benchmark_in_small(
     run: list[list[str]] = []
     timed = {"seconds": 70.0, "stages_s": {"load": 1.0}, "cores": 2}
     monkeypatch.setattr(demo_quality, "measure_seconds", lambda arguments: run.append(arguments) or timed)
-    arguments = ["--weights", str(world.demo), "--reader", str(reader), "--json", str(report)]
-    arguments += ["--clips", "3", "--prompts", "3", "--pictures", "2", "--reader-clips", "4", "--batch", "2"]
-    arguments += ["--steps", "2", "--guidance-scale", "1", "--guidance-scale", "4"]
+    arguments = ["--weights", str(world.demo), "--readers", str(tmp_path), "--json", str(report)]
+    arguments += ["--clips", "3", "--prompts", "3", "--given", "2", "--reader-clips", "4", "--batch", "2"]
+    arguments += ["--seeds", "2", "--steps", "2", "--guidance-scale", "1", "--guidance-scale", "4"]
     assert demo_quality.main([*arguments, *(part for each in overrides for part in ("--set", each))]) == 0
 
     found = json.loads(report.read_text())
@@ -222,15 +275,28 @@ def test_whole_benchmark_in_small(
     assert found["vae"]["detail_of_renders"] > 0
     assert [trial["guidance_scale"] for trial in found["prompts"]] == [1.0, 4.0]
     for trial in found["prompts"]:
-        assert all(low <= trial["accuracy"][name] <= high for name, (low, high) in trial["intervals"].items())
+        assert all(
+            low - 1e-9 <= trial["accuracy"][name] <= high + 1e-9 for name, (low, high) in trial["intervals"].items()
+        )
     assert {trial["num_inference_steps"] for trial in found["prompts"]} == {2}
     assert [trial["model_evaluations"] for trial in found["prompts"]] == [2, 4]
     assert all(trial["detail_of_renders"] > 0 for trial in found["prompts"])
-    assert found["first_frame"]["lowest_psnr_db"] <= found["first_frame"]["psnr_db"] < 40
+    hard = [demo_quality.is_hard(shown) for shown in demo_quality.scene_set(3, seed=0, part=1)[0]]
+    assert any(hard)
+    for trial in found["prompts"]:
+        assert trial["videos"] == 6
+        assert 0 <= trial["stable"] <= 1
+        assert trial["hard"]["videos"] == 2 * sum(hard)
+    assert found["conditions"].keys() == CONDITION_MODES.keys()
+    for name, figures in found["conditions"].items():
+        assert figures["clips"] == 2
+        assert 0 <= figures["accuracy"]["mean"] <= 1
+        if name != "t2v":
+            assert figures["lowest_psnr_db"] <= figures["psnr_db"] < 40
     assert run[0][:2] == ["--weights", str(world.demo)]
     shown = capsys.readouterr().out
-    assert "generate      70.0 s (goal: at most 60, missed) on 2 cores" in shown
-    assert shown.count("worst ") == 2
+    assert "generate      70.0 s (goal: at most 15, missed) on 2 cores" in shown
+    assert shown.count("same shape and colour in each third") == 2
 
 
 def weather_counts(scenes: list[Scene]) -> list[int]:
