@@ -226,18 +226,19 @@ def _frames(batch: ClipBatch) -> Tensor:
 
 @torch.no_grad()
 def gather_taps(weights: Mapping[str, Tensor]) -> None:
-    """Gather every causal kernel's taps in time in the last one, the present frame, in place.
+    """Gather what a causal kernel's taps in time sum up to in the last one, the present frame, in place.
 
     A picture, whose past is itself, is encoded and decoded as before. Trained on pictures alone, the taps only make
-    sense in their sum, and would smear a clip in time. What they differ by is as random as at first, and stays: with
-    zeros, neither encoder nor decoder would have a reason to tell the frames of a group apart before the other does.
-    `weights` are those of a causal autoencoder, by name, or this rank's parts of them.
+    sense in their sum, and would smear a clip in time. What the past ones differ by is as random as at first, and
+    stays: with zeros, neither encoder nor decoder would have a reason to tell the frames of a group apart before the
+    other does. A second time changes nothing. `weights` are those of a causal autoencoder, by name, or this rank's
+    parts of them.
     """
     for weight in map(local, weights.values()):
         if weight.ndim == 5 and weight.shape[2] > 1:
-            total = weight.sum(dim=2)
-            weight -= weight.mean(dim=2, keepdim=True)
-            weight[:, :, -1] += total
+            past = weight[:, :, :-1]
+            weight[:, :, -1] += past.sum(dim=2)
+            past.copy_((past - past.flip(2)) / 2)
 
 
 @torch.no_grad()
