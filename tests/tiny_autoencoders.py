@@ -70,6 +70,7 @@ def vae_task(
     *,
     perceptual: PerceptualDistance | None = None,
     optimizer: OptimizerSettings = OPTIMIZER,
+    steps: int = 100,
     **objective: object,
 ) -> VAETask:
     """Return a task with the same first weights each time; `objective` is the section `train_vae`."""
@@ -83,6 +84,7 @@ def vae_task(
         autoencoder,
         settings=settings,
         scenes=SceneSettings(size=32, num_frames=5),
+        steps=steps,
         perceptual=perceptual,
         adversary=adversary,
     )

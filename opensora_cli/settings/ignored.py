@@ -57,6 +57,7 @@ def ignored_settings(settings: "TrainSettings") -> Iterator[Ignored]:
         yield Ignored("optimizer.muon_learning_rate", f"optimizer.name={settings.optimizer.name}", "use muon")
     objective = settings.train_vae
     yield from _while_off("train_vae.picture_steps", objective.picture_steps, ["train_vae.picture_batch_size"])
+    yield from _while_off("train_vae.crop_size", objective.crop_size, ["train_vae.whole_steps"])
     adversary = objective.discriminator
     others = _others("train_vae.discriminator", adversary, but="weight")
     yield from _while_off("train_vae.discriminator.weight", adversary.weight, others)

@@ -150,6 +150,14 @@ class VAETrainSettings(Section):
     single_frame_share: float = Field(
         default=0.0, ge=0, le=1, description="how often a batch of clips is cut down to pictures, one frame of each"
     )
+    crop_size: NonNegativeInt = Field(
+        default=0,
+        le=2**16,
+        description="side of the square, in pixels, that is cut out of every clip or picture at random; 0: none is",
+    )
+    whole_steps: NonNegativeInt = Field(
+        default=0, le=10**9, description="last steps, on whole frames whatever the crop size"
+    )
     squared_error_weight: float = Field(
         default=0.0, ge=0, le=10**6, description="of the squared error; the absolute one has 1"
     )
@@ -190,6 +198,11 @@ class VAETrainSettings(Section):
                 self.picture_steps > 0 and kind is not VAEKind.HUNYUAN,
                 f"train_vae.picture_steps={self.picture_steps} is for causal autoencoders, and vae.kind={kind} is "
                 "none: use 0, and train_vae.single_frame_share",
+            ),
+            (
+                self.crop_size % vae.grid.spatial_compression_ratio > 0,
+                f"train_vae.crop_size={self.crop_size} must be a multiple of "
+                f"{vae.grid.spatial_compression_ratio}, the side of a latent",
             ),
             (
                 self.picture_steps > 0 and not procedural,

@@ -116,7 +116,9 @@ def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     """Return the numbers of the steps whose memory is measured, and estimated."""
     chosen, last_phase = settings.train_vae, 0
     if settings.target is TrainTarget.VAE:
-        last_phase = max(chosen.picture_steps, chosen.discriminator.start_step if chosen.discriminator.weight else 0)
+        opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
+        whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
+        last_phase = max(chosen.picture_steps, opposed_from, whole_from)
     # The first step makes the optimizers' moments; a phase of single frames is measured with them, too.
     return (0, 0, last_phase) if last_phase else (0, 1)
 

@@ -199,6 +199,7 @@ class TestFindRecipe:
         ),
         ("demo_text", {"text__t5_heads": "3"}, "text.t5_heads=3 must divide text.t5_width=128"),
         ("demo_text", {"train_vae__kl_weight": "1"}, "kl_weight=1 (from --set) has no effect with target=text"),
+        ("demo_vae", {"train_vae__crop_size": "30"}, "crop_size=30 must be a multiple of 4, the side of a latent"),
         ("demo_vae", {"memory__checkpointing": "true"}, "checkpointing=true (from --set) has no effect"),
         (
             "demo",
@@ -274,6 +275,11 @@ class TestFindRecipe:
             "demo_vae",
             {"train_vae__picture_steps": "0", "train_vae__picture_batch_size": "3"},
             "picture_batch_size=3 (from --set) has no effect with train_vae.picture_steps=0",
+        ),
+        (
+            "demo_vae",
+            {"train_vae__crop_size": "0", "train_vae__whole_steps": "3"},
+            "whole_steps=3 (from --set) has no effect with train_vae.crop_size=0",
         ),
         (
             "demo_vae",

@@ -66,7 +66,12 @@ def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: R
     if chosen.discriminator.weight:
         adversary = PatchAdversary(chosen.discriminator, optimizer=settings.optimizer)
     return VAETask(
-        autoencoder, settings=chosen, scenes=settings.data.scenes, perceptual=perceptual, adversary=adversary
+        autoencoder,
+        settings=chosen,
+        scenes=settings.data.scenes,
+        steps=settings.loop.steps,
+        perceptual=perceptual,
+        adversary=adversary,
     )
 
 
@@ -85,12 +90,24 @@ def to_pixels(frames_BTHWC: Tensor) -> Tensor:
     return pixels.contiguous(memory_format=torch.channels_last_3d if is_on_cpu else torch.contiguous_format)
 
 
+def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Tensor:
+    """Return a square out of every clip, from anywhere in it; along sides that are shorter than `size`, all of it."""
+    count, _, height, width, _ = frames_BTHWC.shape
+    tops, lefts = (rng.integers(max(side - size, 0) + 1, size=count) for side in (height, width))
+    return torch.stack(
+        [
+            clip_THWC[:, top : top + size, left : left + size]
+            for clip_THWC, top, left in zip(frames_BTHWC, tops, lefts, strict=True)
+        ]
+    )
+
+
 class VAETask:
     """Reconstruct clips and pictures.
 
     The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means: logit is the
     discriminator's, and w balances gradients (see `adaptive_weight`). Latents are whitened by the procedural clips of
-    `scenes`.
+    `scenes`. `steps` are those of the run, at the end of which frames may be whole.
     """
 
     def __init__(
@@ -99,6 +116,7 @@ class VAETask:
         *,
         settings: VAETrainSettings,
         scenes: SceneSettings,
+        steps: int,
         perceptual: PerceptualDistance | None = None,
         adversary: PatchAdversary | None = None,
     ) -> None:
@@ -110,9 +128,11 @@ class VAETask:
         self._perceptual = perceptual
         self._last_layer = LastLayer(autoencoder.last_layer)
         self._is_opposed = False
+        self._crops_until = steps - settings.whole_steps if settings.crop_size else 0
+        self._is_cropping = self._crops_until > 0
 
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
-        """Adapt weights and average to clips after the phase of single frames, and turn the discriminator on.
+        """Adapt weights and average to clips after single frames, turn the discriminator on, and crops off.
 
         The optimizers keep their moments: old ones fade within some tens of steps, and without them the first steps
         would be as large as a single noisy gradient.
@@ -121,6 +141,7 @@ class VAETask:
             gather_taps(dict(self.module.named_parameters()))
             gather_taps(ema or {})
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
+        self._is_cropping = step < self._crops_until
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
@@ -142,6 +163,8 @@ class VAETask:
     def tokens(self, batch: ClipBatch) -> int:
         """Return how many positions the latents of the batch have."""
         count, frames, height, width, _ = _frames(batch).shape
+        if self._is_cropping:
+            height, width = (min(side, self._settings.crop_size) for side in (height, width))
         grid = self.module.grid
         rows, columns = grid.latent_size(height, width)
         return count * grid.latent_frames(frames) * rows * columns
@@ -195,6 +218,8 @@ class VAETask:
         share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
         if share and num_frames > 1 and rng.numpy.random() < share:
             frames = frames[torch.arange(count), rng.numpy.integers(num_frames, size=count)].unsqueeze(1)
+        if self._is_cropping and torch.is_grad_enabled():
+            frames = cut_squares(frames, self._settings.crop_size, rng.numpy)
         return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
 
     def _whitened(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

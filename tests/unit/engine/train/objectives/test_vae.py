@@ -14,7 +14,7 @@ from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.objectives.vae import build_vae_task, gather_taps, to_pixels, whiten_latents
+from opensora_cli.engine.train.objectives.vae import build_vae_task, cut_squares, gather_taps, to_pixels, whiten_latents
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -353,6 +353,51 @@ def clips(count, *, num_frames=5):
     rng = np.random.default_rng(1)
     frames = [render_scene(sample_scene(rng), size=32, num_frames=num_frames) for _ in range(count)]
     return to_pixels(torch.from_numpy(np.stack(frames)))
+
+
+class TestCrops:
+    @staticmethod
+    def seen(task, batch, number):
+        return task._pixels(batch, SampleRng.of(0, number))
+
+    def test_they_are_squares_from_anywhere_in_their_clip(self):
+        task = vae_task("hunyuan", crop_size=8)
+        batch, corners = clip_batch(0, num_frames=5, size=16), set()
+        clips = to_pixels(batch.pixels_BTHWC)
+        for number in range(40):
+            squares = self.seen(task, batch, number)
+            assert squares.shape == (2, 3, 5, 8, 8)
+            for clip, square in zip(clips, squares, strict=True):
+                where = [
+                    (top, left)
+                    for top in range(9)
+                    for left in range(9)
+                    if torch.equal(clip[:, :, top : top + 8, left : left + 8], square)
+                ]
+                assert where
+                corners |= set(where)
+        assert {top for top, _ in corners} == {left for _, left in corners} == set(range(9))
+
+    def test_tokens_are_counted_of_what_is_seen(self):
+        batch = clip_batch(0, num_frames=5, size=16)
+        whole, cropped = vae_task("hunyuan").tokens(batch), vae_task("hunyuan", crop_size=8).tokens(batch)
+        assert whole == 4 * cropped
+
+    def test_a_side_that_is_shorter_stays(self):
+        frames = torch.arange(1 * 2 * 4 * 12 * 3).view(1, 2, 4, 12, 3).to(torch.uint8)
+        square = cut_squares(frames, 8, np.random.default_rng(0))
+        assert square.shape == (1, 2, 4, 8, 3)
+
+    def test_the_last_steps_and_every_validation_see_whole_clips(self):
+        task = vae_task("hunyuan", crop_size=8, whole_steps=2, steps=10)
+        batch = clip_batch(0, num_frames=5, size=16)
+        sizes = []
+        for step in (0, 7, 8, 9):
+            task.begin_step(step, None)
+            sizes.append(self.seen(task, batch, 0).shape[-1])
+            with torch.no_grad():
+                assert self.seen(task, batch, 0).shape[-1] == 16
+        assert sizes == [8, 8, 16, 16]
 
 
 def test_pixels():
