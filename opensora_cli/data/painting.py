@@ -36,11 +36,11 @@ _PAINT = {
     "green": (0.10, 0.80, 0.22),
     "blue": (0.12, 0.25, 0.95),
 }
-# Height of each thing's centre, and by how much it may differ: what rolls or floats is low, what flies is high.
 _MIDDLE_SECOND = 4.0 / 3.0
 """At which a thing is near the middle of the picture: that of 33 frames at 12 fps."""
 _SLANT = 0.25
 """Of rain: to the left for each step down."""
+# Height of each thing's centre, and by how much it may differ: what rolls or floats is low, what flies is high.
 _ALTITUDE = {"ball": (0.72, 0.04), "boat": (0.68, 0.04), "bird": (0.30, 0.06), "car": (0.74, 0.03)}
 
 

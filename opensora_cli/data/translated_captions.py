@@ -124,13 +124,13 @@ def _colours(red: str, yellow: str, green: str, blue: str) -> Mapping[Colour, st
     return {Colour.RED: red, Colour.YELLOW: yellow, Colour.GREEN: green, Colour.BLUE: blue}
 
 
-_GERMAN_M = _colours("roter", "gelber", "grüner", "blauer")
-_GERMAN_N = _colours("rotes", "gelbes", "grünes", "blaues")
-_KOREAN = _colours("빨간", "노란", "초록", "파란")
-_SPANISH_M = _colours("rojo", "amarillo", "verde", "azul")
-_SPANISH_F = _colours("roja", "amarilla", "verde", "azul")
-_FRENCH_M = _colours("rouge", "jaune", "vert", "bleu")
-_FRENCH_F = _colours("rouge", "jaune", "verte", "bleue")
+_GERMAN_MASCULINE = _colours("roter", "gelber", "grüner", "blauer")
+_GERMAN_NEUTER = _colours("rotes", "gelbes", "grünes", "blaues")
+_KOREAN_COLOURS = _colours("빨간", "노란", "초록", "파란")
+_SPANISH_MASCULINE = _colours("rojo", "amarillo", "verde", "azul")
+_SPANISH_FEMININE = _colours("roja", "amarilla", "verde", "azul")
+_FRENCH_MASCULINE = _colours("rouge", "jaune", "vert", "bleu")
+_FRENCH_FEMININE = _colours("rouge", "jaune", "verte", "bleue")
 
 _GERMAN = _Phrases(
     places={
@@ -150,10 +150,10 @@ _GERMAN = _Phrases(
         Time.NIGHT: (("nacht", "mitternacht"), ("bei nacht", "in der nacht", "nachts")),
     },
     nouns={
-        Shape.BALL: _Noun("ball", "ein {} ball", "rollt", _GERMAN_M),
-        Shape.BOAT: _Noun("boot", "ein {} boot", "fährt", _GERMAN_N),
-        Shape.BIRD: _Noun("vogel", "ein {} vogel", "fliegt", _GERMAN_M),
-        Shape.CAR: _Noun("auto", "ein {} auto", "fährt", _GERMAN_N),
+        Shape.BALL: _Noun("ball", "ein {} ball", "rollt", _GERMAN_MASCULINE),
+        Shape.BOAT: _Noun("boot", "ein {} boot", "fährt", _GERMAN_NEUTER),
+        Shape.BIRD: _Noun("vogel", "ein {} vogel", "fliegt", _GERMAN_MASCULINE),
+        Shape.CAR: _Noun("auto", "ein {} auto", "fährt", _GERMAN_NEUTER),
     },
     directions={Direction.LEFT: "nach links", Direction.RIGHT: "nach rechts"},
     speeds={Speed.SLOW: ("langsam",), Speed.FAST: ("schnell",)},
@@ -161,7 +161,7 @@ _GERMAN = _Phrases(
     empty="{place} {weather} {when}",
 )
 
-_KOREAN_PHRASES = _Phrases(
+_KOREAN = _Phrases(
     places={
         Place.SEA: ("바다", "바다에서"),
         Place.CITY: ("도시", "도시에서"),
@@ -179,10 +179,10 @@ _KOREAN_PHRASES = _Phrases(
         Time.NIGHT: (("밤", "한밤"), ("밤에", "한밤에")),
     },
     nouns={
-        Shape.BALL: _Noun("공", "{} 공이", "굴러간다", _KOREAN),
-        Shape.BOAT: _Noun("배", "{} 배가", "움직인다", _KOREAN),
-        Shape.BIRD: _Noun("새", "{} 새가", "날아간다", _KOREAN),
-        Shape.CAR: _Noun("자동차", "{} 자동차가", "달린다", _KOREAN),
+        Shape.BALL: _Noun("공", "{} 공이", "굴러간다", _KOREAN_COLOURS),
+        Shape.BOAT: _Noun("배", "{} 배가", "움직인다", _KOREAN_COLOURS),
+        Shape.BIRD: _Noun("새", "{} 새가", "날아간다", _KOREAN_COLOURS),
+        Shape.CAR: _Noun("자동차", "{} 자동차가", "달린다", _KOREAN_COLOURS),
     },
     directions={Direction.LEFT: "왼쪽으로", Direction.RIGHT: "오른쪽으로"},
     speeds={Speed.SLOW: ("천천히",), Speed.FAST: ("빠르게", "빨리")},
@@ -208,10 +208,10 @@ _SPANISH = _Phrases(
         Time.NIGHT: (("noche", "medianoche"), ("de noche", "por la noche")),
     },
     nouns={
-        Shape.BALL: _Noun("pelota", "una pelota {}", "rueda", _SPANISH_F, colour_first=False),
-        Shape.BOAT: _Noun("barco", "un barco {}", "navega", _SPANISH_M, colour_first=False),
-        Shape.BIRD: _Noun("pájaro", "un pájaro {}", "vuela", _SPANISH_M, colour_first=False),
-        Shape.CAR: _Noun("coche", "un coche {}", "va", _SPANISH_M, colour_first=False),
+        Shape.BALL: _Noun("pelota", "una pelota {}", "rueda", _SPANISH_FEMININE, colour_first=False),
+        Shape.BOAT: _Noun("barco", "un barco {}", "navega", _SPANISH_MASCULINE, colour_first=False),
+        Shape.BIRD: _Noun("pájaro", "un pájaro {}", "vuela", _SPANISH_MASCULINE, colour_first=False),
+        Shape.CAR: _Noun("coche", "un coche {}", "va", _SPANISH_MASCULINE, colour_first=False),
     },
     directions={Direction.LEFT: "hacia la izquierda", Direction.RIGHT: "hacia la derecha"},
     speeds={Speed.SLOW: ("lentamente", "despacio"), Speed.FAST: ("rápidamente", "rápido")},
@@ -237,10 +237,10 @@ _FRENCH = _Phrases(
         Time.NIGHT: (("nuit", "minuit"), ("la nuit", "de nuit")),
     },
     nouns={
-        Shape.BALL: _Noun("balle", "une balle {}", "roule", _FRENCH_F, colour_first=False),
-        Shape.BOAT: _Noun("bateau", "un bateau {}", "navigue", _FRENCH_M, colour_first=False),
-        Shape.BIRD: _Noun("oiseau", "un oiseau {}", "vole", _FRENCH_M, colour_first=False),
-        Shape.CAR: _Noun("voiture", "une voiture {}", "roule", _FRENCH_F, colour_first=False),
+        Shape.BALL: _Noun("balle", "une balle {}", "roule", _FRENCH_FEMININE, colour_first=False),
+        Shape.BOAT: _Noun("bateau", "un bateau {}", "navigue", _FRENCH_MASCULINE, colour_first=False),
+        Shape.BIRD: _Noun("oiseau", "un oiseau {}", "vole", _FRENCH_MASCULINE, colour_first=False),
+        Shape.CAR: _Noun("voiture", "une voiture {}", "roule", _FRENCH_FEMININE, colour_first=False),
     },
     directions={Direction.LEFT: "vers la gauche", Direction.RIGHT: "vers la droite"},
     speeds={Speed.SLOW: ("lentement",), Speed.FAST: ("rapidement", "vite")},
@@ -250,7 +250,7 @@ _FRENCH = _Phrases(
 
 _PHRASES = {
     Language.GERMAN: _GERMAN,
-    Language.KOREAN: _KOREAN_PHRASES,
+    Language.KOREAN: _KOREAN,
     Language.SPANISH: _SPANISH,
     Language.FRENCH: _FRENCH,
 }
