@@ -38,6 +38,7 @@ _PAINT = {
 }
 _MIDDLE_SECOND = 4.0 / 3.0
 """At which a thing is near the middle of the picture: that of 33 frames at 12 fps."""
+_BALL_RADIUS = 0.125
 _SLANT = 0.25
 """Of rain: to the left for each step down."""
 # Height of each thing's centre, and by how much it may differ: what rolls or floats is low, what flies is high.
@@ -137,6 +138,8 @@ def paint_thing(
     speed, spread = (0.26, 0.06) if fast else (0.10, 0.16)
     middle = 0.5 + float(rng.uniform(-spread, spread))
     phase = float(rng.uniform(0, 2 * np.pi))
+    # A ball rolls without slipping; wings beat three times in two seconds.
+    pace = speed / _BALL_RADIUS if shape == "ball" else 2 * np.pi * 1.5
     paint = np.array(_PAINT[colour], np.float32) * (0.92 if night else 1.0)
     outline = np.array((0.97, 0.97, 0.97), np.float32) * (0.88 if night else 1.0)
     dark_paint = np.array((0.08, 0.08, 0.10), np.float32)
@@ -149,7 +152,7 @@ def paint_thing(
         if shape in ("ball", "car"):
             shadow = np.hypot(dx / (0.14 if shape == "ball" else 0.21), (canvas.ys - y - 0.125) / 0.028) - 1.0
             _blend(frame, 0.35 * canvas.inside(0.03 * shadow), dark_paint)
-        body, dark = _thing_distance(shape, dx, dy, 2 * np.pi * 1.5 * second + phase)
+        body, dark = _thing_distance(shape, dx, dy, pace * second + phase)
         _blend(frame, canvas.inside(body - 0.022), outline)
         _blend(frame, canvas.inside(body), paint)
         if dark is not None:
@@ -315,7 +318,7 @@ def _thing_distance(shape: str, dx: Array, dy: Array, phase: float) -> tuple[Arr
     """Return signed distances to the body and to its dark parts of a thing that heads right, centred at 0."""
     if shape == "ball":
         turning = np.hypot(dx - 0.055 * np.cos(phase), dy - 0.055 * np.sin(phase)) - 0.032
-        return np.hypot(dx, dy) - 0.125, turning
+        return np.hypot(dx, dy) - _BALL_RADIUS, turning
     if shape == "boat":
         hull = np.maximum(np.abs(dy - 0.07) - 0.05, np.abs(dx) - 0.19 + 0.9 * (dy - 0.02))
         sail = np.maximum(np.maximum(-dx - 0.02, dy - 0.0), 0.75 * dx + 0.55 * (-dy) - 0.105)
