@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny_clips
@@ -16,9 +17,10 @@ from torch import nn
 
 from opensora_cli.checkpoint import stream
 from opensora_cli.core import files as core_files
+from opensora_cli.core import threads
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, RequestError
-from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.core.threads import Cores, ThreadChoice
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.data import cache as cache_module
 from opensora_cli.engine.data.cache import cache_clips
@@ -42,6 +44,16 @@ def settings_of(weights, cache, **changes):
     return settings.replace(
         {"data.scenes.count": 6, "train_mmdit.cache": None if cache is None else str(cache), **changes}
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums are rounded by how many threads share them: here every run has one, whatever ran before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with mock.patch.object(threads, "read_cores", return_value=Cores(allowed=1)):
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
