@@ -24,25 +24,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from batch_generate import Clips, generate_clips, given_of, reconstruct
+from clip_quality import detail, psnr_db, ssim
 from quality_report import SCHEMA, percent, report_lines
 from scene_reader import (
     ANSWERS,
-    Look,
     Reader,
+    Readers,
     accuracy,
     confidence_interval,
     is_stable,
-    load_reader,
+    obtain_readers,
     right_answers,
-    save_reader,
-    train_reader,
 )
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode
@@ -54,7 +53,6 @@ from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, with_mode
-from opensora_cli.media import similarity
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
@@ -62,18 +60,9 @@ from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 PARTS = ("vae", "prompts", "conditions", "seconds")
-READER_STEPS = 700
 # Every part draws its own scenes, whatever else is measured.
 _VAE_SCENES, _PROMPT_SCENES, _CONDITION_SCENES, _READER_SCENES = range(4)
 _PIXELS_BATCH = 4
-
-
-@dataclass(frozen=True)
-class Readers:
-    """What reads clips."""
-
-    whole: Reader
-    third: Reader
 
 
 def scene_set(count: int, *, seed: int, part: int, held_out: bool = True) -> tuple[list[Scene], list[str]]:
@@ -91,28 +80,6 @@ def film(scenes: Sequence[Scene], plan: ExecutionPlan) -> Clips:
     return np.stack(
         [render_scene(scene, size=plan.height, num_frames=video.num_frames, fps=video.fps) for scene in scenes]
     )
-
-
-def psnr_db(clips_NTHWC: Clips, others_NTHWC: Clips) -> list[float]:
-    """Return the PSNR of each clip against the other, over all frames, in dB of the range 0 to 255; 99 at most."""
-    pairs = zip(torch.from_numpy(clips_NTHWC), torch.from_numpy(others_NTHWC), strict=True)
-    return [similarity.psnr_db(clip, other) for clip, other in pairs]
-
-
-def ssim(clips_NTHWC: Clips, others_NTHWC: Clips) -> float:
-    """Return the mean SSIM of all frames with the others."""
-    pairs = zip(*(torch.from_numpy(clips).flatten(0, 1) for clips in (clips_NTHWC, others_NTHWC)), strict=True)
-    return float(np.mean([similarity.ssim(frame_HWC, other_HWC) for frame_HWC, other_HWC in pairs]))
-
-
-def detail(clips_NTHWC: Clips) -> float:
-    """Return how sharp clips are: the mean squared difference of pixels that are side by side or above each other."""
-    squares = [
-        clip_THWC.float().diff(dim=axis).square().mean().item()
-        for clip_THWC in torch.from_numpy(clips_NTHWC)
-        for axis in (1, 2)
-    ]
-    return float(np.mean(squares))
 
 
 def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
@@ -178,11 +145,9 @@ def measure_prompts(
     seconds, videos = time.perf_counter() - start, count * options.seeds
     read_NA, shown, stable_N = torch.cat(read), scenes * options.seeds, torch.cat(stable)
     shares, stable_share = accuracy(read_NA, shown), stable_N.double().mean().item()
-    hard = [index for index, scene in enumerate(shown) if is_hard(scene)]
-    of_hard = accuracy(read_NA[hard], [shown[index] for index in hard]) if hard else {}
     return {
         "videos": videos,
-        "chosen_by": options.choosing,
+        "choosing": options.choosing,
         "num_inference_steps": sampling.num_inference_steps,
         "model_evaluations": plan.model_evaluations,
         "detail_of_renders": float(np.mean(details)) / detail(film(scenes, plan)),
@@ -190,13 +155,7 @@ def measure_prompts(
         "accuracy": shares,
         "intervals": {name: confidence_interval(shares[name], videos) for name in ANSWERS},
         "worst": min(shares[name] for name in ANSWERS),
-        "hard": {
-            "videos": len(hard),
-            "accuracy": of_hard,
-            "worst": min((of_hard[name] for name in ANSWERS), default=0.0),
-        }
-        if hard
-        else None,
+        "hard": measured_hard(read_NA, shown),
         "stable": stable_share,
         "stable_interval": confidence_interval(stable_share, videos),
         "seconds_per_video": seconds / videos,
@@ -207,6 +166,15 @@ def measure_prompts(
 def is_hard(scene: Scene) -> bool:
     """Whether it is night, or rain or snow falls."""
     return scene.time is Time.NIGHT or scene.weather is not Weather.CLEAR
+
+
+def measured_hard(read_NA: torch.Tensor, scenes: Sequence[Scene]) -> dict[str, Any] | None:
+    """Return how many scenes are hard, and what is read from these; None: none is."""
+    hard = [index for index, scene in enumerate(scenes) if is_hard(scene)]
+    if not hard:
+        return None
+    shares = accuracy(read_NA[hard], [scenes[index] for index in hard])
+    return {"videos": len(hard), "accuracy": shares, "worst": min(shares[name] for name in ANSWERS)}
 
 
 def misread(read_NA: torch.Tensor, scenes: Sequence[Scene], prompts: Sequence[str]) -> list[dict[str, Any]]:
@@ -291,25 +259,6 @@ def measure_seconds(arguments: Sequence[str], *, prompt: str = "raining, sea") -
     }
 
 
-def obtain_readers(folder: Path, plan: ExecutionPlan, *, say: Callable[[str], None]) -> Readers:
-    """Return the readers in `folder`; where there is none for such videos, train it and save it there."""
-
-    def obtain(name: str, look: Look) -> Reader:
-        path = folder / name
-        if path.exists() and (reader := load_reader(path)).look == look:
-            return reader
-        say(f"training a reader, {READER_STEPS} steps, for {path}")
-        reader = train_reader(look, steps=READER_STEPS, say=say)
-        save_reader(reader, path)
-        return reader
-
-    num_frames, fps = plan.settings.video.num_frames, plan.settings.video.fps
-    return Readers(
-        whole=obtain("whole.pt", Look.at_whole(num_frames, fps)),
-        third=obtain("third.pt", Look.at_third(num_frames, fps)),
-    )
-
-
 def demo_settings(weights: str | None, assignments: Sequence[str], *, seed: int) -> GenerateSettings:
     """Return the demo's preset, on the CPU, with what the command line changes in it.
 
@@ -358,7 +307,9 @@ def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[
     models = LoadedModels(stay=True)
     report: dict[str, Any] = {"schema": SCHEMA, "seed": options.seed, "settings": settings.model_dump(mode="json")}
     if {"vae", "prompts", "conditions"} & set(options.part):
-        readers = obtain_readers(options.readers, plan, say=say)
+        readers = obtain_readers(
+            options.readers, num_frames=plan.settings.video.num_frames, fps=plan.settings.video.fps, say=say
+        )
         report["reader"] = measure_reader(readers.whole, plan, count=options.reader_clips, seed=options.seed)
     if "vae" in options.part:
         say(f"autoencoder: {options.clips} clips")

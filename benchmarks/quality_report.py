@@ -59,7 +59,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     if reader := report.get("reader"):
         lines += [f"reader        {reader['clips']} held-out renders, in %: {percent(reader['accuracy'])}"]
     for trial in report.get("prompts", []):
-        combinations = "other" if trial["chosen_by"] else "held-out"
+        combinations = "other" if trial["choosing"] else "held-out"
         lines += [
             f"prompts       {trial['videos']} videos of {combinations} combinations, "
             f"{trial['num_inference_steps']} steps "

@@ -52,6 +52,7 @@ SIZE = 64
 FRAMES = 5
 """Frames that are looked at: they show a motion as well as all of them."""
 _CHUNK = 50
+_STEPS = 700
 _Z = 1.96
 """Standard deviations to either side of the mean that hold 95 % of a normal distribution."""
 
@@ -311,3 +312,29 @@ def load_reader(path: Path) -> Reader:
             f"{path} is not a reader: {reason}", hint="remove it, and a new one is trained"
         ) from error
     return reader.eval()
+
+
+@dataclass(frozen=True)
+class Readers:
+    """What reads whole clips, and what reads thirds of them."""
+
+    whole: Reader
+    third: Reader
+
+
+def obtain_readers(folder: Path, *, num_frames: int, fps: float, say: Callable[[str], None]) -> Readers:
+    """Return the readers in `folder`; where there is none for such clips, train it and save it there."""
+
+    def obtain(name: str, look: Look) -> Reader:
+        path = folder / name
+        if path.exists() and (reader := load_reader(path)).look == look:
+            return reader
+        say(f"training a reader, {_STEPS} steps, for {path}")
+        reader = train_reader(look, steps=_STEPS, say=say)
+        save_reader(reader, path)
+        return reader
+
+    return Readers(
+        whole=obtain("whole.pt", Look.at_whole(num_frames, fps)),
+        third=obtain("third.pt", Look.at_third(num_frames, fps)),
+    )

@@ -159,7 +159,7 @@ def paint_thing(
             _blend(frame, canvas.inside(dark), dark_paint)
 
 
-class Weather:
+class Precipitation:
     """Rain or snow, far and near: drops on a torus that moves by whole pixels from frame to frame.
 
     What is far lies behind the moving thing, so that it stays in sight. `weather` is `rain`, `snow` or `clear`, of
@@ -169,6 +169,7 @@ class Weather:
     def __init__(self, canvas: Canvas, weather: str, rng: Generator) -> None:
         self._canvas = canvas
         self._colour = np.array((0.80, 0.87, 0.97) if weather == "rain" else (1.0, 1.0, 1.0), np.float32)
+        # The far one, then the near one.
         self._layers: list[_Drops] = []
         if weather == "rain":
             for count, length, width, opacity, speed in ((16, 0.11, 0.010, 0.45, 0.5), (8, 0.16, 0.014, 0.6, 0.7)):
@@ -180,10 +181,12 @@ class Weather:
 
     def paint(self, frames: Array, *, near: bool) -> None:
         """Paint what is near, or what is far, over `frames`, (T, H, W, 3), in place."""
-        for drops in self._layers[near:][:1]:
-            for frame, second in zip(frames, self._canvas.seconds, strict=True):
-                down = round(drops.speed * self._canvas.size * second)
-                _blend(frame, np.roll(drops.coverage, (down, -round(drops.slant * down)), axis=(0, 1)), self._colour)
+        if not self._layers:
+            return
+        drops = self._layers[near]
+        for frame, second in zip(frames, self._canvas.seconds, strict=True):
+            down = round(drops.speed * self._canvas.size * second)
+            _blend(frame, np.roll(drops.coverage, (down, -round(drops.slant * down)), axis=(0, 1)), self._colour)
 
 
 def _blend(picture: Array, coverage: Array, colour: Array) -> None:

@@ -1,7 +1,7 @@
 """A procedural world of captioned clips, rendered on the fly from a seed.
 
 A scene is a place under some weather at some time of day, with or without one moving thing. `sample_scene` samples one,
-`render_scene` renders it. Combinations chosen by a hash are held out: training never sees them.
+and `render_scene` renders it. Combinations chosen by a hash are held out: training never sees them.
 """
 
 import hashlib
@@ -139,8 +139,8 @@ def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: flo
     rng = np.random.default_rng(scene.seed)
     canvas = painting.Canvas(size=size, seconds=np.arange(num_frames) / fps)
     frames = painting.paint_place(canvas, scene.place, scene.time, scene.weather, rng)
-    weather = painting.Weather(canvas, scene.weather, rng)
-    weather.paint(frames, near=False)
+    precipitation = painting.Precipitation(canvas, scene.weather, rng)
+    precipitation.paint(frames, near=False)
     if scene.thing is not None:
         thing = scene.thing
         painting.paint_thing(
@@ -153,7 +153,7 @@ def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: flo
             night=scene.time is Time.NIGHT,
             rng=rng,
         )
-    weather.paint(frames, near=True)
+    precipitation.paint(frames, near=True)
     return (frames * 255.0 + 0.5).clip(0, 255).astype(np.uint8)
 
 

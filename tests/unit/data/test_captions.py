@@ -1,31 +1,16 @@
 """Captions of the procedural world."""
 
-import dataclasses
-
 import numpy as np
 import pytest
+from tiny_scenes import SCENE, changed, sampled
 
 from opensora_cli.data.captions import caption_scene, known_words, sample_caption, vocabulary
-from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather, sample_scene
+from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather
 from opensora_cli.data.translated_captions import Language
-
-THING = Thing(Shape.BALL, Colour.RED, Direction.RIGHT, Speed.SLOW)
-SCENE = Scene(Place.DESERT, Weather.CLEAR, Time.DAY, THING, seed=3)
-
-
-def sampled(count: int) -> list[Scene]:
-    rng = np.random.default_rng(1)
-    return [sample_scene(rng) for _ in range(count)]
 
 
 def words_of(caption: str) -> set[str]:
     return set(caption.replace(",", " ").split())
-
-
-def changed(**attributes: object) -> Scene:
-    """Return `SCENE` with other attributes, of itself or of its thing."""
-    of_thing = {name: attributes.pop(name) for name in ("shape", "colour", "direction", "speed") if name in attributes}
-    return dataclasses.replace(SCENE, **{"thing": dataclasses.replace(THING, **of_thing), **attributes})
 
 
 def test_every_word_is_known():
