@@ -309,11 +309,7 @@ def _kept(trainer: Trainer[Any]) -> list[Tensor]:
 
 
 def _gradients(trainer: Trainer[Any]) -> list[Tensor]:
-    optimized = (
-        weight for optimizer in _optimizers(trainer) for group in optimizer.param_groups for weight in group["params"]
-    )
-    weights = (*trainer.task.module.parameters(), *optimized)
-    return [weight.grad for weight in weights if weight.grad is not None]
+    return [weight.grad for weight in trainer.task.module.parameters() if weight.grad is not None]
 
 
 def _make_moments(trainer: Trainer[Any]) -> None:

@@ -84,32 +84,31 @@ class _Updated:
     name: str
     weight: nn.Parameter
     optimizer: torch.optim.Optimizer
-    key: nn.Parameter
-    """What the optimizer knows it as: with Muon a flattened copy."""
 
     def state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.optimizer.state[self.key]
+        state: dict[str, Tensor] = self.optimizer.state[self.weight]
         return state
 
     def fresh_state(self) -> dict[str, Tensor]:
         """Return what the optimizer would keep before its first update of the weight."""
         if isinstance(self.optimizer, KernelMuon):
-            return {"momentum_buffer": torch.zeros_like(self.key)}
+            return {"momentum_buffer": torch.zeros_like(self.weight)}
         if isinstance(self.optimizer, OffloadedAdamW):
-            return fresh_state(self.key)
-        step = torch.zeros((), device=self.key.device)
-        return {"step": step, "exp_avg": torch.zeros_like(self.key), "exp_avg_sq": torch.zeros_like(self.key)}
+            return fresh_state(self.weight)
+        step = torch.zeros((), device=self.weight.device)
+        return {"step": step, "exp_avg": torch.zeros_like(self.weight), "exp_avg_sq": torch.zeros_like(self.weight)}
 
 
 def _updated(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[_Updated]:
-    owners: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
-    for optimizer in optimizers:
-        weights = optimizer.weights_of_copies() if isinstance(optimizer, KernelMuon) else {}
-        for group in optimizer.param_groups:
-            owners.update({id(weights.get(key, key)): (optimizer, key) for key in group["params"]})
+    owners = {
+        id(weight): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    }
     for name, weight in module.named_parameters():
         if id(weight) in owners:
-            yield _Updated(name, weight, *owners[id(weight)])
+            yield _Updated(name, weight, owners[id(weight)])
 
 
 def _laid_out_as(weight: nn.Parameter, moment: Tensor) -> Tensor:

@@ -1,12 +1,20 @@
 """Learning rates and optimizers."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
-from opensora_cli.engine.train.optimizer import KernelMuon, build_optimizers, create_optimizer, set_rates
+from opensora_cli.engine.train.optimizer import (
+    KernelMuon,
+    build_optimizers,
+    create_optimizer,
+    orthogonalized,
+    set_rates,
+)
 from opensora_cli.settings.train_loop import OptimizerSettings
 
 
@@ -37,7 +45,7 @@ class TestBuildOptimizers:
         module = Convolutions()
         adamw, muon = build_optimizers(module, OptimizerSettings(name="muon"))
         ours = {id(weight): name for name, weight in module.named_parameters()}
-        assert {ours[id(weight)] for weight in muon._weights} == {"block.0.weight", "block.1.weight"}
+        assert {ours[id(weight)] for weight in muon.param_groups[0]["params"]} == {"block.0.weight", "block.1.weight"}
         assert {ours[id(weight)] for weight in adamw.param_groups[0]["params"]} == {
             "block.0.bias",
             "block.1.bias",
@@ -105,11 +113,13 @@ class TestKernelMuon:
         muon = KernelMuon([kernel, module.block[1].weight], learning_rate=0.02, weight_decay=0.0)
         before, loss_before = kernel.detach().clone(), module(clip())
         loss_before.backward()
+        # A gradient of such a loss has one direction; this one has short ones beside it.
+        kernel.grad += 0.02 * kernel.grad.norm() * torch.randn(kernel.shape, generator=torch.Generator().manual_seed(2))
         muon.step()
         update = (kernel - before).detach().flatten(1)
         assert kernel.shape == before.shape
         assert module(clip()) < loss_before
-        # All directions of the update are about as long, which no gradient of such a loss has by itself.
+        # All directions of the update are about as long.
         lengths = torch.linalg.svdvals(update)
         assert lengths.min() > 0.4 * lengths.max()
         assert (
@@ -121,13 +131,39 @@ class TestKernelMuon:
         module = Convolutions()
         kernel, matrix = module.block[0].weight, nn.Parameter(module.block[0].weight.detach().flatten(1).clone())
         of_kernel = KernelMuon([kernel], learning_rate=0.02, weight_decay=0.1)
-        of_matrix = torch.optim.Muon([matrix], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        of_matrix = KernelMuon([matrix], learning_rate=0.02, weight_decay=0.1)
         for seed in range(3):
             kernel.grad = torch.randn(kernel.shape, generator=torch.Generator().manual_seed(seed))
             matrix.grad = kernel.grad.flatten(1)
             of_kernel.step()
             of_matrix.step()
         assert torch.equal(kernel.flatten(1), matrix)
+
+    @pytest.mark.parametrize("shape", [(4, 12), (12, 4)])
+    def test_a_matrix_moves_as_with_the_muon_of_torch(self, shape):
+        ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+        muon = KernelMuon([ours], learning_rate=0.02, weight_decay=0.1)
+        of_torch = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for seed in range(3):
+            ours.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            theirs.grad = ours.grad.clone()
+            muon.step()
+            of_torch.step()
+        # That of torch is in bfloat16.
+        moved, of_theirs = ours.detach() - 1, theirs.detach() - 1
+        assert (moved - of_theirs).norm() < 0.03 * of_theirs.norm()
+
+    @pytest.mark.parametrize("has_bf16", [True, False])
+    def test_products_are_in_bfloat16_where_the_cpu_has_them(self, has_bf16):
+        matrix = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+        with (
+            mock.patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=has_bf16),
+            mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False),
+        ):
+            wide = orthogonalized(matrix)
+        assert wide.dtype is (torch.bfloat16 if has_bf16 else torch.float32)
+        lengths = torch.linalg.svdvals(wide.float())
+        assert 0.6 < lengths.min() <= lengths.max() < 1.3
 
     def test_a_weight_without_gradient_stays(self):
         module = Convolutions()
