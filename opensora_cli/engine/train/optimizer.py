@@ -37,15 +37,15 @@ class KernelMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._update(weight, rate=group["lr"], decay=group["weight_decay"])
+                    self._update(weight, weight.grad, rate=group["lr"], decay=group["weight_decay"])
 
-    def _update(self, weight: nn.Parameter, *, rate: float, decay: float) -> None:
+    def _update(self, weight: nn.Parameter, gradient: Tensor, *, rate: float, decay: float) -> None:
         if not self.state[weight]:
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         momentum = self.state[weight]["momentum_buffer"]
-        momentum.lerp_(weight.grad, 1 - _MOMENTUM)
+        momentum.lerp_(gradient, 1 - _MOMENTUM)
         # Nesterov's: one step ahead.
-        direction = orthogonalized(weight.grad.lerp(momentum, _MOMENTUM).flatten(1))
+        direction = orthogonalized(gradient.lerp(momentum, _MOMENTUM).flatten(1))
         weight.mul_(1 - rate * decay)
         weight.add_(direction.view(weight.shape), alpha=-0.2 * rate * math.sqrt(max(direction.shape)))
 
@@ -150,5 +150,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
 
 def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield what an optimizer keeps from step to step, each tensor with the weight that it is for."""
-    for weight, state in optimizer.state.items():
-        yield from ((weight, value) for value in state.values() if isinstance(value, Tensor))
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            state = optimizer.state.get(weight, {})
+            yield from ((weight, value) for value in state.values() if isinstance(value, Tensor))
