@@ -3,7 +3,7 @@
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, cycle
@@ -32,12 +32,19 @@ class BlockWeights:
     A parameter that several modules of the block share is there once, and each lies row by row. Parameters on another
     device are left out: these are shared with what is outside the blocks, and are already where they are needed. So are
     those that require gradients, if only the `frozen` ones are meant.
-    Floating-point parameters have `dtype` in the run; None: each its own.
+    Floating-point parameters have `dtype` in the run; None: each its own. Those of modules in `without` are left out.
     """
 
-    def __init__(self, block: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        dtype: torch.dtype | None = None,
+        *,
+        frozen: bool = False,
+        without: Container[nn.Module] = (),
+    ) -> None:
         self._users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in block.modules():
+        for module in (module for module in block.modules() if module not in without):
             for name, weight in module._parameters.items():
                 if weight is None or weight.device.type not in ("cpu", "meta") or (frozen and weight.requires_grad):
                     continue

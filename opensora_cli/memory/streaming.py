@@ -41,6 +41,7 @@ def stream_blocks(
     source: HostSource = "pinned",
     dtype: torch.dtype | None = None,
     trains: bool = False,
+    without: Sequence[nn.Module] = (),
 ) -> Iterator[StreamingFigures]:
     """Run a model with the weights of at most `resident` of its blocks on the device.
 
@@ -66,6 +67,7 @@ def stream_blocks(
         dtype: that the floating-point weights are computed in, to which they are cast as they are copied, and for good
             where they are `pinned`; None: their own. On the CPU alone.
         trains: leave weights that require gradients where they are: on the device.
+        without: modules inside the blocks whose weights stay where they are, since nothing computes with them there.
 
     Raises:
         ValueError: `resident` is not positive, or weights are on the meta device.
@@ -75,7 +77,8 @@ def stream_blocks(
     """
     device = torch.device(device)
     modules = list(dict.fromkeys(block for stack in stacks for block in stack))
-    blocks = [BlockWeights(module, dtype, frozen=trains) for module in modules]
+    left_out = {part for module in without for part in module.modules()}
+    blocks = [BlockWeights(module, dtype, frozen=trains, without=left_out) for module in modules]
     if any(weight.is_meta for block in blocks for weight in block.host):
         raise ValueError("blocks on the meta device have no weights to stream")
     kept = kept_blocks(len(blocks), resident=resident)

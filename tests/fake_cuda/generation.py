@@ -28,10 +28,12 @@ from opensora_cli.engine.generate.run import Run
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.generate.work import Work
+from opensora_cli.models.mmdit.model import _computed_where
 from opensora_cli.settings.generate import GenerateSettings
 
-MAY_WAIT = lines_of(denoise._Saver.step)
-"""Of several ranks one keeps the latents of each step on the host: another that ends would take its GPU along."""
+MAY_WAIT = lines_of(denoise._Saver.step) | lines_of(_computed_where)
+"""Of several ranks one keeps the latents of each step on the host: another that ends would take its GPU along. And
+before the first step the layers of modulation come from the host, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ They are computed beside the layers, whose weights stay what they are: mapped fr
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -85,6 +85,10 @@ class LoraRanks:
         start = f"{stack}.{index}."
         inside = ((path.removeprefix(start), rank) for path, rank in self.by_layer if path.startswith(start))
         return LoraRanks(tuple(inside))
+
+    def without(self, layers: Collection[str]) -> "LoraRanks":
+        """Return those of all but some layers."""
+        return LoraRanks(tuple((path, rank) for path, rank in self.by_layer if path not in layers))
 
     def outside_blocks(self) -> "LoraRanks":
         """Return those of layers that are in no block."""

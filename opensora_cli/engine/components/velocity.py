@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.mmdit.layers import modulation_width
-from opensora_cli.models.mmdit.model import BlockResidual
+from opensora_cli.models.mmdit.layers import Rotary, modulation_width
+from opensora_cli.models.mmdit.model import BlockResidual, KnownInputs
+from opensora_cli.parallel.sequence import SequenceParallel
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep, Phase
 
+_PROMPTS = 2
 _FEW_TOKENS = {"cpu": 1024}
 _FEW_TOKENS_ELSEWHERE = 8192
 """That a device is not yet busy with, so that three branches in one batch take less time than one after the other."""
-_MODULATION_VALUES = 2**22
-"""That are computed before the first step at most: three times those of the demo in 50 steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class GuidedVelocity:
 
     `conditioning_BNK` is None for a model without a condition embedding; `embedded_guidance` is for a
     guidance-distilled one. `position_ids_1N3` are the same for all samples. `on_evaluation` is called after each
-    evaluation, for progress. Of `times` that are known before, modulation is computed once for all where
-    that is `known_modulation_values`.
+    evaluation, for progress. With `times`, the transformer is an `MMDiT`, perhaps shared by ranks, it is evaluated
+    at these alone, and what it makes of times, prompts and positions is computed once for all of them.
     """
 
     def __init__(
@@ -68,7 +68,11 @@ class GuidedVelocity:
         self.embedded_guidance = embedded_guidance
         self.times = tuple(dict.fromkeys(times))
         self.on_evaluation = on_evaluation
+        model = transformer.model if isinstance(transformer, SequenceParallel) else transformer
+        self._model = model if times and isinstance(model, MMDiT) else None
         self._modulation: Mapping[nn.Module, torch.Tensor] = {}
+        self._text: dict[tuple[Branch, ...], torch.Tensor] = {}
+        self._rotary: Rotary | None = None
         self._inputs: dict[tuple[Branch, ...], _Inputs] = {}
         self._residuals: dict[tuple[Phase, tuple[Branch, ...]], BlockResidual] = {}
 
@@ -99,22 +103,23 @@ class GuidedVelocity:
         prompt_embeds_BLC, pooled_BV, conditioning_BNK = self._inputs[branches]
         device, count = packed_latents_BND.device, len(branches)
         batch = count * packed_latents_BND.shape[0]
-        modulation = self._known_modulation(t, branches, device)
-        # `torch.full`: a GPU would be waited for to copy what `torch.tensor` makes on the host.
         guidance = self.embedded_guidance
-        kept: dict[str, BlockResidual] = {}
+        kept: dict[str, BlockResidual | KnownInputs] = {}
+        if self._model is not None:
+            kept["known"] = self._known_inputs(self._model, t, branches)
         if cached is not None:
-            kept["residual"] = self._residuals.setdefault((cached.phase, branches), BlockResidual())
-            kept["residual"].is_reused = cached.is_reused
+            residual = self._residuals.setdefault((cached.phase, branches), BlockResidual())
+            residual.is_reused = cached.is_reused
+            kept["residual"] = residual
         velocity: torch.Tensor = self.transformer(
             _together([packed_latents_BND] * count),
             position_ids_BN3=self.position_ids_1N3,
+            # A GPU would be waited for to copy what `torch.tensor` makes on the host.
             timesteps_B=torch.full((batch,), t, device=device),
             prompt_embeds_BLC=prompt_embeds_BLC,
             pooled_prompt_embeds_BV=pooled_BV,
             conditioning_BNK=conditioning_BNK,
             embedded_guidance_B=None if guidance is None else torch.full((batch,), guidance, device=device),
-            **modulation,
             **kept,
         )
         if cached is None or not cached.is_reused:
@@ -122,34 +127,34 @@ class GuidedVelocity:
                 self.on_evaluation()
         return (velocity,) if count == 1 else velocity.chunk(count)
 
-    def _known_modulation(
-        self, t: float, branches: tuple[Branch, ...], device: torch.device
-    ) -> dict[str, Mapping[nn.Module, torch.Tensor]]:
-        """Return the `modulation` of an evaluation; nothing where it is computed there."""
-        if t not in self.times or not isinstance(self.transformer, MMDiT):
-            return {}
-        if not known_modulation_values(len(self.times), self.transformer.config, device):
-            return {}
-        # Of all samples with the prompt, then of all with the negative one, where there is one, for each time.
+    def _known_inputs(self, model: MMDiT, t: float, branches: tuple[Branch, ...]) -> KnownInputs:
         samples, prompts = len(self.embeds), len(self.embeds[0].pooled_prompt_embeds_2V)
         if not self._modulation:
+            # Of all samples with the prompt, then of all with the negative one, where there is one, for each time.
             pooled_RV = torch.cat(
                 [each.pooled_prompt_embeds_2V[row : row + 1] for row in range(prompts) for each in self.embeds]
             ).repeat(len(self.times), 1)
-            guidance = self.embedded_guidance
-            self._modulation = self.transformer.modulation_of(
-                torch.tensor(self.times, device=device).repeat_interleave(prompts * samples),
+            rows, guidance = prompts * samples, self.embedded_guidance
+            self._modulation = model.modulation_of(
+                torch.cat([torch.full((rows,), time, device=pooled_RV.device) for time in self.times]),
                 pooled_RV,
                 None if guidance is None else pooled_RV.new_full((len(pooled_RV),), guidance, dtype=torch.float32),
             )
         first = prompts * samples * self.times.index(t)
         spans = [first + (0 if branch.uses_prompt else samples) for branch in branches]
-        return {
-            "modulation": {
-                layer: _together([values_RD[start : start + samples] for start in spans])
-                for layer, values_RD in self._modulation.items()
-            }
+        modulation = {
+            layer: _together([values_RD[start : start + samples] for start in spans])
+            for layer, values_RD in self._modulation.items()
         }
+        if model is not self.transformer:
+            # Tokens are shared between ranks, each of which makes its own of its part.
+            return KnownInputs(modulation)
+        if branches not in self._text:
+            self._text[branches] = model.text_tokens(self._inputs[branches].prompt_embeds_BLC)
+        text_BLD = self._text[branches]
+        if self._rotary is None:
+            self._rotary = model.rotary_table(self.position_ids_1N3, text_length=text_BLD.shape[1])
+        return KnownInputs(modulation, text_BLD, self._rotary)
 
     def _inputs_of(self, branches: tuple[Branch, ...]) -> _Inputs:
         rows = [(each, 0 if branch.uses_prompt else 1) for branch in branches for each in self.embeds]
@@ -172,14 +177,14 @@ def are_batched(tokens: int, device: torch.device) -> bool:
     return len(Branch) * tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
 
 
-def known_modulation_values(num_times: int, config: MMDiTConfig, device: torch.device) -> int:
-    """Return how many values of modulation are computed before a clip's first step, for all times and both prompts.
+def modulation_values(num_times: int, config: MMDiTConfig) -> int:
+    """Return how many values modulate the tokens of one sample at so many times, with both prompts."""
+    return _PROMPTS * num_times * modulation_width(config)
 
-    A CPU reads all of its weights for a few rows; elsewhere that hardly takes time. 0 for large models, of which they
-    would be large.
-    """
-    values = 2 * num_times * modulation_width(config)
-    return values if device.type == "cpu" and values <= _MODULATION_VALUES else 0
+
+def modulation_comes_first(num_times: int, config: MMDiTConfig) -> bool:
+    """Return whether modulation is computed before the first of so many times: where it is less than its weights."""
+    return _PROMPTS * num_times < config.hidden_size
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from opensora_cli.engine.components.configs import mmdit_config, one_block_of_ea
 from opensora_cli.engine.components.text_encoders import text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
 from opensora_cli.models.mmdit import MMDiTConfig
-from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS
 from opensora_cli.settings.components import ModelSettings
@@ -68,6 +68,8 @@ class FileWeights:
     """Of what is in no block."""
     blocks: tuple[FileBytes, ...] = ()
     """In the order in which they run."""
+    modulation: FileBytes = FileBytes()
+    """Of a transformer's layers that are read before the first step alone; they are in no block then."""
 
     @property
     def in_blocks(self) -> FileBytes:
@@ -77,22 +79,27 @@ class FileWeights:
     @property
     def total(self) -> FileBytes:
         """Of all of it."""
-        return self.outside + self.in_blocks
+        return self.outside + self.in_blocks + self.modulation
 
 
 def file_weights(
-    settings: GenerateSettings, weights: WeightFiles, parameters: Mapping[Component, int], dtype: torch.dtype
+    settings: GenerateSettings,
+    weights: WeightFiles,
+    parameters: Mapping[Component, int],
+    dtype: torch.dtype,
+    *,
+    modulation_first: bool,
 ) -> Mapping[Component, FileWeights]:
     """Return what each component takes of a CPU that computes in `dtype`; no weight is read.
 
     What is missing is taken for the released files; what is broken, for copies, since loading reports it. `parameters`
-    are counts (see `configs.count_parameters`).
+    are counts (see `configs.count_parameters`). `modulation_first` is as in `OffloadPlan`.
     """
     found: dict[Component, FileWeights] = {}
     for component, count in parameters.items():
         path = weights.paths.get(component)
         if component is Component.TRANSFORMER:
-            found[component] = _transformer(settings.model, path, stamp_of(path), dtype)
+            found[component] = _transformer(settings.model, path, stamp_of(path), dtype, modulation_first)
         elif component is Component.T5:
             found[component] = _t5(path, stamp_of(path), count, dtype)
         else:
@@ -109,7 +116,9 @@ def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool
 
 
 @lru_cache(maxsize=16)
-def _transformer(model: ModelSettings, path: Path | None, stamp: Stamp, dtype: torch.dtype) -> FileWeights:
+def _transformer(
+    model: ModelSettings, path: Path | None, stamp: Stamp, dtype: torch.dtype, modulation_first: bool
+) -> FileWeights:
     config = mmdit_config(model)
     stacks = repeated_blocks(config)
     ends = accumulate(stack.count for stack in stacks)
@@ -119,7 +128,7 @@ def _transformer(model: ModelSettings, path: Path | None, stamp: Stamp, dtype: t
         stack, index = (*key.split(".", 2), "", "")[:2]
         return starts[stack] + int(index) if stack in starts and index.isdigit() else None
 
-    tensors: Iterable[PlannedTensor] = _released(config)
+    tensors = _released(config)
     try:
         if path is not None:
             checkpoint = open_checkpoint(path)
@@ -129,7 +138,19 @@ def _transformer(model: ModelSettings, path: Path | None, stamp: Stamp, dtype: t
             tensors = [planned.get(tensor.key, tensor) for tensor in tensors]
     except CheckpointError:
         tensors = _released(config, is_mapped=False)
-    return _grouped(tensors, dtype, block_of=block_of, count=sum(stack.count for stack in stacks))
+    layers = frozenset(modulation_layers(config) if modulation_first else ())
+    grouped = _grouped(
+        (tensor for tensor in tensors if _layer(tensor) not in layers),
+        dtype,
+        block_of=block_of,
+        count=sum(stack.count for stack in stacks),
+    )
+    modulation = (_bytes_of(tensor, dtype) for tensor in tensors if _layer(tensor) in layers)
+    return replace(grouped, modulation=sum(modulation, FileBytes()))
+
+
+def _layer(tensor: PlannedTensor) -> str:
+    return tensor.key.rpartition(".")[0]
 
 
 def _released(config: MMDiTConfig, *, is_mapped: bool = True) -> list[PlannedTensor]:
@@ -188,15 +209,18 @@ def _grouped(
 ) -> FileWeights:
     outside, blocks = FileBytes(), [FileBytes()] * count
     for tensor in tensors:
-        size = FileBytes(copied=tensor.numel * dtype.itemsize)
-        if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
-            held = tensor.numel * tensor.dtype.itemsize
-            size = FileBytes(mapped=held) if tensor.is_mapped else FileBytes(copied=held)
-        elif tensor.is_mapped:
-            size = FileBytes(stored=tensor.numel * tensor.dtype.itemsize, cast=tensor.numel * dtype.itemsize)
+        size = _bytes_of(tensor, dtype)
         index = block_of(tensor.key)
         if index is None or index >= count:
             outside += size
         else:
             blocks[index] += size
     return FileWeights(outside, tuple(blocks))
+
+
+def _bytes_of(tensor: PlannedTensor, dtype: torch.dtype) -> FileBytes:
+    held = tensor.numel * tensor.dtype.itemsize
+    if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+        return FileBytes(mapped=held) if tensor.is_mapped else FileBytes(copied=held)
+    cast = tensor.numel * dtype.itemsize
+    return FileBytes(stored=held, cast=cast) if tensor.is_mapped else FileBytes(copied=cast)

@@ -26,7 +26,7 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
-from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched, known_modulation_values
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched, modulation_values
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
@@ -149,7 +149,11 @@ def estimate_generation(
     if offload.linear is not LinearProducts.EXACT:
         # Modulation alone is dequantized, before a block computes anything else.
         computed = max(batch * denoising.activations, workspace)
-    data = batch * denoising.data + offload.batch_size * _known_modulation(settings, config, sizes, dtype, device_type)
+    data = batch * denoising.data
+    if offload.modulation_first:
+        data += (
+            offload.batch_size * dtype.itemsize * modulation_values(settings.sampling.num_inference_steps + 1, config)
+        )
     denoise = StageMemory(DENOISE, own, data, computed, mapped, kept)
     stages = [text, denoise, decode]
     if sizes.has_draft:
@@ -179,16 +183,6 @@ def _counted_together(
     _, frames, rows, columns = sizes.latent_shape
     tokens, device = frames * rows * columns // config.patch_size**2 + text_length, torch.device(device_type)
     return 1 if are_batched(tokens, device) == are_batched(batch * tokens, device) else batch
-
-
-def _known_modulation(
-    settings: GenerateSettings, config: MMDiTConfig, sizes: GenerationSizes, dtype: torch.dtype, device_type: str
-) -> int:
-    """Return the bytes of modulation that is computed before the first step of a clip."""
-    if settings.compile or sizes.mesh.ring * sizes.mesh.ulysses > 1:
-        return 0
-    num_times = len(settings.sampling.timesteps or ()) or settings.sampling.num_inference_steps + 1
-    return dtype.itemsize * known_modulation_values(num_times, config, torch.device(device_type))
 
 
 @remembered

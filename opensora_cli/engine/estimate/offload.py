@@ -69,6 +69,9 @@ class OffloadPlan:
     """Keep the blocks' weights in 8 bits, and dequantize them on each use: not exact."""
     linear: LinearProducts = LinearProducts.EXACT
     """How the linear layers of the blocks are multiplied: in 8 bits, these weights are stored so, too."""
+    modulation_first: bool = False
+    """Compute what modulates the tokens at all steps before the first one, from weights that stay on the host: a
+    quarter of the released transformer's. Not with blocks that are compiled."""
     batch_size: int = 1
     """Clips that the transformer computes together."""
     decode_batch_size: int = 1
@@ -169,12 +172,13 @@ def choose_offload(
     batch_size: int = 1,
     linear: LinearProducts = LinearProducts.EXACT,
     chunk_tokens: int = CHUNK_TOKENS,
+    modulation_first: bool = False,
 ) -> OffloadPlan:
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
     `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
     transformer computes `batch_size` clips together, and of each `chunk_tokens` at a time, or fewer; its blocks
-    multiply as `linear` says.
+    multiply as `linear` says; for `modulation_first` see `OffloadPlan`.
     """
     plan = OffloadPlan(
         host_weights=memory.host_weights or host_weights,
@@ -182,6 +186,7 @@ def choose_offload(
         linear=linear,
         batch_size=batch_size,
         chunk_tokens=chunk_tokens,
+        modulation_first=modulation_first,
     )
     most = int(budget * (1 - _HEADROOM))
 

@@ -23,7 +23,14 @@ from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, RepeatedBlocks, repeated_blocks
+from opensora_cli.models.mmdit.blocks import (
+    SEQUENCE_INPUTS,
+    TEXT_SEQUENCE_INPUTS,
+    RepeatedBlocks,
+    modulation_layers,
+    repeated_blocks,
+)
+from opensora_cli.models.mmdit.layers import modulation_width
 from opensora_cli.parallel.all_to_all import ExchangePlan, compressed
 from opensora_cli.parallel.collectives import Parts
 from opensora_cli.parallel.mesh import MeshShape
@@ -38,8 +45,11 @@ def transformer_bytes(
 
     `whole` counts all of its weights, without adapters; `tensor` ranks share the blocks.
     """
-    stacks = _stacks(config, dtype)
-    outside, factors = _factor_bytes(config, dtype, loras, tensor)
+    first = offload.modulation_first
+    stacks = _stacks(config, dtype, first)
+    if first:
+        whole -= modulation_bytes(config, dtype)
+    outside, factors = _factor_bytes(config, dtype, loras, tensor, first)
     if offload.mode is not OffloadMode.BLOCKS and not offload.in_8_bits and tensor == 1:
         return whole + outside + sum(factors)
     rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in stacks)
@@ -55,6 +65,11 @@ def transformer_bytes(
     return rest + streaming_bytes(slots, resident=offload.resident_blocks or 1)
 
 
+def modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of all layers of modulation."""
+    return modulation_width(config) * (config.hidden_size + 1) * dtype.itemsize
+
+
 def transformer_on_cpu(
     config: MMDiTConfig, files: FileWeights, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
 ) -> tuple[int, int]:
@@ -63,9 +78,14 @@ def transformer_on_cpu(
 
     Only blocks that are cast are streamed, but for 8 bits; what ranks share is a copy on each.
     """
-    stacks = _stacks(config, dtype)
-    outside, factors = _factor_bytes(config, dtype, loras, tensor)
+    # In 8 bits modulation is a copy, as the rest of the blocks.
+    stacks = _stacks(config, dtype, offload.modulation_first and not offload.fp8_storage)
+    # On a CPU adapters of modulation are here, too.
+    outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
     private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
+    streams = offload.mode is OffloadMode.BLOCKS
+    if not offload.fp8_storage:
+        private += files.modulation.copied if streams else files.modulation.private
     shares_of_blocks: list[float] = []
     slots: list[float] = []
     exact: list[float] = []
@@ -80,7 +100,6 @@ def transformer_on_cpu(
         as_before = [held.mapped * part for held, part in zip(files.blocks, exact, strict=True)]
         still_mapped = 0 if offload.fp8_storage or tensor > 1 else round(sum(as_before))
         return private + round(sum(slots)) - still_mapped, mapped + still_mapped
-    streams = offload.mode is OffloadMode.BLOCKS
     kept = set(kept_blocks(len(slots), resident=offload.resident_blocks or 1)) if streams else set()
     for index, (held, share) in enumerate(zip(files.blocks, shares_of_blocks, strict=True)):
         in_file = held.mapped + (held.stored if streams else 0)
@@ -102,7 +121,7 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
         return 0
     slots = [
         size
-        for stack, block in _stacks(config, dtype)
+        for stack, block in _stacks(config, dtype, offload.modulation_first)
         for size in [round(_slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor))]
         * stack.count
     ]
@@ -112,13 +131,15 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
 
 @lru_cache(maxsize=16)
 def _factor_bytes(
-    config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int
+    config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int, modulation_first: bool
 ) -> tuple[int, tuple[int, ...]]:
     """Return what adapters take outside the blocks, where each rank has them as a whole, and in each block."""
+    if modulation_first:
+        loras = loras.without(modulation_layers(config))
     outside = sum(factor_sizes(loras.outside_blocks(), one_block_of_each(config))) * dtype.itemsize
     sizes = [
         factor_sizes(loras.in_block(stack.module_path, index), block, stack.linears, tensor=tensor)
-        for stack, block in _stacks(config, dtype)
+        for stack, block in _stacks(config, dtype, False)
         for index in range(stack.count)
     ]
     return outside, tuple(sum(aligned(size * dtype.itemsize) for size in each) for each in sizes)
@@ -128,7 +149,7 @@ def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPla
     """Return the bytes that the weights of each block need in one run of memory, in the order of the blocks."""
     return [
         size
-        for stack, block in _stacks(config, dtype)
+        for stack, block in _stacks(config, dtype, offload.modulation_first)
         for size in [_slot_bytes(block, _in_8_bits(stack, block, offload))] * stack.count
     ]
 
@@ -140,7 +161,7 @@ def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadP
     sizes = [0]
     if not offload.fp8_storage:
         return 0
-    for stack, block in _stacks(config, dtype):
+    for stack, block in _stacks(config, dtype, offload.modulation_first):
         parts = {linear.path: largest_share(linear, tensor) for linear in stack.linears}
         multiplied = parts if offload.linear is not LinearProducts.EXACT else {}
         dequantized = {path: linear for path, linear in _linears(block).items() if path not in multiplied}
@@ -181,12 +202,18 @@ class _FakeRowLinear(nn.Linear):
 
 
 @lru_cache(maxsize=16)
-def _stacks(config: MMDiTConfig, dtype: torch.dtype) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    """Return every stack, and one of its blocks without weights."""
+def _stacks(
+    config: MMDiTConfig, dtype: torch.dtype, modulation_first: bool
+) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
+    """Return every stack, and one of its blocks without weights; with `modulation_first` without those layers, too."""
     model = deepcopy(one_block_of_each(config)).to(dtype)
-    return tuple(
+    stacks = tuple(
         (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
     )
+    for stack, block in stacks if modulation_first else ():
+        for path in stack.modulation:
+            block.set_submodule(path, nn.Identity())
+    return stacks
 
 
 def _share(stack: RepeatedBlocks, block: nn.Module, ranks: int) -> float:

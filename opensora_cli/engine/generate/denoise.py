@@ -314,7 +314,7 @@ def sample_latents(
         conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch_size) if settings.model.cond_embed else None,
         position_ids_1N3=position_ids(1, num_latent_frames, rows // patch_size, columns // patch_size, device=device),
         embedded_guidance=settings.sampling.embedded_guidance if settings.model.guidance_embed else None,
-        times=() if settings.compile else plan.timesteps,
+        times=plan.timesteps if plan.offload.modulation_first else (),
         on_evaluation=on_evaluation,
     )
     latents_BCTHW, past = noise_BCTHW, dict[Branch | Phase, Past]()

@@ -3,7 +3,7 @@
 Each is made without weights and filled from its mapped file, tensor by tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import cast
@@ -25,6 +25,7 @@ from opensora_cli.engine.components.linear_products import int8_largest, use_in_
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.memory.eight_bit_products import ProductError
@@ -33,7 +34,7 @@ from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -118,6 +119,7 @@ def load_transformer(
     stacks = repeated_blocks(transformer.config)
     blocks = {f"{stack.module_path}.{index}": stack for stack in stacks for index in range(stack.count)}
     patterns = [f"{stack.module_path}.*" for stack in stacks]
+    modulation = [f"{layer}.*" for layer in modulation_layers(transformer.config)] if offload.modulation_first else []
     transformer.requires_grad_(False).eval()
 
     def change(path: str) -> None:
@@ -132,7 +134,7 @@ def load_transformer(
         if offload.fp8_storage:
             store_in_fp8(block)
         if not streams and plan.hardware.device.type != "cpu":
-            block.to(plan.hardware.device)
+            move_but(waiting_modulation(transformer, offload), block, plan.hardware.device)
         # Shares of heads and features differ from rank to rank.
         elif copies is not None and group is None:
             _hold_8_bits(block, copies)
@@ -144,8 +146,8 @@ def load_transformer(
             device=plan.hardware.device,
             dtype=plan.hardware.dtype,
             convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
-            keep_on_host=patterns if streams or changes else (),
-            keep_dtype=patterns if _casts_later(plan) else (),
+            keep_on_host=patterns + modulation if streams or changes else modulation,
+            keep_dtype=patterns + modulation if _casts_later(plan) else (),
             # One after the other: the host never holds more than one that has not been changed yet.
             blocks=list(blocks) if changes else (),
             finish_block=change if changes else None,
@@ -155,6 +157,25 @@ def load_transformer(
     add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
     prepare(transformer, plan)
     return transformer
+
+
+def waiting_modulation(transformer: MMDiT, offload: OffloadPlan) -> list[nn.Module]:
+    """Return the layers whose weights stay on the host, mapped, since they run before the first step alone."""
+    if not offload.modulation_first:
+        return []
+    return [transformer.get_submodule(path) for path in modulation_layers(transformer.config)]
+
+
+def move_but(without: Sequence[nn.Module], block: nn.Module, device: torch.device) -> None:
+    """Move a block to a device, in place, but for some of its layers; modules that have these have no weights of their
+    own.
+    """
+    if not any(part in without for part in block.modules()):
+        block.to(device)
+        return
+    for child in block.children():
+        if child not in without:
+            move_but(without, child, device)
 
 
 def prepare(transformer: MMDiT, plan: ExecutionPlan) -> None:
@@ -198,6 +219,7 @@ def streamed_blocks(
         resident=plan.offload.resident_blocks or 1,
         source=(source or plan.offload.host_weights).value,
         dtype=plan.hardware.dtype if _casts_later(plan) else None,
+        without=waiting_modulation(transformer, plan.offload),
     )
 
 

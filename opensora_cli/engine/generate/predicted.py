@@ -84,7 +84,8 @@ def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     if Component.TRANSFORMER in sizes:
         if plan.offload.in_8_bits:
             before, after = (
-                sum(bytes_of_blocks(config, plan.hardware.dtype, offload)) for offload in (OffloadPlan(), plan.offload)
+                sum(bytes_of_blocks(config, plan.hardware.dtype, offload))
+                for offload in (OffloadPlan(modulation_first=plan.offload.modulation_first), plan.offload)
             )
             sizes[Component.TRANSFORMER] += after - before
         # Those that are streamed count where they are used.

@@ -151,7 +151,8 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
 
 
 def _branch_by_branch(plan: ExecutionPlan) -> Technique:
-    transformer, device = random_transformer(plan), plan.hardware.device
+    whole = replace(plan, offload=replace(plan.offload, modulation_first=False))
+    transformer, device = random_transformer(whole), plan.hardware.device
     batched = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
 
     def one_by_one() -> None:

@@ -79,6 +79,8 @@ def profile_generation(
         for planned in plan.stages:
             # Random weights are mapped from no file.
             stage = replace(planned, weight_bytes=planned.weight_bytes + planned.mapped_bytes)
+            if planned.name == DENOISE:
+                stage = replace(stage, weight_bytes=stage.weight_bytes + _waiting_bytes(plan))
             reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
@@ -94,6 +96,15 @@ def profile_generation(
                     measured.append(result[1])
             progress.advance()
     return tuple(profiles), measured
+
+
+def _waiting_bytes(plan: ExecutionPlan) -> int:
+    """Return the bytes of the layers of modulation that are mapped on a CPU, and read before the first step alone."""
+    files, offload = plan.fitting.files, plan.offload
+    if files is None or offload.fp8_storage:
+        return 0
+    waiting = files[Component.TRANSFORMER].modulation
+    return waiting.mapped + (waiting.cast if offload.mode is OffloadMode.BLOCKS else 0)
 
 
 def streamed_bytes(plan: ExecutionPlan, name: str) -> int:
@@ -152,6 +163,9 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_fake_loras(transformer, LoraRanks.of(plan.loras))
+    modulation = load.waiting_modulation(transformer, offload)
+    for layer in modulation:
+        fill_randomly(layer, torch.device("cpu"))
     streams = offload.mode is OffloadMode.BLOCKS
     if streams or offload.in_8_bits:
         for stack in repeated_blocks(transformer.config):
@@ -162,7 +176,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:
-                    block.to(device)
+                    load.move_but(modulation, block, device)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))

@@ -18,6 +18,7 @@ class RepeatedBlocks:
         linears: the sharding plan of one block; a linear that is not named stays whole on every rank.
         used_by_all_heads: parameters of one block that are whole on every rank, but each rank has only its heads'
             gradients of them.
+        modulation: the linear layers of one block that depend on time and pooled prompt alone, not on any token.
     """
 
     name: str
@@ -25,6 +26,7 @@ class RepeatedBlocks:
     count: int
     linears: tuple[ShardedLinear, ...]
     used_by_all_heads: tuple[str, ...]
+    modulation: tuple[str, ...]
 
 
 SEQUENCE_INPUTS: dict[str, int] = {"packed_latents_BND": 1, "position_ids_BN3": 1, "conditioning_BNK": 1}
@@ -35,6 +37,8 @@ TEXT_SEQUENCE_INPUTS: dict[str, int] = {"prompt_embeds_BLC": 1}
 
 OUTPUT_LAYER = "final_layer"
 """Path of the module after the blocks, which keeps as much for backward as the inputs of a few blocks."""
+
+_OUTPUT_MODULATION = f"{OUTPUT_LAYER}.adaLN_modulation.1"
 
 
 def repeated_blocks(config: MMDiTConfig) -> tuple[RepeatedBlocks, ...]:
@@ -61,8 +65,12 @@ def repeated_blocks(config: MMDiTConfig) -> tuple[RepeatedBlocks, ...]:
     norms = ("norm.query_norm.scale", "norm.key_norm.scale")
     double_norms = tuple(f"{stream}_attn.{norm}" for stream in ("img", "txt") for norm in norms)
     return (
-        RepeatedBlocks("double-stream", "double_blocks", config.depth, double, double_norms),
-        RepeatedBlocks("single-stream", "single_blocks", config.depth_single_blocks, single, norms),
+        RepeatedBlocks(
+            "double-stream", "double_blocks", config.depth, double, double_norms, ("img_mod.lin", "txt_mod.lin")
+        ),
+        RepeatedBlocks(
+            "single-stream", "single_blocks", config.depth_single_blocks, single, norms, ("modulation.lin",)
+        ),
     )
 
 
@@ -74,3 +82,14 @@ def linears_of_blocks(config: MMDiTConfig) -> tuple[str, ...]:
         for index in range(stack.count)
         for linear in stack.linears
     )
+
+
+def modulation_layers(config: MMDiTConfig) -> tuple[str, ...]:
+    """Return the paths in the model of all linear layers that depend on time and pooled prompt alone."""
+    in_blocks = tuple(
+        f"{stack.module_path}.{index}.{path}"
+        for stack in repeated_blocks(config)
+        for index in range(stack.count)
+        for path in stack.modulation
+    )
+    return (*in_blocks, _OUTPUT_MODULATION)

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.mmdit.blocks import modulation_layers
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import (
     TIME_EMBEDDING_WIDTH,
@@ -16,6 +17,7 @@ from opensora_cli.models.mmdit.layers import (
     FinalLayer,
     Modulation,
     ModulationInput,
+    Rotary,
     SingleStreamBlock,
     VectorEmbedder,
     rotary_angles,
@@ -33,6 +35,18 @@ class BlockResidual:
     """None: they have not been computed yet."""
     is_reused: bool = False
     """Whether it is to be added now, as it is, and no block computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownInputs:
+    """What an evaluation makes of its inputs before any token of the latents, computed before."""
+
+    modulation: Mapping[nn.Module, Tensor]
+    """Rows of `MMDiT.modulation_of`, for the times, the pooled prompts and the guidance."""
+    text_BLD: Tensor | None = None
+    """`MMDiT.text_tokens` of the prompts; None: they are computed."""
+    rotary: Rotary | None = None
+    """`MMDiT.rotary_table` of the positions; None: it is computed."""
 
 
 class MMDiT(nn.Module):
@@ -115,7 +129,7 @@ class MMDiT(nn.Module):
         conditioning_BNK: Tensor | None = None,
         embedded_guidance_B: Tensor | None = None,
         residual: BlockResidual | None = None,
-        modulation: Mapping[nn.Module, Tensor] | None = None,
+        known: KnownInputs | None = None,
     ) -> Tensor:
         """Return the velocity, shaped as `packed_latents_BND` and in its dtype.
 
@@ -131,7 +145,7 @@ class MMDiT(nn.Module):
             conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide.
             embedded_guidance_B: guidance scale.
             residual: where to keep what the blocks add, or what to add; of the same samples and branches.
-            modulation: what `modulation_of` returns for the times, the pooled prompts and the guidance; None: it is
+            known: what is made of times, prompts, positions and guidance, where it is computed already; None: it is
                 computed.
 
         Raises:
@@ -152,16 +166,20 @@ class MMDiT(nn.Module):
             latents = latents + self.cond_in(conditioning_BNK.to(dtype))
         vector: ModulationInput = (
             self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
-            if modulation is None
-            else modulation
+            if known is None
+            else known.modulation
         )
         if residual is not None and residual.is_reused:
             if residual.added_BND is None:
                 raise ValueError("residual.is_reused is set, and nothing has been added before")
             return self._velocity(latents + residual.added_BND, vector, packed_latents_BND.dtype)
         before = None if residual is None else latents
-        text = self.txt_in(prompt_embeds_BLC.to(dtype)).to(dtype)
-        rotary = self._rotary(position_ids_BN3, text_length=text.shape[1])
+        text = None if known is None else known.text_BLD
+        if text is None:
+            text = self.text_tokens(prompt_embeds_BLC)
+        rotary = None if known is None else known.rotary
+        if rotary is None:
+            rotary = self.rotary_table(position_ids_BN3, text_length=text.shape[1])
 
         for block in self.double_blocks:
             latents, text = block(latents, text, vector, rotary)
@@ -180,18 +198,25 @@ class MMDiT(nn.Module):
     ) -> dict[nn.Module, Tensor]:
         """Return what shifts, scales and gates tokens at each of B times, with the prompt beside it, by layer.
 
-        Rows of it are the `modulation` of an evaluation. Arguments are those of `forward`.
+        Arguments are those of `forward`. The layers' weights may wait elsewhere, also in another floating-point dtype:
+        they come to where the arguments are, one layer after the other.
         """
         vector_BD = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
         activated_BD = functional.silu(vector_BD)
-        layers = [module.lin for module in self.modules() if isinstance(module, Modulation)]
-        # Those of streamed blocks wait in the dtype of their file.
-        return {
-            layer: functional.linear(activated_BD, layer.weight.to(vector_BD), layer.bias.to(vector_BD))
-            if type(layer) is nn.Linear
-            else layer(activated_BD)
-            for layer in (*layers, self.final_layer.adaLN_modulation[1])
-        }
+        layers = (self.get_submodule(path) for path in modulation_layers(self.config))
+        return {layer: _computed_where(activated_BD, layer) for layer in layers}
+
+    def text_tokens(self, prompt_embeds_BLC: Tensor) -> Tensor:
+        """Return the text tokens that go into the blocks, (B, L, hidden_size)."""
+        dtype = self.img_in.weight.dtype
+        tokens: Tensor = self.txt_in(prompt_embeds_BLC.to(dtype)).to(dtype)
+        return tokens
+
+    def rotary_table(self, position_ids_BN3: Tensor, *, text_length: int) -> Rotary:
+        """Return cosine and sine for the joint sequence, text first; see `rotary_angles`."""
+        text_ids = position_ids_BN3.new_zeros(position_ids_BN3.shape[0], text_length, position_ids_BN3.shape[2])
+        joint_ids = torch.cat((text_ids, position_ids_BN3), dim=1)
+        return rotary_angles(joint_ids, axes_dim=self.config.axes_dim, theta=self.config.theta)
 
     def _velocity(self, latents_BND: Tensor, vector: ModulationInput, dtype: torch.dtype) -> Tensor:
         velocity: Tensor = self.final_layer(latents_BND, vector)
@@ -205,7 +230,11 @@ class MMDiT(nn.Module):
         pooled: Tensor = self.vector_in(pooled_BV.to(dtype))
         return vector + pooled
 
-    def _rotary(self, position_ids_BN3: Tensor, *, text_length: int) -> tuple[Tensor, Tensor]:
-        text_ids = position_ids_BN3.new_zeros(position_ids_BN3.shape[0], text_length, position_ids_BN3.shape[2])
-        joint_ids = torch.cat((text_ids, position_ids_BN3), dim=1)
-        return rotary_angles(joint_ids, axes_dim=self.config.axes_dim, theta=self.config.theta)
+
+def _computed_where(x_BD: Tensor, layer: nn.Module) -> Tensor:
+    """Return what a layer makes of `x_BD`, on its device and in its dtype."""
+    is_in_8_bits = any(weight.dtype.itemsize == 1 for weight in layer.parameters())
+    dtype = None if is_in_8_bits else x_BD.dtype
+    weights = {name: weight.to(device=x_BD.device, dtype=dtype) for name, weight in layer.named_parameters()}
+    out: Tensor = torch.func.functional_call(layer, weights, (x_BD,))
+    return out

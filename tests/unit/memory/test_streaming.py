@@ -9,6 +9,7 @@ from itertools import pairwise
 import late_stream
 import pytest
 import torch
+from closeness import assert_close
 from mapped_files import are_mapped, needs_maps
 from safetensors.torch import save_file
 from tiny_transformer import inputs, transformer
@@ -20,7 +21,8 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import kept_blocks, stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
+from opensora_cli.models.mmdit.model import KnownInputs
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -161,7 +163,7 @@ class TestOrder:
         blocks, plain = (transformer(single=8).requires_grad_(False).single_blocks for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         tokens, vector = torch.randn(1, 5, 32, generator=generator), torch.randn(1, 32, generator=generator)
-        rotary = model._rotary(torch.arange(15).view(1, 5, 3), text_length=0)
+        rotary = model.rotary_table(torch.arange(15).view(1, 5, 3), text_length=0)
         orders = [range(8), reversed(range(8)), [0, 0, 1, 1], [0, 2, 4, 6], [7, 3, 3, 0, 5, 1], [0, 1, 7], range(8)]
         with stream_blocks([blocks], device="cpu", resident=resident, source=source):
             for order in orders:
@@ -232,6 +234,20 @@ def test_tied_weights_and_buffers_stay_tied_and_change(source, resident):
         assert torch.equal(block.norm.running_mean, same.norm.running_mean)
     if resident in (1, 2):
         assert len({id(block.shared) for block in streamed}) == 1
+
+
+@pytest.mark.parametrize(("resident", "source"), [(2, "pinned"), (2, "mapped")])
+def test_layers_that_are_left_out_stay_where_they_are(model, resident, source):
+    layers = [model.get_submodule(path) for path in modulation_layers(model.config)]
+    weights = [id(layer.weight) for layer in layers]
+    whole = streaming_bytes([slot_bytes(block) for block in blocks_of(model)], resident=resident)
+    given = inputs(model)
+    known = KnownInputs(model.modulation_of(given["timesteps_B"], given["pooled_prompt_embeds_BV"]))
+    with stream_blocks(stacks(model), device="cpu", resident=resident, source=source, without=layers) as figures:
+        assert_close(model(**given, known=known), velocity(frozen_model()))
+        assert [id(layer.weight) for layer in layers] == weights
+    assert figures.device_bytes < 0.85 * whole
+    check_as_before(model)
 
 
 class TestInterruptions:

@@ -162,6 +162,21 @@ class TestAddLoras:
         found = velocity(plan_of(str(everything), offload=offload))
         assert_close(found, expected)
 
+    @pytest.mark.parametrize("in_8_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_modulation_before_the_first_step_has_them_too(self, everything, in_8_bits):
+        plan = plan_of(str(everything), **{"sampling.num_inference_steps": 2})
+        embeds = PromptEmbeds(
+            torch.randn(2, plan.settings.text.t5_max_length, plan.settings.model.context_in_dim),
+            torch.randn(2, plan.settings.model.vec_in_dim),
+        )
+        made = []
+        for first in (False, True):
+            offload = OffloadPlan(modulation_first=first, fp8_storage=in_8_bits)
+            chosen = replace(plan, offload=offload)
+            with torch.inference_mode():
+                made.append(sample_latents(chosen, load.load_transformer(chosen), [embeds], None, seeds=[0]))
+        assert_close(*made)
+
     def test_beside_weights_in_8_bits(self, everything):
         offload = OffloadPlan(fp8_storage=True, chunk_tokens=7)
         transformer = load.load_transformer(plan_of(str(everything), offload=offload))
@@ -369,7 +384,11 @@ class TestMemory:
     @pytest.mark.parametrize("tokens", [None, pytest.param(16, marks=pytest.mark.slow)])
     def test_denoising_takes_what_was_estimated(self, style, everything, tokens):
         loras = (f"{style}:0.8", str(everything))
-        plan = plan_of(*loras, **{"memory.offload": "none", "sampling.num_inference_steps": 2})
+        plan = plan_of(
+            *loras,
+            offload=OffloadPlan(chunk_tokens=tokens),
+            **{"memory.offload": "none", "sampling.num_inference_steps": 2},
+        )
         transformer = load.load_transformer(plan)
         transformer.set_sequence_chunk(tokens)
         text = plan.settings.model

@@ -8,8 +8,15 @@ from torch import Tensor
 
 from opensora_cli.engine.components import velocity
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched, known_modulation_values
+from opensora_cli.engine.components.velocity import (
+    GuidedVelocity,
+    PromptEmbeds,
+    are_batched,
+    modulation_comes_first,
+    modulation_values,
+)
 from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.mmdit.blocks import modulation_layers
 from opensora_cli.models.mmdit.model import BlockResidual
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep
@@ -133,9 +140,11 @@ def test_modulation_of_known_times_is_computed_once_and_the_same(
     few_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": few_tokens})
-    model, rows = transformer(), list[int]()  # of what layers are called with
-    for layer in (model.single_blocks[0].modulation.lin, model.final_layer.adaLN_modulation[1]):
-        layer.register_forward_hook(lambda layer, given, result: rows.append(len(result)))
+    model, called = transformer(), list[tuple[str, int]]()  # layers, with rows of what they are given
+    for path in ("single_blocks.0.modulation.lin", "final_layer.adaLN_modulation.1", "txt_in"):
+        model.get_submodule(path).register_forward_hook(
+            lambda layer, given, result, path=path: called.append((path, len(result)))
+        )
     given, times = inputs(model, batch=4), (0.9, 0.4, 0.0)
     embeds = [
         PromptEmbeds(given["prompt_embeds_BLC"][start : start + 2], given["pooled_prompt_embeds_BV"][start : start + 2])
@@ -156,14 +165,24 @@ def test_modulation_of_known_times_is_computed_once_and_the_same(
         return [velocity_BND for found in asked for velocity_BND in found.values()]
 
     known = velocities(times)
-    assert rows == []
+    # Two prompts of two samples at three times.
+    assert [rows for path, rows in called if path != "txt_in"] == [12, 12]
+    assert len(called) == 2 + (2 if few_tokens else 3)
+    called.clear()
     for one, other in zip(known, velocities(()), strict=True):
         assert_close(one, other)
-    assert rows
+    assert len(called) == 3 * (3 if few_tokens else 3 + 1 + 3)
 
 
-def test_modulation_is_known_of_small_models_on_a_cpu() -> None:
-    demo = mmdit_config(load_preset("demo", prompt="any").model)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert known_modulation_values(51, demo, cpu) == 2 * 51 * (12 * 2 + 3 * 8 + 2) * 256
-    assert known_modulation_values(51, demo, cuda) == known_modulation_values(51, MMDiTConfig(), cpu) == 0
+def test_modulation_comes_first_where_it_is_less_than_its_weights() -> None:
+    demo, released = mmdit_config(load_preset("demo", prompt="any").model), MMDiTConfig()
+    assert modulation_values(51, demo) == 2 * 51 * (12 * 2 + 3 * 8 + 2) * 256
+    assert modulation_comes_first(51, demo)
+    assert modulation_comes_first(51, released)
+    assert not modulation_comes_first(128, demo)
+    model = transformer()
+    weights = sum(model.get_submodule(path).weight.numel() for path in modulation_layers(model.config))
+    rows = model.config.hidden_size // 2
+    assert modulation_values(rows, model.config) == weights
+    assert not modulation_comes_first(rows, model.config)
+    assert modulation_comes_first(rows - 1, model.config)

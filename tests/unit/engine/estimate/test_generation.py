@@ -152,6 +152,7 @@ def build_transformer(plan: ExecutionPlan, offload: OffloadPlan) -> MMDiT:
 
 def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
     transformer = build_transformer(plan, offload)
+    plan = replace(plan, offload=offload)
     text, dtype = plan.settings.model, plan.hardware.dtype
     batch = offload.batch_size
     latents = [[torch.zeros(plan.latent_shape, dtype=dtype)] * 2] * batch if plan.mode.needs_reference else None
@@ -210,7 +211,8 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_denoising_takes_what_was_estimated(name: str, tokens: int | None):
-    plan, offload = plan_of(VARIANTS[name]), OffloadPlan(chunk_tokens=tokens)
+    plan = plan_of(VARIANTS[name])
+    offload = replace(plan.offload, chunk_tokens=tokens)
     assert beside_weights(estimated(plan, offload)["denoise"]) == pytest.approx(
         denoise_peak(plan, offload), rel=TOLERANCE
     )

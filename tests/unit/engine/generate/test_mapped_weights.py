@@ -31,8 +31,8 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 BF16 = {"runtime__dtype": "bfloat16"}
 LARGE = {"model__depth": "3", "model__depth_single_blocks": "40", "model__hidden_size": "64", "model__num_heads": "4"}
-PARAMETERS, IN_BLOCKS = 11_891_390_528, 11_837_283_328
-"""Of the released transformer, and of its blocks."""
+PARAMETERS, IN_BLOCKS, MODULATION = 11_891_390_528, 11_837_283_328, 3_247_448_064
+"""Of the released transformer, of its blocks, and of the layers of modulation, of which one is in no block."""
 
 
 def private_bytes(tensors):
@@ -40,6 +40,15 @@ def private_bytes(tensors):
     tensors = list(tensors)
     files, copied = mapped_files(tensors)
     return copied + sum(tensor.nbytes for tensor, file in zip(tensors, files, strict=True) if file == NO_FILE)
+
+
+def bytes_of(*modules):
+    return sum(weight.nbytes for module in modules for weight in module.parameters())
+
+
+def waiting_bytes(transformer, made):
+    """Return the bytes of the layers of modulation, which run before the first step alone."""
+    return bytes_of(*load.waiting_modulation(transformer, made.offload))
 
 
 def stage(made, name="denoise"):
@@ -70,7 +79,11 @@ class TestOfTheFilesDtype:
         assert sum(float(weight.float().sum()) for weight in weights) == 0  # touches every page
         assert are_mapped(weights, made.weights.path(Component.TRANSFORMER))
         assert private_bytes(weights) == 0
-        assert (stage(made).weight_bytes, stage(made).mapped_bytes) == (0, sum(weight.nbytes for weight in weights))
+        modulation = waiting_bytes(transformer, made)
+        assert modulation > 0.1 * stage(made).mapped_bytes
+        assert stage(made).weight_bytes == 0
+        # The layers of modulation are read before the first step alone.
+        assert stage(made).mapped_bytes == sum(weight.nbytes for weight in weights) - modulation
 
     def test_there_is_nothing_to_offload(self, large, monkeypatch, reporter):
         small = Hardware(torch.device("cpu"), "a small machine", torch.bfloat16, 10_000, GIB)
@@ -112,22 +125,24 @@ class TestOfAnotherDtype:
     def test_blocks_stay_mapped_until_they_are_cast(self, large):
         made = make_plan(large())
         made = made.with_offload(
-            OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED)
+            replace(made.offload, mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED)
         )
         transformer = load.load_transformer(made)
         blocks = [block for stack in (transformer.double_blocks, transformer.single_blocks) for block in stack]
         weights = [weight for block in blocks for weight in block.parameters()]
         assert {weight.dtype for weight in weights} == {torch.bfloat16}
         assert private_bytes(weights) == 0
-        in_blocks = sum(weight.nbytes for weight in weights)
+        waiting = waiting_bytes(transformer, made)
+        final = bytes_of(transformer.final_layer.adaLN_modulation)
+        in_blocks = bytes_of(*blocks) - (waiting - final)
+        outside = bytes_of(transformer) - in_blocks - waiting
         with TensorBytes() as counter, load.streamed_blocks(made, transformer) as figures:
             assert figures.host_bytes == 0
             assert figures.device_bytes <= counter.live_bytes <= figures.device_bytes + 2 * 4096
-        outside = sum(weight.nbytes for weight in transformer.parameters()) - in_blocks
         assert stage(made).weight_bytes == outside + figures.device_bytes
         assert stage(made).mapped_bytes == in_blocks
-        whole = made.with_offload(OffloadPlan())
-        assert stage(whole).weight_bytes == outside + 2 * in_blocks
+        whole = made.with_offload(replace(made.offload, mode=OffloadMode.NONE))
+        assert stage(whole).weight_bytes == outside + 2 * (in_blocks + waiting)
         assert stage(whole).mapped_bytes == 0
 
     def test_8_bits_are_made_block_by_block(self, large):
@@ -164,15 +179,16 @@ class TestOfFullSize:
         ("dtype", "offload", "private", "mapped"),
         [
             (torch.bfloat16, OffloadPlan(), (0, 0), 2 * PARAMETERS),
+            (torch.bfloat16, OffloadPlan(modulation_first=True), (0, 0), 2 * (PARAMETERS - MODULATION)),
             # 1.27 GiB a slot.
             (torch.float32, OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=2), (2.5, 2.9), 2 * IN_BLOCKS),
             (torch.float32, OffloadPlan(), (44.2, 44.4), 0),
             (torch.bfloat16, OffloadPlan(fp8_storage=True), (11.0, 11.3), 2 * (PARAMETERS - IN_BLOCKS)),
         ],
-        ids=["as in the file", "cast block by block", "cast", "in 8 bits"],
+        ids=["as in the file", "modulation first", "cast block by block", "cast", "in 8 bits"],
     )
     def test_what_is_private_and_what_is_mapped(self, full_size, dtype, offload, private, mapped):
-        made = settings_and_files(full_size, dtype)
+        made = settings_and_files(full_size, dtype, modulation_first=offload.modulation_first)
         own, read = transformer_on_cpu(*made, dtype, offload, tensor=1, loras=LoraRanks())
         assert private[0] * GIB <= own <= private[1] * GIB
         assert read == pytest.approx(mapped, rel=0.01)
@@ -187,18 +203,20 @@ class TestOfFullSize:
         assert made.offload.mode is mode
         # What more blocks would take is worth more as page cache.
         assert made.offload.resident_blocks == (2 if mode is OffloadMode.BLOCKS else None)
-        assert stage(made).mapped_bytes > (2 * PARAMETERS - 1 if mode is OffloadMode.NONE else 0.5 * IN_BLOCKS)
+        assert stage(made).mapped_bytes > (
+            2 * (PARAMETERS - MODULATION) - 1 if mode is OffloadMode.NONE else 0.5 * IN_BLOCKS
+        )
         assert made.offload.stream_text == (dtype == "float32")
         room = 16 * GIB - stage(made).total_bytes
         assert made.reread_bytes == stage(made).mapped_bytes > room
         assert "GiB of the file are read again in each evaluation" in "\n".join(PlanDocument.of(made).lines())
 
 
-def settings_and_files(folder, dtype):
+def settings_and_files(folder, dtype, *, modulation_first):
     settings = full_settings(folder)
     found = plan.find_weights(settings)
     assert Component.TRANSFORMER in found.paths
-    files = file_weights(settings, found, {Component.TRANSFORMER: PARAMETERS}, dtype)
+    files = file_weights(settings, found, {Component.TRANSFORMER: PARAMETERS}, dtype, modulation_first=modulation_first)
     return mmdit_config(settings.model), files[Component.TRANSFORMER]
 
 

@@ -81,7 +81,8 @@ def test_streamed_blocks_are_copied_for_each_evaluation() -> None:
     pinned = planned("4090", memory__offload="blocks", memory__resident_blocks=2, memory__host_weights="pinned")
     mapped = planned("4090", memory__offload="blocks", memory__resident_blocks=2, memory__host_weights="mapped")
     resident = planned("4090", memory__offload="none")
-    whole = 2 * 11_891_390_528
+    # The layers of modulation come once for a video.
+    whole = 2 * (11_891_390_528 - 3_247_448_064)
     waited = evaluation(mapped, gpu)[COPIES]
     # Nothing but what is outside the blocks stays.
     assert 0.95 * whole < waited * 12.5e9 < whole
