@@ -26,7 +26,13 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
-from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, are_batched, modulation_values
+from opensora_cli.engine.components.velocity import (
+    GuidedVelocity,
+    PromptEmbeds,
+    are_batched,
+    modulation_comes_first,
+    modulation_values,
+)
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
@@ -150,10 +156,9 @@ def estimate_generation(
         # Modulation alone is dequantized, before a block computes anything else.
         computed = max(batch * denoising.activations, workspace)
     data = batch * denoising.data
-    if offload.modulation_first:
-        data += (
-            offload.batch_size * dtype.itemsize * modulation_values(settings.sampling.num_inference_steps + 1, config)
-        )
+    if computes_modulation_first(settings):
+        num_times = settings.sampling.num_inference_steps + 1
+        data += offload.batch_size * dtype.itemsize * modulation_values(num_times, config)
     denoise = StageMemory(DENOISE, own, data, computed, mapped, kept)
     stages = [text, denoise, decode]
     if sizes.has_draft:
@@ -162,6 +167,12 @@ def estimate_generation(
         encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
         stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     return tuple(stages)
+
+
+def computes_modulation_first(settings: GenerateSettings) -> bool:
+    """Return whether modulation is computed for all steps before the first one; not by blocks that are compiled."""
+    num_times = settings.sampling.num_inference_steps + 1
+    return not settings.compile and modulation_comes_first(num_times, mmdit_config(settings.model))
 
 
 def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tuple[int, ...]:

@@ -69,9 +69,9 @@ class OffloadPlan:
     """Keep the blocks' weights in 8 bits, and dequantize them on each use: not exact."""
     linear: LinearProducts = LinearProducts.EXACT
     """How the linear layers of the blocks are multiplied: in 8 bits, these weights are stored so, too."""
-    modulation_first: bool = False
-    """Compute what modulates the tokens at all steps before the first one, from weights that stay on the host: a
-    quarter of the released transformer's. Not with blocks that are compiled."""
+    modulation_on_host: bool = False
+    """Keep the weights of modulation on the host, a quarter of the released transformer's: what it is at all steps is
+    computed before the first one."""
     batch_size: int = 1
     """Clips that the transformer computes together."""
     decode_batch_size: int = 1
@@ -173,12 +173,14 @@ def choose_offload(
     linear: LinearProducts = LinearProducts.EXACT,
     chunk_tokens: int = CHUNK_TOKENS,
     modulation_first: bool = False,
+    host_is_device: bool = False,
 ) -> OffloadPlan:
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
     `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
     transformer computes `batch_size` clips together, and of each `chunk_tokens` at a time, or fewer; its blocks
-    multiply as `linear` says; for `modulation_first` see `OffloadPlan`.
+    multiply as `linear` says. With `modulation_first` its weights may stay on the host, and do so where that is the
+    device.
     """
     plan = OffloadPlan(
         host_weights=memory.host_weights or host_weights,
@@ -186,7 +188,7 @@ def choose_offload(
         linear=linear,
         batch_size=batch_size,
         chunk_tokens=chunk_tokens,
-        modulation_first=modulation_first,
+        modulation_on_host=modulation_first and host_is_device,
     )
     most = int(budget * (1 - _HEADROOM))
 
@@ -198,7 +200,8 @@ def choose_offload(
 
     # Where latents are only decoded, nothing is said of a transformer.
     if any(stage.name == DENOISE for stage in estimate(plan)):
-        plan = first_fitting(_denoise_plans(plan, memory, num_blocks, streamable), DENOISE)
+        candidates = _denoise_plans(plan, memory, num_blocks, streamable, modulation_first=modulation_first)
+        plan = first_fitting(candidates, DENOISE)
     whole = () if streamable.text_first else (plan,)
     plan = first_fitting((*whole, replace(plan, stream_text=streamable.text)), TEXT)
     return first_fitting(_decode_plans(plan) if streamable.frames else [plan], DECODE)
@@ -242,7 +245,12 @@ def keep_models(
 
 
 def stronger_offload(
-    plan: OffloadPlan, stage: str, *, num_blocks: int, streamable: Streamable = _ALL
+    plan: OffloadPlan,
+    stage: str,
+    *,
+    num_blocks: int,
+    streamable: Streamable = _ALL,
+    modulation_first: bool = False,
 ) -> OffloadPlan | None:
     """Return a plan under which `stage`, which ran out of memory under `plan`, needs much less; None: there is none."""
     match stage:
@@ -257,7 +265,13 @@ def stronger_offload(
             return fewer_tokens if fewer_tokens != plan else None
         case "denoise" if num_blocks:
             fewer = max((plan.resident_blocks or num_blocks) // 2, 1)
-            stronger = replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=fewer, chunk_tokens=_FEW_TOKENS)
+            stronger = replace(
+                plan,
+                mode=OffloadMode.BLOCKS,
+                resident_blocks=fewer,
+                chunk_tokens=_FEW_TOKENS,
+                modulation_on_host=plan.modulation_on_host or modulation_first,
+            )
             return stronger if stronger != plan else None
         case "decode" if streamable.frames and (plan.chunk_frames != 1 or not plan.store_on_host):
             fewer = 1 if plan.store_on_host else _CHUNK_FRAMES
@@ -267,13 +281,16 @@ def stronger_offload(
 
 
 def _denoise_plans(
-    plan: OffloadPlan, memory: MemorySettings, num_blocks: int, streamable: Streamable
+    plan: OffloadPlan, memory: MemorySettings, num_blocks: int, streamable: Streamable, *, modulation_first: bool
 ) -> Iterator[OffloadPlan]:
     """Yield plans, of which each takes less than those before it."""
     num_blocks = num_blocks if streamable.blocks else 0
     choice = OffloadChoice.BLOCKS if memory.resident_blocks is not None else memory.offload
     whole = _WHOLE_MODELS[choice if num_blocks or choice is not OffloadChoice.BLOCKS else OffloadChoice.AUTO]
     yield from (replace(plan, mode=mode) for mode in whole)
+    if modulation_first and choice is not OffloadChoice.NONE:
+        plan = replace(plan, modulation_on_host=True)
+        yield from (replace(plan, mode=mode) for mode in whole[-1:])
     if choice not in (OffloadChoice.AUTO, OffloadChoice.BLOCKS):
         return
     if not num_blocks:

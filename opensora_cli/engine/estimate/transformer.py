@@ -45,11 +45,11 @@ def transformer_bytes(
 
     `whole` counts all of its weights, without adapters; `tensor` ranks share the blocks.
     """
-    first = offload.modulation_first
-    stacks = _stacks(config, dtype, first)
-    if first:
+    on_host = offload.modulation_on_host
+    stacks = _stacks(config, dtype, on_host)
+    if on_host:
         whole -= modulation_bytes(config, dtype)
-    outside, factors = _factor_bytes(config, dtype, loras, tensor, first)
+    outside, factors = _factor_bytes(config, dtype, loras, tensor, on_host)
     if offload.mode is not OffloadMode.BLOCKS and not offload.in_8_bits and tensor == 1:
         return whole + outside + sum(factors)
     rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in stacks)
@@ -79,7 +79,7 @@ def transformer_on_cpu(
     Only blocks that are cast are streamed, but for 8 bits; what ranks share is a copy on each.
     """
     # In 8 bits modulation is a copy, as the rest of the blocks.
-    stacks = _stacks(config, dtype, offload.modulation_first and not offload.fp8_storage)
+    stacks = _stacks(config, dtype, offload.modulation_on_host and not offload.fp8_storage)
     # On a CPU adapters of modulation are here, too.
     outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
     private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
@@ -121,7 +121,7 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
         return 0
     slots = [
         size
-        for stack, block in _stacks(config, dtype, offload.modulation_first)
+        for stack, block in _stacks(config, dtype, offload.modulation_on_host)
         for size in [round(_slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor))]
         * stack.count
     ]
@@ -131,10 +131,10 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
 
 @lru_cache(maxsize=16)
 def _factor_bytes(
-    config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int, modulation_first: bool
+    config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int, modulation_on_host: bool
 ) -> tuple[int, tuple[int, ...]]:
     """Return what adapters take outside the blocks, where each rank has them as a whole, and in each block."""
-    if modulation_first:
+    if modulation_on_host:
         loras = loras.without(modulation_layers(config))
     outside = sum(factor_sizes(loras.outside_blocks(), one_block_of_each(config))) * dtype.itemsize
     sizes = [
@@ -149,7 +149,7 @@ def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPla
     """Return the bytes that the weights of each block need in one run of memory, in the order of the blocks."""
     return [
         size
-        for stack, block in _stacks(config, dtype, offload.modulation_first)
+        for stack, block in _stacks(config, dtype, offload.modulation_on_host)
         for size in [_slot_bytes(block, _in_8_bits(stack, block, offload))] * stack.count
     ]
 
@@ -161,7 +161,7 @@ def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadP
     sizes = [0]
     if not offload.fp8_storage:
         return 0
-    for stack, block in _stacks(config, dtype, offload.modulation_first):
+    for stack, block in _stacks(config, dtype, offload.modulation_on_host):
         parts = {linear.path: largest_share(linear, tensor) for linear in stack.linears}
         multiplied = parts if offload.linear is not LinearProducts.EXACT else {}
         dequantized = {path: linear for path, linear in _linears(block).items() if path not in multiplied}
@@ -203,14 +203,14 @@ class _FakeRowLinear(nn.Linear):
 
 @lru_cache(maxsize=16)
 def _stacks(
-    config: MMDiTConfig, dtype: torch.dtype, modulation_first: bool
+    config: MMDiTConfig, dtype: torch.dtype, modulation_on_host: bool
 ) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    """Return every stack, and one of its blocks without weights; with `modulation_first` without those layers, too."""
+    """Return every stack, and one of its blocks without weights, and without layers that stay on the host."""
     model = deepcopy(one_block_of_each(config)).to(dtype)
     stacks = tuple(
         (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
     )
-    for stack, block in stacks if modulation_first else ():
+    for stack, block in stacks if modulation_on_host else ():
         for path in stack.modulation:
             block.set_submodule(path, nn.Identity())
     return stacks

@@ -11,6 +11,7 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestEr
 from opensora_cli.core.progress import StageProgress
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
+from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
@@ -314,7 +315,7 @@ def sample_latents(
         conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch_size) if settings.model.cond_embed else None,
         position_ids_1N3=position_ids(1, num_latent_frames, rows // patch_size, columns // patch_size, device=device),
         embedded_guidance=settings.sampling.embedded_guidance if settings.model.guidance_embed else None,
-        times=plan.timesteps if plan.offload.modulation_first else (),
+        times=plan.timesteps if computes_modulation_first(settings) else (),
         on_evaluation=on_evaluation,
     )
     latents_BCTHW, past = noise_BCTHW, dict[Branch | Phase, Past]()

@@ -26,7 +26,7 @@ from opensora_cli.engine.generate.outputs import picture_files, planned_outputs
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.targets import SampleFiles, sheet_path
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.enums import ModelName, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
@@ -251,7 +251,7 @@ class PlanDocument(Document):
             *([f"exchange  {self.exchange.line()}"] if self.exchange is not None else []),
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
             *(["compile   the transformer's blocks, when they are first called"] if self._compiles() else []),
-            f"offload   {'; '.join(self.offload.lines()) or 'none'}",
+            f"offload   {'; '.join(self._offloaded()) or 'none'}",
             f"peak      {gib_or_less(plan.peak_bytes)}{budget}",
             *(self.predicted.lines() if self.predicted is not None else ()),
             *(f"weights   {component}: {path}" for component, path in self.weights.items()),
@@ -259,6 +259,12 @@ class PlanDocument(Document):
             *(f"missing   {name}" for name in self._all_missing()),
             *self._first_files(),
         ]
+
+    def _offloaded(self) -> list[str]:
+        offload = self.offload
+        if offload.modulation_on_host and offload.mode is not OffloadMode.BLOCKS and self.plan.fitting.files is None:
+            return ["modulation on the host, computed before the first step", *offload.lines()]
+        return offload.lines()
 
     def _compiles(self) -> bool:
         return self.settings.compile and not self.plan.decodes_only

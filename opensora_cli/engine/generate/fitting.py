@@ -9,10 +9,9 @@ from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, decodes_in_chunks
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
-from opensora_cli.engine.components.velocity import modulation_comes_first
 from opensora_cli.engine.components.weights import Component, WeightFiles
 from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later, file_weights
-from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
     DECODE,
@@ -62,7 +61,7 @@ class Fitting:
         parameters = count_parameters(settings, weights)
         files = None
         if hardware.device.type == "cpu":
-            first = _modulation_first(settings)
+            first = computes_modulation_first(settings)
             files = file_weights(settings, weights, parameters, hardware.dtype, modulation_first=first)
         return cls(
             settings=settings,
@@ -144,7 +143,8 @@ class Fitting:
             linear=self.settings.precision.linear,
             # Compiled blocks compute all at once.
             chunk_tokens=max(CHUNK_TOKENS, self._tokens) if self.settings.compile else CHUNK_TOKENS,
-            modulation_first=_modulation_first(self.settings),
+            modulation_first=computes_modulation_first(self.settings),
+            host_is_device=self.hardware.device.type == "cpu",
         )
         if asked == AUTO:
             most = min(self.clips, self._enough_clips) if self.sizes.mesh.size == 1 else 1
@@ -174,7 +174,13 @@ class Fitting:
 
     def stronger(self, offload: OffloadPlan, stage: str) -> OffloadPlan | None:
         """Return an offload under which `stage`, which ran out of memory, needs much less; None: there is none."""
-        return stronger_offload(offload, stage, num_blocks=num_blocks(self.settings), streamable=self.streamable)
+        return stronger_offload(
+            offload,
+            stage,
+            num_blocks=num_blocks(self.settings),
+            streamable=self.streamable,
+            modulation_first=computes_modulation_first(self.settings),
+        )
 
     def _host_weights(self, mesh: MeshShape) -> HostWeights:
         """Return where offloaded blocks wait: for a GPU best in a page-locked copy, if the machine has room for it.
@@ -187,11 +193,6 @@ class Fitting:
         host_bytes = read_private_memory().free_bytes if self.hardware.is_here else self.hardware.host_bytes
         has_room = 1.25 * transformer_bytes < (host_bytes or 0)
         return HostWeights.PINNED if has_room else HostWeights.MAPPED
-
-
-def _modulation_first(settings: GenerateSettings) -> bool:
-    num_times = settings.sampling.num_inference_steps + 1
-    return not settings.compile and modulation_comes_first(num_times, mmdit_config(settings.model))
 
 
 def num_blocks(settings: GenerateSettings) -> int:

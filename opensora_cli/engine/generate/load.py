@@ -119,7 +119,7 @@ def load_transformer(
     stacks = repeated_blocks(transformer.config)
     blocks = {f"{stack.module_path}.{index}": stack for stack in stacks for index in range(stack.count)}
     patterns = [f"{stack.module_path}.*" for stack in stacks]
-    modulation = [f"{layer}.*" for layer in modulation_layers(transformer.config)] if offload.modulation_first else []
+    modulation = [f"{layer}.*" for layer in modulation_layers(transformer.config)] if offload.modulation_on_host else []
     transformer.requires_grad_(False).eval()
 
     def change(path: str) -> None:
@@ -161,7 +161,7 @@ def load_transformer(
 
 def waiting_modulation(transformer: MMDiT, offload: OffloadPlan) -> list[nn.Module]:
     """Return the layers whose weights stay on the host, mapped, since they run before the first step alone."""
-    if not offload.modulation_first:
+    if not offload.modulation_on_host:
         return []
     return [transformer.get_submodule(path) for path in modulation_layers(transformer.config)]
 

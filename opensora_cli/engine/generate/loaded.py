@@ -269,7 +269,7 @@ def _form(plan: ExecutionPlan, name: str) -> object:
             loras,
             offload.fp8_storage,
             offload.linear,
-            offload.modulation_first,
+            offload.modulation_on_host,
             streams and (offload.resident_blocks, offload.host_weights),
         )
     return files, plan.hardware.device, plan.hardware.dtype, made_of

@@ -85,7 +85,7 @@ def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
         if plan.offload.in_8_bits:
             before, after = (
                 sum(bytes_of_blocks(config, plan.hardware.dtype, offload))
-                for offload in (OffloadPlan(modulation_first=plan.offload.modulation_first), plan.offload)
+                for offload in (OffloadPlan(modulation_on_host=plan.offload.modulation_on_host), plan.offload)
             )
             sizes[Component.TRANSFORMER] += after - before
         # Those that are streamed count where they are used.

@@ -107,7 +107,7 @@ def generation_batch(plan: ExecutionPlan, *, limit: int | None, reporter: Report
         return _not_searched(of, limit_bytes, reason)
     if weights > limit_bytes and not plan.offload.in_8_bits:
         return _not_searched(of, limit_bytes, f"the weights alone are {mib(weights)} of {mib(limit_bytes)}")
-    whole = replace(plan, offload=replace(plan.offload, mode=OffloadMode.NONE, modulation_first=False))
+    whole = replace(plan, offload=replace(plan.offload, mode=OffloadMode.NONE, modulation_on_host=False))
     transformer = unless_out_of_memory(lambda: random_transformer(whole))
     if transformer is None:
         release_memory(hardware.device)

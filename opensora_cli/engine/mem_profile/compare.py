@@ -151,7 +151,7 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
 
 
 def _branch_by_branch(plan: ExecutionPlan) -> Technique:
-    whole = replace(plan, offload=replace(plan.offload, modulation_first=False))
+    whole = replace(plan, offload=replace(plan.offload, modulation_on_host=False))
     transformer, device = random_transformer(whole), plan.hardware.device
     batched = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
 

@@ -171,7 +171,7 @@ class TestAddLoras:
         )
         made = []
         for first in (False, True):
-            offload = OffloadPlan(modulation_first=first, fp8_storage=in_8_bits)
+            offload = OffloadPlan(modulation_on_host=first, fp8_storage=in_8_bits)
             chosen = replace(plan, offload=offload)
             with torch.inference_mode():
                 made.append(sample_latents(chosen, load.load_transformer(chosen), [embeds], None, seeds=[0]))

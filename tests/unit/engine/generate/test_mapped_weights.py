@@ -179,7 +179,7 @@ class TestOfFullSize:
         ("dtype", "offload", "private", "mapped"),
         [
             (torch.bfloat16, OffloadPlan(), (0, 0), 2 * PARAMETERS),
-            (torch.bfloat16, OffloadPlan(modulation_first=True), (0, 0), 2 * (PARAMETERS - MODULATION)),
+            (torch.bfloat16, OffloadPlan(modulation_on_host=True), (0, 0), 2 * (PARAMETERS - MODULATION)),
             # 1.27 GiB a slot.
             (torch.float32, OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=2), (2.5, 2.9), 2 * IN_BLOCKS),
             (torch.float32, OffloadPlan(), (44.2, 44.4), 0),
@@ -188,7 +188,7 @@ class TestOfFullSize:
         ids=["as in the file", "modulation first", "cast block by block", "cast", "in 8 bits"],
     )
     def test_what_is_private_and_what_is_mapped(self, full_size, dtype, offload, private, mapped):
-        made = settings_and_files(full_size, dtype, modulation_first=offload.modulation_first)
+        made = settings_and_files(full_size, dtype, modulation_first=offload.modulation_on_host)
         own, read = transformer_on_cpu(*made, dtype, offload, tensor=1, loras=LoraRanks())
         assert private[0] * GIB <= own <= private[1] * GIB
         assert read == pytest.approx(mapped, rel=0.01)

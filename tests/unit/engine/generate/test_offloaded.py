@@ -56,7 +56,7 @@ def with_t5_in(dtype, world, folder):
 
 
 def with_offload(plan, **offload):
-    return replace(plan, offload=OffloadPlan(modulation_first=plan.offload.modulation_first, **offload))
+    return replace(plan, offload=OffloadPlan(modulation_on_host=plan.offload.modulation_on_host, **offload))
 
 
 def latents_and_frames(plan, reporter):

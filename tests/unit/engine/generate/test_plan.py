@@ -30,8 +30,6 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset
 
-MODULATION = 3_247_448_064
-"""Parameters of the layers of modulation, of each of the released models."""
 H200 = Hardware(torch.device("cuda", 0), "a large GPU", torch.bfloat16, 139 * GIB, 141 * GIB)
 
 
@@ -74,8 +72,7 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     assert len(made.timesteps) == 51
     assert made.fits
     weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
-    # The layers of modulation stay on the host.
-    assert weight_bytes["denoise"] == 2 * (11_891_390_528 - MODULATION)
+    assert weight_bytes["denoise"] == 2 * 11_891_390_528
     assert weight_bytes["decode"] == 2 * 246_478_803
     assert weight_bytes["text"] == 2 * (4_762_310_656 + 123_060_480)
     assert made.peak_bytes == max(stage.total_bytes for stage in made.stages)
@@ -90,6 +87,19 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     assert "missing   Open_Sora_v2.safetensors" in document.lines()
 
 
+@pytest.mark.parametrize("resolution", ["256px", pytest.param("768px", marks=pytest.mark.slow)])
+def test_on_24_gb_the_released_transformer_is_whole_but_for_its_modulation(tmp_path, monkeypatch, resolution):
+    small = Hardware(torch.device("cuda", 0), "a small GPU", torch.bfloat16, 23 * GIB, 24 * GIB)
+    monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: small)
+    made = make_plan(released_preset(tmp_path, **{"video.resolution": resolution}))
+    assert made.fits
+    assert made.offload.mode == "model"
+    assert made.offload.modulation_on_host
+    [denoise] = [stage for stage in made.stages if stage.name == "denoise"]
+    assert denoise.weight_bytes == 2 * (11_891_390_528 - 3_247_448_064)
+    assert "modulation on the host, computed before the first step" in "\n".join(PlanDocument.of(made).lines())
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("large_gpu")
 def test_preset_of_high_compression_without_weights(tmp_path):
@@ -101,7 +111,7 @@ def test_preset_of_high_compression_without_weights(tmp_path):
     assert (made.mode.name, made.evaluations_per_sample) == ("i2v_head", 110)
     assert (made.picture.height, made.picture.width, made.picture.evaluations_per_sample) == (576, 1024, 50)
     weight_bytes = {stage.name: stage.own_bytes for stage in made.stages}
-    assert weight_bytes["denoise"] == 2 * (11_891_971_200 - MODULATION)
+    assert weight_bytes["denoise"] == 2 * 11_891_971_200
     assert weight_bytes["decode"] == 2 * 459_462_147
     assert PlanDocument.of(made).missing_weights[:2] == (
         "Open_Sora_v2_Video_DC_AE.safetensors",
@@ -116,7 +126,7 @@ def test_preset_of_pictures_without_weights(tmp_path):
     assert (made.height, made.width, made.size_note) == (576, 1024, None)
     assert (made.latent_shape, made.video_tokens, made.evaluations_per_sample) == ((16, 1, 72, 128), 36 * 64, 50)
     weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
-    assert weight_bytes["denoise"] == 2 * (11_901_408_320 - MODULATION)
+    assert weight_bytes["denoise"] == 2 * 11_901_408_320
     assert weight_bytes["decode"] == 2 * 83_819_683
     assert made.stages[-1].activation_bytes > 3 * made.height * made.width * 2
     document = PlanDocument.of(made)
@@ -263,7 +273,7 @@ def test_limit_of_memory(world, tmp_path, monkeypatch):
 def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
     on_machine_with(GIB, monkeypatch)
     assert make_plan(released_settings(world, tmp_path, **HEAVY)).offload == OffloadPlan(
-        host_weights="mapped", modulation_first=True
+        host_weights="mapped", modulation_on_host=True
     )
     on_machine_with(600_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path, **HEAVY))
