@@ -15,6 +15,8 @@ from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep, Phase
 
 _PROMPTS = 2
+_MODULATION_VALUES = 2**28
+"""That are computed before the first step at most: 512 MiB in bf16, of the released model those of 127 times."""
 _FEW_TOKENS = {"cpu": 1024}
 _FEW_TOKENS_ELSEWHERE = 8192
 """That a device is not yet busy with, so that three branches in one batch take less time than one after the other."""
@@ -183,8 +185,10 @@ def modulation_values(num_times: int, config: MMDiTConfig) -> int:
 
 
 def modulation_comes_first(num_times: int, config: MMDiTConfig) -> bool:
-    """Return whether modulation is computed before the first of so many times: where it is less than its weights."""
-    return _PROMPTS * num_times < config.hidden_size
+    """Return whether modulation is computed before the first of so many times: where it is small, and less than its
+    weights.
+    """
+    return _PROMPTS * num_times < config.hidden_size and modulation_values(num_times, config) <= _MODULATION_VALUES
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:

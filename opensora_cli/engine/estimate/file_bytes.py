@@ -93,8 +93,8 @@ def file_weights(
     """Return what each component takes of a CPU that computes in `dtype`; no weight is read.
 
     What is missing is taken for the released files; what is broken, for copies, since loading reports it. `parameters`
-    are counts (see `configs.count_parameters`). `modulation_first`: it is read before the first step
-    alone.
+    are counts (see `configs.count_parameters`). With
+    `modulation_first` modulation is read before the first step alone.
     """
     found: dict[Component, FileWeights] = {}
     for component, count in parameters.items():

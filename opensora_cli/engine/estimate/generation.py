@@ -46,6 +46,7 @@ from opensora_cli.engine.estimate.transformer import (
     fake_attention,
     fake_products,
     keep_largest_share,
+    largest_modulation_bytes,
     transformer_bytes,
     transformer_on_cpu,
 )
@@ -155,6 +156,9 @@ def estimate_generation(
     if offload.linear is not LinearProducts.EXACT:
         # Modulation alone is dequantized, before a block computes anything else.
         computed = max(batch * denoising.activations, workspace)
+    if offload.modulation_on_host and device_type != "cpu":
+        # Its weights come one layer after the other, before anything else is computed.
+        computed = max(computed, largest_modulation_bytes(config, dtype))
     data = batch * denoising.data
     if computes_modulation_first(settings):
         num_times = settings.sampling.num_inference_steps + 1

@@ -71,7 +71,7 @@ class OffloadPlan:
     """How the linear layers of the blocks are multiplied: in 8 bits, these weights are stored so, too."""
     modulation_on_host: bool = False
     """Keep the weights of modulation on the host, a quarter of the released transformer's: what it is at all steps is
-    computed before the first one."""
+    computed before the first one. On a CPU: where they are mapped, neither cast nor streamed with the blocks."""
     batch_size: int = 1
     """Clips that the transformer computes together."""
     decode_batch_size: int = 1
@@ -290,7 +290,8 @@ def _denoise_plans(
     yield from (replace(plan, mode=mode) for mode in whole)
     if modulation_first and choice is not OffloadChoice.NONE:
         plan = replace(plan, modulation_on_host=True)
-        yield from (replace(plan, mode=mode) for mode in whole[-1:])
+        if whole:
+            yield replace(plan, mode=whole[-1])
     if choice not in (OffloadChoice.AUTO, OffloadChoice.BLOCKS):
         return
     if not num_blocks:

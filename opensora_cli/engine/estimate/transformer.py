@@ -70,6 +70,13 @@ def modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
     return modulation_width(config) * (config.hidden_size + 1) * dtype.itemsize
 
 
+def largest_modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of the largest layer of modulation."""
+    stacks = _stacks(config, dtype, False)
+    sizes = (_weight_bytes(block.get_submodule(path)) for stack, block in stacks for path in stack.modulation)
+    return max(sizes, default=0)
+
+
 def transformer_on_cpu(
     config: MMDiTConfig, files: FileWeights, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
 ) -> tuple[int, int]:
@@ -84,8 +91,7 @@ def transformer_on_cpu(
     outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
     private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
     streams = offload.mode is OffloadMode.BLOCKS
-    if not offload.fp8_storage:
-        private += files.modulation.copied if streams else files.modulation.private
+    private += files.modulation.copied if streams else files.modulation.private
     shares_of_blocks: list[float] = []
     slots: list[float] = []
     exact: list[float] = []

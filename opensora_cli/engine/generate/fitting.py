@@ -61,7 +61,8 @@ class Fitting:
         parameters = count_parameters(settings, weights)
         files = None
         if hardware.device.type == "cpu":
-            first = computes_modulation_first(settings)
+            # In 8 bits it is a copy, as the rest of the blocks.
+            first = computes_modulation_first(settings) and not settings.memory.fp8_storage
             files = file_weights(settings, weights, parameters, hardware.dtype, modulation_first=first)
         return cls(
             settings=settings,

@@ -136,7 +136,7 @@ def load_transformer(
         if not streams and plan.hardware.device.type != "cpu":
             move_but(waiting_modulation(transformer, offload), block, plan.hardware.device)
         # Shares of heads and features differ from rank to rank.
-        elif copies is not None and group is None:
+        if copies is not None and group is None:
             _hold_8_bits(block, copies)
 
     with _shared_copies(machine_group) as copies:
@@ -160,7 +160,7 @@ def load_transformer(
 
 
 def waiting_modulation(transformer: MMDiT, offload: OffloadPlan) -> list[nn.Module]:
-    """Return the layers whose weights stay on the host, mapped, since they run before the first step alone."""
+    """Return the layers whose weights stay on the host, since they run before the first step alone."""
     if not offload.modulation_on_host:
         return []
     return [transformer.get_submodule(path) for path in modulation_layers(transformer.config)]

@@ -26,12 +26,13 @@ from opensora_cli.engine.estimate.predicted_time import (
     TEXT,
     PredictedTime,
     Seconds,
+    added,
     copied,
     kernel_seconds,
     times,
     total,
 )
-from opensora_cli.engine.estimate.transformer import bytes_of_blocks, streamed_bytes
+from opensora_cli.engine.estimate.transformer import bytes_of_blocks, modulation_bytes, streamed_bytes
 from opensora_cli.engine.generate.execution_plan import DRAFT, EXTENSION, PICTURE, ExecutionPlan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
@@ -65,7 +66,8 @@ def _stages(plan: ExecutionPlan, gpu: GpuSettings, *, prefix: str = "") -> dict[
         own[TEXT_STAGE] = text(plan, gpu)
         encoded = encoding(plan, gpu)
         own |= {ENCODE: encoded} if encoded else {}
-        own[DENOISE] = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
+        evaluated = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
+        own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips / plan.offload.batch_size))
     own[DECODE] = times(decoding(plan, gpu), clips)
     found |= {f"{prefix}{name}": seconds for name, seconds in own.items()}
     if plan.continuation is not None:
@@ -88,10 +90,22 @@ def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
                 for offload in (OffloadPlan(modulation_on_host=plan.offload.modulation_on_host), plan.offload)
             )
             sizes[Component.TRANSFORMER] += after - before
-        # Those that are streamed count where they are used.
+        # Those that are streamed, or come before the first step, count where they are used.
         streamed = streamed_bytes(config, plan.hardware.dtype, plan.offload, tensor=1)
+        if plan.offload.modulation_on_host:
+            streamed += modulation_bytes(config, plan.hardware.dtype)
         sizes[Component.TRANSFORMER] = max(0, sizes[Component.TRANSFORMER] - streamed)
     return {COPIES: copied(gpu, sum(sizes.values()), pinned=False)}
+
+
+def modulation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+    """Return how long its weights take to come from the host, once for the clips of a batch."""
+    if not plan.offload.modulation_on_host:
+        return {}
+    size = modulation_bytes(mmdit_config(plan.settings.model), plan.hardware.dtype)
+    if plan.offload.fp8_storage:
+        size //= plan.hardware.dtype.itemsize
+    return {COPIES: copied(gpu, size, pinned=False)}
 
 
 def text(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:

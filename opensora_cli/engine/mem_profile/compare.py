@@ -13,7 +13,7 @@ from opensora_cli.engine.components.attention import AttentionUse, why_unusable
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, release_memory
 from opensora_cli.engine.components.loras import LoraRanks
-from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.allocator_use import allocator_techniques
@@ -114,7 +114,14 @@ def _training_cost(settings: TrainSettings) -> _TrainingCost:
 def _generation_rows(plan: ExecutionPlan) -> Rows:
     tokens = min(_MANY_TOKENS, max(plan.video_tokens // 4, 1))
     changes: dict[str, tuple[str, dict[str, object]]] = {
-        "block streaming": (DENOISE, {"mode": OffloadMode.BLOCKS, "resident_blocks": _FEW_BLOCKS}),
+        "block streaming": (
+            DENOISE,
+            {
+                "mode": OffloadMode.BLOCKS,
+                "resident_blocks": _FEW_BLOCKS,
+                "modulation_on_host": computes_modulation_first(plan.settings),
+            },
+        ),
         f"{tokens} tokens at a time": (DENOISE, {"chunk_tokens": tokens}),
         "weights stored in 8 bits": (DENOISE, {"fp8_storage": True}),
         "decoding 4 frames at a time": (DECODE, {"chunk_frames": 4}),
@@ -151,8 +158,7 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
 
 
 def _branch_by_branch(plan: ExecutionPlan) -> Technique:
-    whole = replace(plan, offload=replace(plan.offload, modulation_on_host=False))
-    transformer, device = random_transformer(whole), plan.hardware.device
+    transformer, device = random_transformer(plan), plan.hardware.device
     batched = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
 
     def one_by_one() -> None:

@@ -100,11 +100,10 @@ def profile_generation(
 
 def _waiting_bytes(plan: ExecutionPlan) -> int:
     """Return the bytes of the layers of modulation that are mapped on a CPU, and read before the first step alone."""
-    files, offload = plan.fitting.files, plan.offload
-    if files is None or offload.fp8_storage:
+    if plan.fitting.files is None:
         return 0
-    waiting = files[Component.TRANSFORMER].modulation
-    return waiting.mapped + (waiting.cast if offload.mode is OffloadMode.BLOCKS else 0)
+    waiting = plan.fitting.files[Component.TRANSFORMER].modulation
+    return waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
 
 
 def streamed_bytes(plan: ExecutionPlan, name: str) -> int:
@@ -163,8 +162,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_fake_loras(transformer, LoraRanks.of(plan.loras))
-    modulation = load.waiting_modulation(transformer, offload)
-    for layer in modulation:
+    for layer in load.waiting_modulation(transformer, offload):
         fill_randomly(layer, torch.device("cpu"))
     streams = offload.mode is OffloadMode.BLOCKS
     if streams or offload.in_8_bits:
@@ -176,7 +174,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:
-                    load.move_but(modulation, block, device)
+                    load.move_but(load.waiting_modulation(transformer, offload), block, device)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))

@@ -309,7 +309,8 @@ def _kept(trainer: Trainer[Any]) -> list[Tensor]:
 
 
 def _gradients(trainer: Trainer[Any]) -> list[Tensor]:
-    return [weight.grad for weight in trainer.task.module.parameters() if weight.grad is not None]
+    weights = (weight for module in _trained(trainer.task) for weight in module.parameters())
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def _make_moments(trainer: Trainer[Any]) -> None:

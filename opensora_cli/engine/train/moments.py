@@ -113,7 +113,7 @@ def _updated(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
 
 def _laid_out_as(weight: nn.Parameter, moment: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
-        return moment.view(weight.shape)
+        return moment
     if isinstance(moment, DTensor):
         return moment
     return DTensor.from_local(
@@ -130,5 +130,4 @@ def _copy(found: Tensor, target: Tensor, what: str, weight: nn.Parameter) -> Non
     source, shape = local(found), local(weight).shape
     if source.shape != shape:
         raise CheckpointError(f"{what} is {list(source.shape)} in the checkpoint, and the weight {list(shape)}")
-    own = local(target)
-    own.copy_(source.reshape(own.shape))
+    local(target).copy_(source)

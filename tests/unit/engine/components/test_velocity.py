@@ -180,6 +180,9 @@ def test_modulation_comes_first_where_it_is_less_than_its_weights() -> None:
     assert modulation_comes_first(51, demo)
     assert modulation_comes_first(51, released)
     assert not modulation_comes_first(128, demo)
+    # Half a GiB in bf16.
+    assert modulation_comes_first(127, released)
+    assert not modulation_comes_first(128, released)
     model = transformer()
     weights = sum(model.get_submodule(path).weight.numel() for path in modulation_layers(model.config))
     rows = model.config.hidden_size // 2

@@ -3,12 +3,16 @@
 import shutil
 
 import pytest
+import torch
+from tiny_transformer import transformer
 from tiny_weights import bit_equal, converted
 from tiny_world import released_settings
 
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.generate.load import load_transformer, load_vae
+from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.generate.load import load_transformer, load_vae, move_but, waiting_modulation
 from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.memory.fp8_storage import store_in_fp8
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -59,3 +63,17 @@ def test_eight_bits(world, tmp_path):
         assert loaded.dtype == original[name].dtype
         # Three bits after the point: half a step is 1/16 of the largest at most.
         assert (loaded - original[name]).abs().max() <= original[name].abs().max() / 16
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_modulation_alone_stays_where_it_is(in_8_bits):
+    model = transformer().requires_grad_(False)
+    block = model.double_blocks[0]
+    if in_8_bits:
+        store_in_fp8(block)
+    move_but(waiting_modulation(model, OffloadPlan(modulation_on_host=True)), block, torch.device("meta"))
+    here = {name for name, weight in block.named_parameters() if not weight.is_meta}
+    kinds = ("weight", "bias", "weight_scale") if in_8_bits else ("weight", "bias")
+    assert here == {f"{stream}_mod.lin.{kind}" for stream in ("img", "txt") for kind in kinds}
+    move_but([], block, torch.device("meta"))
+    assert all(weight.is_meta for weight in block.parameters())

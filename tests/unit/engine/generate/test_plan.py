@@ -161,8 +161,8 @@ def test_two_gpus_of_24_gib(tmp_path, resolution, share):
         for gpus in (1, 2)
     )
     assert shared.fits
-    assert shared.offload.mode == "blocks"
-    assert shared.offload.host_weights == "mapped"  # so that both read one copy
+    assert shared.offload.mode == "model"
+    assert shared.offload.modulation_on_host  # mapped: both read one copy
     assert shared.mesh == MeshShape(ulysses=2)
     denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (alone, shared)]
     assert denoise[1].activation_bytes < share * denoise[0].activation_bytes
