@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
+from opensora_cli.engine.train.precision import multiplies_bf16
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
 
 _MOMENTUM = 0.95
@@ -56,17 +57,13 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     They are in bfloat16, but in float32 on a CPU that has no products of it.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = (matrix.T if is_tall else matrix).to(torch.bfloat16 if _multiplies_bf16(matrix.device) else torch.float32)
+    wide = (matrix.T if is_tall else matrix).to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
     wide = wide / wide.norm().clamp(min=_SMALLEST_NORM)
     a, b, c = _NEWTON_SCHULZ
     for _ in range(_NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if is_tall else wide
-
-
-def _multiplies_bf16(device: torch.device) -> bool:
-    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 # Key of the full learning rate in each group of weights; `lr` is the scheduled one.

@@ -9,6 +9,11 @@ DTYPES = {Compute.FP32: torch.float32, Compute.BF16: torch.bfloat16, Compute.FP1
 _LOWEST_SCALE = 1.0
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Return whether bfloat16 products are faster there than float32; on a CPU without them they are far slower."""
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 class Precision:
     """The precision of a run. What is trained, its gradients and moments are in float32; layers compute as chosen.
 

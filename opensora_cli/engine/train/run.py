@@ -39,7 +39,7 @@ from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
-from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.precision import Precision, multiplies_bf16
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.recomputing import Choice, agreed_choice, choose_here
 from opensora_cli.engine.train.resuming import (
@@ -56,6 +56,7 @@ from opensora_cli.engine.train.watching.samples import SampleVideos, open_sample
 from opensora_cli.engine.train.watching.validation import HeldOutLoss, open_validation
 from opensora_cli.engine.train.watching.watching import open_watching, remove_records, truncate_records
 from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train_loop import Compute
 
 _SMALLER = "take smaller batches or sizes: --dry-run has what each rank needs"
 
@@ -315,6 +316,11 @@ class _Run:
             self._reporter.note(f"attention: {self._attention.line()}")
         for line in self._plan.memory_lines:
             self._reporter.note(f"memory: {line}")
+        if self._settings.precision.compute is Compute.BF16 and not multiplies_bf16(self._distribution.device):
+            self._reporter.warn(
+                "this CPU has no products in bfloat16, and without them a step is many times slower than in float32: "
+                "use --set precision.compute=fp32"
+            )
 
     def _note_interruption(self) -> None:
         self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")

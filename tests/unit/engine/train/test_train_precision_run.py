@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import tiny_training
 
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train import run as train_run
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 
@@ -63,3 +65,14 @@ def test_a_cosine_ends_low(tmp_path):
     run(tmp_path, **{"optimizer.schedule": "cosine", "optimizer.final_learning_rate": 1e-4})
     rates = [line["learning_rate"] for line in log(tmp_path)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-4 + 9e-4 * 0.75, 1e-4 + 9e-4 * 0.25])
+
+
+@pytest.mark.parametrize(("compute", "multiplies"), [("bf16", False), ("bf16", True), ("fp32", False)])
+def test_a_cpu_that_is_slow_at_what_was_chosen_is_named(tmp_path, monkeypatch, compute, multiplies):
+    monkeypatch.setattr(train_run, "multiplies_bf16", lambda device: multiplies)
+    reporter, warned = SilentReporter(), []
+    reporter.warn = warned.append
+    settings = tiny_training.text_settings(tmp_path).replace({"loop.steps": 1, "precision.compute": compute})
+    train(settings, reporter=reporter)
+    told = ["use --set precision.compute=fp32" in line for line in warned]
+    assert told == ([True] if compute == "bf16" and not multiplies else [])
