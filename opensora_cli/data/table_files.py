@@ -6,7 +6,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,17 @@ def _rows_of(path: Path, kind: str) -> Iterator[list[Any]]:
         yield from rows
 
 
-def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table, whole or not at all (OutputError); None becomes an empty cell. Names: see `check_table_name`."""
+def write_table(
+    path: Path,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    on_written: Callable[[Path], None] = lambda temporary: None,
+) -> None:
+    """Write a table, whole or not at all (OutputError); None becomes an empty cell. Names: see `check_table_name`.
+
+    `on_written` is called with the whole table, under a temporary name, before it gets its own.
+    """
     kind = check_table_name(path)
     with atomic_path(path) as temporary:
         if kind == CSV:
@@ -104,6 +113,7 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[obje
                     hint=f"rename the file, or write a {CSV} table",
                 ) from error
             pyarrow.parquet.write_table(content, temporary)
+        on_written(temporary)
 
 
 def split_table(path: Path, targets: Sequence[Path]) -> list[int]:

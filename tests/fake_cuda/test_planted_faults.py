@@ -269,14 +269,14 @@ def index_of_host():
 def two_dtypes():
     """A weight of a bf16 model is left in fp32."""
 
-    def made(forward):
+    def made(text_tokens):
         def with_one(self, *given, **inputs):
             self.txt_in.weight = torch.nn.Parameter(self.txt_in.weight.float())
-            return forward(self, *given, **inputs)
+            return text_tokens(self, *given, **inputs)
 
         return with_one
 
-    return changed(MMDiT, "forward", made)
+    return changed(MMDiT, "text_tokens", made)
 
 
 def largest(velocity_BND):

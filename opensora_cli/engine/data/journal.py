@@ -58,7 +58,7 @@ class ScanJournal:
         self.path = table.with_name(f"{table.name}.scan.jsonl")
         self._table = table
         self._findings: dict[str, Finding] = {}
-        self._table_sha256: str | None = None
+        self._table_sha256s: set[str] = set()
 
     def read(self) -> None:
         """Read what earlier scans wrote, but for a line that a crash cut off."""
@@ -70,7 +70,7 @@ class ScanJournal:
             try:
                 values = json.loads(line)
                 if "table_sha256" in values:
-                    self._table_sha256 = values["table_sha256"]
+                    self._table_sha256s.add(values["table_sha256"])
                 else:
                     finding = Finding.of_values(values)
                     self._findings[finding.path] = finding
@@ -78,8 +78,8 @@ class ScanJournal:
                 continue
 
     def is_of_table(self) -> bool:
-        """Return whether the table is as the last scan wrote it."""
-        return self._table_sha256 is not None and self._table_sha256 == _sha256(self._table)
+        """Return whether the table is as the last scan wrote it, also if that was ended right before or after."""
+        return bool(self._table_sha256s) and _sha256(self._table) in self._table_sha256s
 
     def find(self, path: str, *, size: int, mtime_ns: int) -> Finding | None:
         """Return what is known of a file, unless it has changed since."""
@@ -96,10 +96,23 @@ class ScanJournal:
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
+    def expect(self, written: Path) -> None:
+        """Note a hash of the table's next content before it is there: a scan may be ended between the two.
+
+        `written` is the file that will become the table. An OutputError if the journal cannot be written.
+        """
+        with self.appending() as lines:
+            # On a line of its own, also after one that a crash cut off.
+            lines.write("\n" + self._hash_line(written))
+
     def finish(self, findings: list[Finding]) -> None:
         """Rewrite the journal: these findings, and a hash of the table. An OutputError if it cannot be written."""
-        last = json.dumps({"table_sha256": _sha256(self._table)}) + "\n"
-        write_bytes_atomic(self.path, "".join([*(finding.to_line() for finding in findings), last]).encode())
+        lines = [*(finding.to_line() for finding in findings), self._hash_line(self._table)]
+        write_bytes_atomic(self.path, "".join(lines).encode())
+
+    @staticmethod
+    def _hash_line(table: Path) -> str:
+        return json.dumps({"table_sha256": _sha256(table)}) + "\n"
 
 
 def _sha256(path: Path) -> str:

@@ -100,7 +100,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     files = media_files(folder, unread=lambda place, reason: closed.append(BrokenFile(path=str(place), reason=reason)))
     found, read = _find(files, journal, settings, reporter=reporter or SilentReporter())
     rows, broken = _rows(found)
-    write_table(table, COLUMNS, rows)
+    write_table(table, COLUMNS, rows, on_written=journal.expect)
     journal.finish([each for each in found if isinstance(each, Finding)])
     pictures = sum(row[-1] is None for row in rows)
     return ScanResult(

@@ -15,6 +15,7 @@ from hostile_files import CAPTIONS
 from PIL import Image
 from tiny_clips import write_clip, write_rows
 
+from opensora_cli.core import files
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_table
@@ -243,6 +244,30 @@ def test_an_interrupted_scan_goes_on_where_it_was(folder: Path) -> None:
     result = run(folder)
     assert result.read == 2
     assert len(read_table(result.table)) == 4
+
+
+@pytest.mark.parametrize("where", ["before the table has its name", "before the journal has its own"])
+def test_a_scan_that_is_ended_beside_its_table_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    table = run(folder).table
+    old = table.read_bytes()
+    (folder / "e.png").write_bytes((folder / "a.png").read_bytes())
+    journal = folder.with_suffix(".csv.scan.jsonl")
+    journal.write_text(journal.read_text() + '{"path": "half a li')  # an earlier crash
+    real, calls = files.take_name, iter(range(9))
+
+    def ended(*given: Any, **options: Any) -> None:
+        if next(calls) == (0 if where.startswith("before the table") else 1):
+            raise KeyboardInterrupt
+        real(*given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "take_name", ended)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder)
+    assert (table.read_bytes() == old) == where.startswith("before the table")
+    assert len(read_table(run(folder).table)) == 5
 
 
 def test_a_table_that_was_changed_by_hand_is_kept(folder: Path, probed: list[str]) -> None:
