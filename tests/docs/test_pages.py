@@ -179,8 +179,8 @@ def test_the_commands_of_a_page_run_in_their_order(name: str, tmp_path: Path) ->
     folder = _sandbox(tmp_path)
     programs = folder / "bin"
     programs.mkdir()
-    for program, module in (("osora", "-m opensora_cli"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
-        (programs / program).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+    for program, start in (("osora", "-m opensora_cli"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+        (programs / program).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {start} "$@"\n')
         (programs / program).chmod(0o755)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment.pop("OSORA_WEIGHTS", None)

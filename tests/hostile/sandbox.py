@@ -31,11 +31,11 @@ _SEEN_IN = re.compile(r"^/proc/\d+/root")
 LIMITS: Mapping[str, int] = {
     "RLIMIT_DATA": 3 * _GIB,
     "RLIMIT_FSIZE": _GIB // 4,
-    "RLIMIT_CPU": 240,
+    "RLIMIT_CPU": 120,
     "RLIMIT_CORE": 0,
 }
 TIME_LIMIT_S = 240.0
-"""After which a command counts as hung: each of them takes seconds on an idle machine."""
+"""After which a command counts as hung: most take seconds when idle, and float16 on a CPU without it a minute."""
 
 
 class NotPossibleError(Exception):

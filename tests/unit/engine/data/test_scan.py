@@ -246,9 +246,9 @@ def test_an_interrupted_scan_goes_on_where_it_was(folder: Path) -> None:
     assert len(read_table(result.table)) == 4
 
 
-@pytest.mark.parametrize("where", ["before the table has its name", "before the journal has its own"])
+@pytest.mark.parametrize("named", [0, 1], ids=["before the table has its name", "before the journal has its own"])
 def test_a_scan_that_is_ended_beside_its_table_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, named: int
 ) -> None:
     table = run(folder).table
     old = table.read_bytes()
@@ -258,7 +258,7 @@ def test_a_scan_that_is_ended_beside_its_table_goes_on(
     real, calls = files.take_name, iter(range(9))
 
     def ended(*given: Any, **options: Any) -> None:
-        if next(calls) == (0 if where.startswith("before the table") else 1):
+        if next(calls) == named:
             raise KeyboardInterrupt
         real(*given, **options)
 
@@ -266,7 +266,7 @@ def test_a_scan_that_is_ended_beside_its_table_goes_on(
         patched.setattr(files, "take_name", ended)
         with pytest.raises(KeyboardInterrupt):
             run(folder)
-    assert (table.read_bytes() == old) == where.startswith("before the table")
+    assert (table.read_bytes() == old) == (named == 0)
     assert len(read_table(run(folder).table)) == 5
 
 
