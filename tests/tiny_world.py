@@ -94,7 +94,20 @@ FLUX_SIZES = {
     "vae.flux_ae.ch_mult": "1,1",
     "vae.flux_ae.num_res_blocks": "1",
 }
-DEMO_SIZES = {**SIZES, **HUNYUAN_SIZES, "vae.block_out_channels": "4,4,8", "vae.sample_tsize": "16"}
+DEMO_SIZES = {
+    **SIZES,
+    **HUNYUAN_SIZES,
+    "vae.block_out_channels": "4,4,8",
+    "vae.sample_size": "64",
+    "vae.sample_tsize": "16",
+    "video.height": "64",
+    "video.width": "64",
+    "video.resolutions": "64px,128px",
+    "video.max_frames": "17",
+    "condition.video_latent_frames": "2",
+    "condition.easy_latent_frames": "3",
+    "picture.resolution": "64px",
+}
 
 
 class RecordingReporter(SilentReporter):
@@ -187,6 +200,7 @@ def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", *
     """Return a shrunken preset of the demo model."""
     overrides = {
         **DEMO_SIZES,
+        "video.num_frames": "17",
         "sampling.num_inference_steps": "2",
         "runtime.weights": str(world.demo),
         "output.path": str(output),

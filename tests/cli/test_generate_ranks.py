@@ -23,7 +23,8 @@ from opensora_cli.engine.launch.launcher import LaunchRequest
 TILES = [
     word for key in ("sample_size=32", "temporal_tiling=true", "sample_tsize=16") for word in ("--set", f"vae.{key}")
 ]
-SHORT = ["generate", "raining, sea", "--seed", "7", "--device", "cpu", "--num-frames", "5"]
+SMALL = ["--height", "64", "--width", "64", "--num-frames", "5"]
+SHORT = ["generate", "raining, sea", "--seed", "7", "--device", "cpu", *SMALL]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def frames(folder: str) -> np.ndarray:
 
 @pytest.mark.slow
 def test_two_processes_make_what_one_makes() -> None:
-    small = ["--set", "video.height=48", "--set", "video.width=32", "--num-frames", "17", "--steps", "1"]
+    small = ["--height", "48", "--width", "32", "--num-frames", "17", "--steps", "1"]
     short = [*SHORT, *TILES, *small, "--format", "png"]
     command = [sys.executable, "-m", "opensora_cli", *short]
     done = subprocess.run([*command, "--gpus", "2", "--out", "two.png", "--json"], capture_output=True, text=True)
@@ -120,7 +121,7 @@ def test_ranks_of_torchrun_make_rows_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_two_processes_make_the_same_picture_first() -> None:
-    small = ["--set", "video.height=48", "--set", "video.width=32", "--steps", "2", "--t2i2v", "--save-picture"]
+    small = ["--height", "48", "--width", "32", "--steps", "2", "--t2i2v", "--save-picture"]
     # Two samples, of which the branches of the video's guidance are shared, and the tokens of the picture.
     several = [*SHORT, *small, "--num-samples", "2", "--format", "png", "--set", "sampling.image_guidance_scale=2"]
     command = [sys.executable, "-m", "opensora_cli", *several, "--gpus", "2", "--out", "two.png", "--json"]

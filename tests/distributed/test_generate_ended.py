@@ -56,7 +56,8 @@ def osora(arguments: list[str]) -> int:
 
 
 def command(picture: Path, out: Path, *more: str) -> list[str]:
-    short = ["generate", "raining, sea", "--seed", "7", "--num-frames", "17", "--steps", "2", "--ref", str(picture)]
+    small = ["--height", "64", "--width", "64", "--num-frames", "17", "--steps", "2"]
+    short = ["generate", "raining, sea", "--seed", "7", *small, "--ref", str(picture)]
     return [*short, *TILES, "--device", "cpu", "--gpus", "2", "--out", str(out), *more]
 
 

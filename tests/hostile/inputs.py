@@ -225,7 +225,8 @@ def _write_clips(folder: Path) -> None:
 
 
 def _write_texts(folder: Path) -> None:
-    sizes = tiny_world.DEMO_SIZES | {"sampling.num_inference_steps": "2", "runtime.weights": "tiny"}
+    short = {"video.num_frames": "17", "sampling.num_inference_steps": "2"}
+    sizes = tiny_world.DEMO_SIZES | short | {"runtime.weights": "tiny"}
     (folder / "generate.yaml").write_text(yaml.safe_dump(_nested(sizes)))
     output = Path("run")
     for name, settings in (

@@ -34,6 +34,7 @@ def asked(world, tmp_path):
     def request(**more):
         overrides = {
             **DEMO_SIZES,
+            "video.num_frames": 17,
             "runtime.model_choice": "demo",
             "runtime.weights": str(world.demo),
             "runtime.threads": 1,
