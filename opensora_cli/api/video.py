@@ -19,6 +19,9 @@ from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
+_SMALL = 128
+"""Pixels of the longer side up to which a notebook shows a video at twice its size."""
+
 
 class Video:
     """One video in memory; nothing is on disk until it is saved.
@@ -94,9 +97,11 @@ class Video:
         with tempfile.TemporaryDirectory(prefix="osora-show-") as folder:
             path = self._write(Path(folder))
             data = base64.b64encode(path.read_bytes()).decode()
+        _, height, width, _ = self._held.frames_THWC.shape
+        size = f'width="{2 * width}" ' if max(height, width) <= _SMALL else ""
         if path.suffix == ".mp4":
-            return f'<video controls autoplay loop muted src="data:video/mp4;base64,{data}"></video>'
-        return f'<img src="data:image/{path.suffix[1:]};base64,{data}">'
+            return f'<video controls autoplay loop muted {size}src="data:video/mp4;base64,{data}"></video>'
+        return f'<img {size}src="data:image/{path.suffix[1:]};base64,{data}">'
 
     def _write(self, folder: Path) -> Path:
         """Write what a browser shows; H.264 has even sizes alone."""

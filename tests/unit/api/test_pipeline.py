@@ -106,10 +106,16 @@ def test_saving_keeps_what_is_there(video: Video, new_pipeline: Callable[..., Pi
 
 
 def test_a_notebook_plays_it_and_else_the_browser(video: Video, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert re.match(r'<video controls autoplay loop muted src="data:video/mp4;base64,[\w+/=]+">', video._repr_html_())
-    for frames, kind in ((video._held.frames_THWC[:1], "png"), (video._held.frames_THWC[:, :63], "webp")):
+    played = r'<video controls autoplay loop muted width="128" src="data:video/mp4;base64,[\w+/=]+">'
+    assert re.match(played, video._repr_html_())
+    frames_THWC = video._held.frames_THWC
+    for frames, kind, size in (
+        (frames_THWC[:1], "png", 'width="128" '),
+        (frames_THWC[:, :63], "webp", 'width="128" '),
+        (frames_THWC[:1].repeat(1, 3, 1, 1), "png", ""),
+    ):
         shown = Video(replace(video._held, frames_THWC=frames))
-        assert shown._repr_html_().startswith(f'<img src="data:image/{kind};base64,')
+        assert shown._repr_html_().startswith(f'<img {size}src="data:image/{kind};base64,')
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
     video.show()
