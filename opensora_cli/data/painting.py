@@ -138,8 +138,8 @@ def paint_thing(
     speed, spread = (0.26, 0.06) if fast else (0.10, 0.16)
     middle = 0.5 + float(rng.uniform(-spread, spread))
     phase = float(rng.uniform(0, 2 * np.pi))
-    # A ball rolls without slipping; wings beat three times in two seconds.
-    pace = speed / _BALL_RADIUS if shape == "ball" else 2 * np.pi * 1.5
+    # A ball rolls without slipping; wings beat once a second.
+    pace = speed / _BALL_RADIUS if shape == "ball" else 2 * np.pi
     paint = np.array(_PAINT[colour], np.float32) * (0.92 if night else 1.0)
     outline = np.array((0.97, 0.97, 0.97), np.float32) * (0.88 if night else 1.0)
     dark_paint = np.array((0.08, 0.08, 0.10), np.float32)
@@ -172,7 +172,7 @@ class Precipitation:
         # The far one, then the near one.
         self._layers: list[_Drops] = []
         if weather == "rain":
-            for count, length, width, opacity, speed in ((16, 0.11, 0.010, 0.45, 0.5), (8, 0.16, 0.014, 0.6, 0.7)):
+            for count, length, width, opacity, speed in ((16, 0.11, 0.010, 0.35, 0.5), (8, 0.16, 0.014, 0.5, 0.7)):
                 drops = _streaks(canvas, rng, count=count, length=length, width=width, slant=_SLANT)
                 self._layers.append(_Drops(drops * opacity, speed, _SLANT))
         elif weather == "snow":
@@ -328,7 +328,7 @@ def _thing_distance(shape: str, dx: Array, dy: Array, phase: float) -> tuple[Arr
         mast = _box(dx + 0.03, dy + 0.08, 0.012, 0.12)
         return np.minimum(hull, sail), mast
     if shape == "bird":
-        flap = 0.75 * np.sin(phase)
+        flap = 0.6 * np.sin(phase)
         body = np.hypot(dx / 1.9, dy) - 0.05
         head = np.hypot(dx - 0.10, dy + 0.03) - 0.045
         wings = np.maximum(np.abs(dy + flap * (np.abs(dx + 0.01) - 0.02)) - 0.035, np.abs(dx + 0.01) - 0.17)
