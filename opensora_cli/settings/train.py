@@ -221,7 +221,7 @@ def _vae_problems(settings: TrainSettings) -> list[str]:
     return [
         *data.length_problems(grid),
         *data.size_problems(grid.spatial_compression_ratio),
-        *settings.train_vae.problems(settings.vae, procedural=data.table is None),
+        *settings.train_vae.problems(settings.vae, init=settings.init, procedural=data.table is None),
     ]
 
 

@@ -143,6 +143,10 @@ class DiscriminatorSettings(Section):
 class VAETrainSettings(Section):
     """The autoencoder's objective: mean absolute error, and terms with a weight each."""
 
+    decoder_only: bool = Field(
+        default=False,
+        description="train the decoder alone: latents stay as they are, and so does what was trained on them",
+    )
     picture_steps: NonNegativeInt = Field(
         default=0, le=10**9, description="first steps, on single frames instead of clips"
     )
@@ -180,10 +184,31 @@ class VAETrainSettings(Section):
     )
     export_half: bool = Field(default=False, description="export in float16 instead of float32")
 
-    def problems(self, vae: VAESettings, *, procedural: bool) -> list[str]:
-        """Return what contradicts the autoencoder or the data, which may be the procedural world's clips."""
+    def problems(self, vae: VAESettings, *, init: str | None, procedural: bool) -> list[str]:
+        """Return what contradicts the autoencoder, its first weights or the data, which may be the procedural world's
+        clips.
+        """
         kind = vae.kind
         rules = (
+            (
+                self.decoder_only and init is None,
+                "train_vae.decoder_only=true leaves the encoder as random as it begins: name what has a trained one, "
+                "as in init=demo",
+            ),
+            (
+                self.decoder_only and self.kl_weight > 0,
+                f"train_vae.kl_weight={self.kl_weight} has no effect with train_vae.decoder_only=true: use 0",
+            ),
+            (
+                self.decoder_only and self.picture_steps > 0,
+                f"train_vae.picture_steps={self.picture_steps} ends in a change of the encoder, which "
+                "train_vae.decoder_only=true keeps: use 0, and train_vae.single_frame_share",
+            ),
+            (
+                self.decoder_only and self.whitening_clips > 0,
+                f"train_vae.whitening_clips={self.whitening_clips} would change the latents, which "
+                "train_vae.decoder_only=true keeps: use 0",
+            ),
             (
                 self.kl_weight > 0 and kind is VAEKind.DC_AE,
                 f"train_vae.kl_weight={self.kl_weight} has no effect with vae.kind={kind}, which has no posterior: "

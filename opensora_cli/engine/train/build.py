@@ -24,7 +24,7 @@ from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import BatchSource, SampledBatches, Task
 from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
-from opensora_cli.engine.train.objectives.vae import build_vae_task
+from opensora_cli.engine.train.objectives.vae import build_vae_task, freeze_encoder
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
@@ -125,7 +125,10 @@ def count_parameters(settings: TrainSettings) -> int:
     """
     match settings.target:
         case TrainTarget.VAE:
-            module: torch.nn.Module = autoencoder_on_meta(settings.vae)
+            autoencoder = autoencoder_on_meta(settings.vae)
+            if settings.train_vae.decoder_only:
+                freeze_encoder(autoencoder)
+            module: torch.nn.Module = autoencoder
         case TrainTarget.TEXT:
             with torch.device("meta"):
                 module = TextTask(settings.text).module

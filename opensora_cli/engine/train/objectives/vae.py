@@ -60,6 +60,8 @@ def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: R
             "train_vae.perceptual_files names no weights"
         )
     autoencoder = new_autoencoder(settings.vae)
+    if chosen.decoder_only:
+        freeze_encoder(autoencoder)
     if device.type == "cpu":
         channels_last(autoencoder)
     adversary = None
@@ -73,6 +75,12 @@ def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: R
         perceptual=perceptual,
         adversary=adversary,
     )
+
+
+def freeze_encoder(autoencoder: Autoencoder) -> None:
+    """Exclude from training all that makes latents; what makes pixels of them is left."""
+    for name, weight in autoencoder.named_parameters():
+        weight.requires_grad_(name.startswith(("decoder.", "post_quant_conv.")))
 
 
 def channels_last(module: ModuleT) -> ModuleT:

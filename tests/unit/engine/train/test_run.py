@@ -34,7 +34,7 @@ from opensora_cli.engine.encode.clip_cache import write_header
 from opensora_cli.engine.encode.encoding import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, recomputing, run
 from opensora_cli.engine.train.activations import saved_activations
-from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.build import build_task, count_parameters
 from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.plan import plan_training, with_memory
 from opensora_cli.engine.train.resuming import Resume
@@ -450,6 +450,24 @@ class TestInit:
         for name, value in found.items():
             assert value.dtype == torch.float32
             assert torch.equal(value, stored[name].float())
+
+    def test_of_a_decoder_that_is_trained_alone_all_that_makes_latents_stays(self, tmp_path, vae_folder):
+        first = vae_folder / "vae.safetensors"
+        settings = tiny_training.vae_settings(tmp_path / "run").replace(
+            {
+                "init": str(first),
+                "train_vae": {"decoder_only": True, "export_half": True},
+                "optimizer.weight_decay": 0.1,
+            }
+        )
+        assert count_parameters(settings) == sum(
+            weight.numel() for weight in self.built(settings).parameters() if weight.requires_grad
+        )
+        train(settings)
+        made, given = load_file(tmp_path / "run" / "vae.safetensors"), load_file(first)
+        assert made.keys() == given.keys()
+        changed = {name.partition(".")[0] for name, value in made.items() if not torch.equal(value, given[name])}
+        assert changed == {"decoder", "post_quant_conv"}
 
     def test_weights_of_a_transformer_without_references(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
