@@ -31,6 +31,7 @@ from opensora_cli.data.scenes import (
     render_scene,
     sample_scene,
 )
+from opensora_cli.engine.train.precision import multiplies_bf16
 
 Clips = NDArray[np.uint8]
 """(N, T, H, W, 3), RGB."""
@@ -255,7 +256,8 @@ def train_reader(
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Reader:
-    """Return a reader trained with AdamW at a rate that rises and falls once, in bfloat16 with weights in float32.
+    """Return a reader trained with AdamW at a rate that rises and falls once, in bfloat16 (where the CPU
+    multiplies it) with weights in float32.
 
     Args:
         look: how it looks at clips.
@@ -271,10 +273,11 @@ def train_reader(
     reader.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
     optimizer = torch.optim.AdamW(reader.parameters(), lr=learning_rate, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.2)
+    in_bfloat16 = multiplies_bf16(torch.device("cpu"))
     started = time.perf_counter()
     for step in range(1, steps + 1):
         frames, answers = training_batch(np.random.default_rng((seed, step)), batch_size=batch_size, look=look)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bfloat16):
             logits = reader(frames)
         losses = [
             nn.functional.cross_entropy(logits[name].float(), answers[:, column]) for column, name in enumerate(ANSWERS)
