@@ -1,7 +1,7 @@
 """Clips of the procedural world that have a name, as files have a path."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,18 @@ class SceneClip:
     def render(self, *, size: int, num_frames: int, fps: float) -> NDArray[np.uint8]:
         """Return the frames (num_frames, size, size, 3); see `render_scene`."""
         return render_scene(self._scene()[0], size=size, num_frames=num_frames, fps=fps)
+
+    def thing_cover(self, *, size: int, num_frames: int, fps: float) -> NDArray[np.int64]:
+        """Return by how much the moving thing changes each pixel, of 255 and summed over the colours:
+        (num_frames, size, size), 0 without one.
+        """
+        scene = self._scene()[0]
+        shown, empty = (
+            render_scene(each, size=size, num_frames=num_frames, fps=fps).astype(np.int64)
+            for each in (scene, replace(scene, thing=None))
+        )
+        cover_THW: NDArray[np.int64] = np.abs(shown - empty).sum(axis=-1)
+        return cover_THW
 
     def _scene(self) -> tuple[Scene, str]:
         rng = np.random.default_rng((self.seed, self.number, _SCENES))

@@ -230,7 +230,9 @@ def _transformer_problems(settings: TrainSettings) -> list[str]:
     problems = [
         *data.length_problems(grid),
         *data.size_problems(grid.spatial_compression_ratio * model.patch_size),
-        *settings.train_mmdit.problems(model=model, grid=grid, longest=max(data.lengths())),
+        *settings.train_mmdit.problems(
+            model=model, grid=grid, longest=max(data.lengths()), procedural=data.table is None
+        ),
         *settings.samples.problems(data, grid=grid, patch_size=model.patch_size),
         *attention_problems(
             settings.train_mmdit.attention,

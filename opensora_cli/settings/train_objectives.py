@@ -80,6 +80,12 @@ class MMDiTTrainSettings(Section):
         default=False,
         description="leave given first and last frames out of the loss, unless frames between them are given too",
     )
+    thing_weight: float = Field(
+        default=1.0,
+        ge=1,
+        le=1000,
+        description="of the loss where the moving thing of a procedural scene is; elsewhere it is 1",
+    )
     sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="noise that is left at time 0")
     attention: AttentionChoice = Field(
         default=AttentionChoice.AUTO,
@@ -103,9 +109,17 @@ class MMDiTTrainSettings(Section):
         """Latent frames that the v2v modes give."""
         return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
-    def problems(self, *, model: ModelSettings, grid: LatentGrid, longest: int) -> list[str]:
-        """Return what contradicts the transformer, the autoencoder or the clips, of up to `longest` frames."""
+    def problems(self, *, model: ModelSettings, grid: LatentGrid, longest: int, procedural: bool) -> list[str]:
+        """Return what contradicts the transformer, the autoencoder or the clips, of up to `longest` frames, which may
+        be those of the procedural world.
+        """
         problems = []
+        if self.thing_weight != 1:
+            name = f"train_mmdit.thing_weight={self.thing_weight:g}"
+            if not (procedural and grid.is_causal):
+                problems.append(f"{name} is for procedural scenes and a causal autoencoder: use 1")
+            if self.masked_loss:
+                problems.append(f"{name} does not go with train_mmdit.masked_loss=true: use one of them")
         channels = grid.latent_channels * model.patch_size**2
         if model.in_channels != channels:
             problems.append(

@@ -197,6 +197,16 @@ class TestFindRecipe:
             {f"train_mmdit__mode_weights__{mode}": "0" for mode in CONDITION_MODES},
             "train_mmdit.mode_weights are all 0",
         ),
+        (
+            "demo",
+            {"data__table": "a.csv", "train_mmdit__thing_weight": "2"},
+            "train_mmdit.thing_weight=2 is for procedural scenes and a causal autoencoder: use 1",
+        ),
+        (
+            "demo",
+            {"train_mmdit__masked_loss": "true", "train_mmdit__thing_weight": "2"},
+            "train_mmdit.thing_weight=2 does not go with train_mmdit.masked_loss=true: use one of them",
+        ),
         ("demo_text", {"text__t5_heads": "3"}, "text.t5_heads=3 must divide text.t5_width=128"),
         ("demo_text", {"train_vae__kl_weight": "1"}, "kl_weight=1 (from --set) has no effect with target=text"),
         ("demo_vae", {"train_vae__crop_size": "30"}, "crop_size=30 must be a multiple of 4, the side of a latent"),

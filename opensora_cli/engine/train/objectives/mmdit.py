@@ -26,6 +26,7 @@ from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.task import SampleRng
+from opensora_cli.engine.train.objectives.thing_weights import thing_weights, weighted_loss
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
@@ -131,6 +132,15 @@ class MMDiTTask:
             embedded_guidance_B=self._embedded_guidance(len(samples)),
         )
         target_BND = flow_target(data_BND, noise_BND, sigma_min=sigma_min)
+        if self._settings.thing_weight != 1:
+            weights_BN = thing_weights(
+                batch.paths,
+                weight=self._settings.thing_weight,
+                grid=(frames, height // patch, width // patch),
+                num_frames=self._grid.num_frames(frames),
+                fps=batch.fps[0] or 1.0,
+            )
+            return weighted_loss(velocity_BND, target_BND, weights_BN.to(self._device)), {}
         masks_BTHW = masks_B1THW[:, 0] if self._settings.masked_loss else None
         return get_batch_loss(velocity_BND, target_BND, masks_BTHW), {}
 

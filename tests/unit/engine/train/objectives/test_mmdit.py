@@ -22,6 +22,7 @@ from opensora_cli.core.conditions import (
     reference_parts,
 )
 from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
@@ -296,6 +297,23 @@ class TestStep:
             for masked in (False, True)
         }
         assert losses[True] != losses[False]
+
+    @pytest.mark.parametrize("num_frames", [1, 13])
+    def test_a_weight_of_the_thing_changes_the_loss_where_there_is_one(self, vae, num_frames):
+        def losses(paths):
+            clips = batch(pixels(2, num_frames=num_frames), paths=paths)
+            return [
+                task(encoders(vae), weights={"t2v": 1.0}, thing_weight=weight).loss(clips, rng(0))[0].item()
+                for weight in (1.0, 5.0)
+            ]
+
+        names = [SceneClip(seed=0, number=number) for number in range(20)]
+        covers = [clip.thing_cover(size=32, num_frames=1, fps=12.0).any() for clip in names]
+        empty, filled = names[covers.index(False)].name, names[covers.index(True)].name
+        plain, weighted = losses((empty, empty))
+        assert weighted == pytest.approx(plain, rel=1e-5)
+        plain, weighted = losses((empty, filled))
+        assert weighted != pytest.approx(plain, rel=1e-3)
 
     def test_tokens_and_samples(self, vae):
         running = task(encoders(vae))
