@@ -68,6 +68,9 @@ class ModelSettings(Section):
     guidance_embed: bool = Field(default=False, description="whether the model is guidance-distilled")
     cond_embed: bool = Field(default=True, description="whether the model takes reference latents")
     patch_size: PositiveInt = Field(default=2, description="latent pixels along the side of a token")
+    predicts_data: bool = Field(
+        default=False, description="whether the transformer puts out the data, from which its velocity is computed"
+    )
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:

@@ -30,6 +30,7 @@ def mmdit_config(settings: ModelSettings) -> MMDiTConfig:
         theta=int(settings.theta),
         qkv_bias=settings.qkv_bias,
         guidance_embed=settings.guidance_embed,
+        predicts_data=settings.predicts_data,
         cond_embed=settings.cond_embed,
         patch_size=settings.patch_size,
     )

@@ -23,6 +23,9 @@ class MMDiTConfig:
         guidance_embed: whether the model is guidance-distilled and takes the guidance scale as an input.
         cond_embed: whether the model takes a conditioning mask and reference latents.
         patch_size: latent pixels along one side of a token.
+        predicts_data: whether the last layer puts out the data, from which the velocity is computed, instead of the
+            velocity itself (Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise"). The velocity has
+            all of a token's noise in it, for which a model that is no wider than its tokens has no room.
 
     Raises:
         RequestError: sizes that contradict each other.
@@ -42,6 +45,7 @@ class MMDiTConfig:
     guidance_embed: bool = False
     cond_embed: bool = True
     patch_size: int = 2
+    predicts_data: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:

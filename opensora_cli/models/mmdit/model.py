@@ -24,6 +24,8 @@ from opensora_cli.models.mmdit.layers import (
     sinusoidal_embedding,
 )
 
+_LEAST_TIME = 0.05
+"""What times are taken as at least, where a velocity is computed from predicted data: errors are divided by it."""
 _ZERO_AT_FIRST = frozenset({"final_layer.adaLN_modulation.1", "final_layer.linear", "cond_in"})
 
 
@@ -172,7 +174,7 @@ class MMDiT(nn.Module):
         if residual is not None and residual.is_reused:
             if residual.added_BND is None:
                 raise ValueError("residual.is_reused is set, and nothing has been added before")
-            return self._velocity(latents + residual.added_BND, vector, packed_latents_BND.dtype)
+            return self._velocity(latents + residual.added_BND, vector, packed_latents_BND, timesteps_B)
         before = None if residual is None else latents
         text = None if known is None else known.text_BLD
         if text is None:
@@ -191,7 +193,7 @@ class MMDiT(nn.Module):
         latents = tokens[:, text_length:]
         if residual is not None and before is not None:
             residual.added_BND = latents - before
-        return self._velocity(latents, vector, packed_latents_BND.dtype)
+        return self._velocity(latents, vector, packed_latents_BND, timesteps_B)
 
     def modulation_of(
         self, timesteps_B: Tensor, pooled_prompt_embeds_BV: Tensor, embedded_guidance_B: Tensor | None = None
@@ -218,9 +220,15 @@ class MMDiT(nn.Module):
         joint_ids = torch.cat((text_ids, position_ids_BN3), dim=1)
         return rotary_angles(joint_ids, axes_dim=self.config.axes_dim, theta=self.config.theta)
 
-    def _velocity(self, latents_BND: Tensor, vector: ModulationInput, dtype: torch.dtype) -> Tensor:
-        velocity: Tensor = self.final_layer(latents_BND, vector)
-        return velocity.to(dtype)
+    def _velocity(
+        self, latents_BND: Tensor, vector: ModulationInput, packed_latents_BND: Tensor, timesteps_B: Tensor
+    ) -> Tensor:
+        out: Tensor = self.final_layer(latents_BND, vector)
+        if self.config.predicts_data:
+            # x_t = (1-t)·data + t·noise, so that the velocity noise - data is (x_t - data)/t.
+            t_B11 = timesteps_B.float().clamp(min=_LEAST_TIME).view(-1, 1, 1)
+            out = (packed_latents_BND.float() - out.float()) / t_B11
+        return out.to(packed_latents_BND.dtype)
 
     def _modulation_vector(self, timesteps_B: Tensor, pooled_BV: Tensor, guidance_B: Tensor | None) -> Tensor:
         dtype = self.img_in.weight.dtype

@@ -75,6 +75,41 @@ def run(model, given, **changes):
     return model(latents, **given)
 
 
+class TestPredictedData:
+    """A model whose last layer puts out the data."""
+
+    def both(self, **changes):
+        """What the last layer puts out, and the velocity that a model with the same weights makes of it."""
+        given = inputs(small_config()) | changes
+        velocity = run(filled(small_config(predicts_data=True)), given)
+        return given, run(filled(small_config()), given), velocity
+
+    def test_the_velocity_leads_from_the_sample_to_the_data(self):
+        given, data, velocity = self.both()
+        sample, t_B11 = given["packed_latents_BND"], given["timesteps_B"].view(-1, 1, 1)
+        assert_close(sample - t_B11 * velocity, data)
+
+    def test_of_noise_and_data_it_is_the_difference(self):
+        # x_t = (1-t)·data + t·noise
+        given, data, _ = self.both()
+        noise, t_B11 = torch.randn_like(data), given["timesteps_B"].view(-1, 1, 1)
+        model = filled(small_config(predicts_data=True))
+        model.final_layer.forward = lambda latents, vector: data
+        velocity = run(model, given, packed_latents_BND=(1 - t_B11) * data + t_B11 * noise)
+        assert_close(velocity, noise - data, tolerance=1e-5)
+
+    def test_at_the_end_of_time_it_stays_finite(self):
+        _, _, velocity = self.both(timesteps_B=torch.zeros(2))
+        assert velocity.isfinite().all()
+        assert velocity.abs().max() > 1
+
+    def test_it_is_in_the_dtype_of_the_latents(self):
+        given = inputs(small_config())
+        model = filled(small_config(predicts_data=True)).bfloat16()
+        latents = given["packed_latents_BND"].bfloat16()
+        assert run(model, given, packed_latents_BND=latents).dtype is torch.bfloat16
+
+
 class TestRotary:
     def test_autocast_does_not_round_angles(self):
         ids = torch.arange(30).reshape(1, 10, 3)

@@ -27,7 +27,7 @@ def thing_weights(
     """Return `weight` for the tokens that show the moving thing of their scene, and 1 for the others, (B,N).
 
     Args:
-        scenes: names of procedural scenes, as `SceneClip` gives them.
+        scenes: names of procedural scenes, as `SceneClip` gives them; what has another name shows no thing.
         weight: at least 1.
         grid: tokens of a clip: frames, height and width.
         num_frames: frames of each clip.
@@ -39,10 +39,9 @@ def thing_weights(
 
 @lru_cache(maxsize=2**14)
 def _thing_tokens(name: str, grid: tuple[int, int, int], num_frames: int, fps: float) -> Tensor:
-    scene = SceneClip.named(name)
-    if scene is None:
-        raise ValueError(f"{name} is not a procedural scene")
-    frames, height, width = grid
+    scene, (frames, height, width) = SceneClip.named(name), grid
+    if scene is None:  # a stand-in, by which memory is predicted
+        return torch.zeros(frames * height * width, dtype=torch.bool)
     cover_THW = scene.thing_cover(size=_PIXELS_PER_TOKEN * max(height, width, 8), num_frames=num_frames, fps=fps)
     seen_THW = torch.from_numpy(cover_THW > _VISIBLE).float()
     if num_frames > 1:  # a causal autoencoder's first latent frame is of the first frame alone
