@@ -163,7 +163,7 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     complete_recipe = options.completed_settings("train")
-    assert complete_recipe("demo") == ["demo", "demo_lora", "demo_text", "demo_vae", "demo_mine.yaml"]
+    assert complete_recipe("demo") == ["demo", "demo_lora", "demo_text", "demo_vae", "demo_vae_128px", "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]
     assert complete_recipe("m") == ["more/"]
     assert complete_recipe("no") == []

@@ -17,7 +17,7 @@ def only(*modes):
 
 
 def problems(settings, *, model=MODEL, grid=CAUSAL, longest=129):
-    return settings.problems(model=model, grid=grid, longest=longest)
+    return settings.problems(model=model, grid=grid, longest=longest, procedural=True)
 
 
 def test_the_released_models_are_fine():
