@@ -9,15 +9,14 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionBackend
 
-_SCORES = 2**21
-"""Values of a chunk."""
+_SCORES_AT_A_TIME = 2**21
 
 
 def _attend(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     q = (q_BHND * q_BHND.shape[-1] ** -0.5).to(torch.bfloat16)
     k, v = (tensor.to(torch.bfloat16) for tensor in (k_BHMD, v_BHMD))
     # A few samples at a time, whose scores and their gradients stay in the processor's cache.
-    samples = max(1, _SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[2]))
+    samples = max(1, _SCORES_AT_A_TIME // max(1, q.shape[1] * q.shape[2] * k.shape[2]))
     parts = zip(*(tensor.split(samples) for tensor in (q, k, v)), strict=True)
     out_BHND = torch.cat([_attend_some(*part) for part in parts])
     return out_BHND.to(v_BHMD.dtype)
