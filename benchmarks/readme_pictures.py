@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}.gif: {prompts[name]}", flush=True)
         if code := subprocess.run(command(name, prompts[name], seed=options.seed), cwd=ROOT, check=False).returncode:
             return code
+        # The page says how it was made.
+        (PICTURES / f"{name}.gif.json").unlink(missing_ok=True)
     return 0
 
 

@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_makes_a_video_of_the_size_it_promises(run):
     clip = read_video(run[0])
-    assert tuple(clip.frames_THWC.shape) == (17, 64, 64, 3)
+    assert tuple(clip.frames_THWC.shape) == (33, 128, 128, 3)
     assert clip.fps == 12
     assert read_metadata(run[0])["prompt"] == PROMPT
 
@@ -36,12 +36,12 @@ def test_makes_a_video_of_the_size_it_promises(run):
 def test_the_video_shows_a_rainy_sea(run):
     frames_THWC = read_video(run[0]).frames_THWC.float()
 
-    sky, water = frames_THWC[:, 4:24].mean(dim=(0, 1, 2)), frames_THWC[:, 44:].mean(dim=(0, 1, 2))
+    sky, water = frames_THWC[:, 8:48].mean(dim=(0, 1, 2)), frames_THWC[:, 88:].mean(dim=(0, 1, 2))
     # Water is bluer than it is red, at any time of day, and darker than the sky above it unless it is night.
     assert water[2] > water[0] + 15
     assert sky.sum() > 0.5 * water.sum()
     # It rains: the upper half, where nothing else moves, changes from frame to frame.
-    assert torch.diff(frames_THWC[:, :24], dim=0).abs().mean() > 2
+    assert torch.diff(frames_THWC[:, :48], dim=0).abs().mean() > 2
 
 
 def test_words_that_the_demo_does_not_know_are_reported_once(run):

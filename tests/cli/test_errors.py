@@ -61,7 +61,7 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["generate", "x", "--lora", "a:1000"], "must be at most 100 (from --lora)"),
         (["generate", "x", "--cond", "v2v_tail"], "give the video with --ref FILE (from --cond)"),
         (["generate", "x", "--model", "open-sora-v2", "--num-frames", "130"], "use 129 (from --num-frames)"),
-        (["generate", "x", "--res", "768px"], "use 64px, or get the released model: osora ckpt download"),
+        (["generate", "x", "--res", "768px"], "use 128px, or get the released model: osora ckpt download"),
     ],
 )
 def test_bad_request(args: list[str], message: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
+DEMO_RECIPES = ["demo", "demo_clips", "demo_lora", "demo_pictures", "demo_text", "demo_vae", "demo_vae_128px"]
 OPTIONS = {
     "--model",
     "--res",
@@ -163,7 +164,7 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     complete_recipe = options.completed_settings("train")
-    assert complete_recipe("demo") == ["demo", "demo_lora", "demo_text", "demo_vae", "demo_vae_128px", "demo_mine.yaml"]
+    assert complete_recipe("demo") == [*DEMO_RECIPES, "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]
     assert complete_recipe("m") == ["more/"]
     assert complete_recipe("no") == []
@@ -209,7 +210,7 @@ def test_list_presets_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["schema"] == "osora.presets/1"
     assert [preset["name"] for preset in document["presets"]] == PRESETS
     for preset in document["presets"]:
-        assert GenerateSettings(prompt="x", **preset["settings"]).video.resolution in ("64px", "256px", "768px")
+        assert GenerateSettings(prompt="x", **preset["settings"]).video.resolution in ("128px", "256px", "768px")
 
 
 def commands() -> dict[str, object]:

@@ -233,11 +233,11 @@ def test_broken_rule_of_the_released_model(changes: dict[str, object], message: 
     [
         (
             {"video.resolution": "768px"},
-            "video.resolution=768px is not a size of the demo model: use 64px, or get the released model: "
+            "video.resolution=768px is not a size of the demo model: use 128px, or get the released model: "
             "osora ckpt download open-sora-v2",
         ),
         ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 is not one of the demo model: use 1:1"),
-        ({"video.num_frames": 129}, "at most 17 with the demo model: use 17"),
+        ({"video.num_frames": 129}, "at most 33 with the demo model: use 33"),
     ],
 )
 def test_broken_rule_of_the_demo(changes: dict[str, object], message: str) -> None:

@@ -59,7 +59,7 @@ def test_sidecar_and_config_exclude_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "resolution", "expected"),
     [
-        (ModelName.DEMO, None, "64px"),
+        (ModelName.DEMO, None, "128px"),
         (ModelName.OPEN_SORA_V2, None, "256px"),
         (ModelName.OPEN_SORA_V2, "256px", "256px"),
         (ModelName.OPEN_SORA_V2, "768px", "768px"),

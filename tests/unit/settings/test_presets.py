@@ -21,7 +21,7 @@ PRESETS = list_presets("generate")
 def test_preset_parses(name: str) -> None:
     settings = load_preset(name, prompt="raining, sea")
     assert (settings.model.name is ModelName.DEMO) == (name == "demo")
-    assert settings.video.resolution == {"demo": "64px", "256px": "256px", "t2i2v_256px": "256px"}.get(name, "768px")
+    assert settings.video.resolution == {"demo": "128px", "256px": "256px", "t2i2v_256px": "256px"}.get(name, "768px")
     assert (settings.output_format == "png") == (name == "flux1_dev")
     assert read_yaml(preset_path(name, "generate"))
 

@@ -152,7 +152,9 @@ class TestFindRecipe:
         assert settings_path(Path("demo_vae"), "train") == Path("demo_vae")
 
     def test_unknown(self) -> None:
-        with pytest.raises(RequestError, match="'dmeo' is not one of demo, demo_lora, demo_text, demo_vae"):
+        with pytest.raises(
+            RequestError, match="'dmeo' is not one of demo, demo_clips, demo_lora, demo_pictures, demo_text"
+        ):
             settings_path(Path("dmeo"), "train")
         with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):
             load("dmeo.yaml")
