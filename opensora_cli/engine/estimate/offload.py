@@ -1,5 +1,6 @@
 """How weights and activations are kept within a memory: what can be given up, and what is given up first."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -215,12 +216,14 @@ def largest_batch(
     `sized` returns the plan of a batch; `budget` is as in `choose_offload`.
     """
     room = int(budget * (1 - _HEADROOM))
-    fitting = (
-        plan
-        for plan in map(sized, range(most, 1, -1))
-        if all(each.total_bytes <= room for each in estimate(plan) if each.name == stage)
-    )
-    return next(fitting, sized(1))
+
+    def is_too_large(batch: int) -> bool:
+        return any(each.total_bytes > room for each in estimate(sized(batch)) if each.name == stage)
+
+    # Mostly all fit; otherwise an estimate takes a while, and there may be hundreds of sizes.
+    if most > 1 and not is_too_large(most):
+        return sized(most)
+    return sized(1 + bisect_left(range(2, most), True, key=is_too_large))
 
 
 def keep_models(
