@@ -207,7 +207,7 @@ def measure_data(
     """Return the share of waiting, the medians of a step, and of reading a micro-batch in one process."""
     files = {
         "data.table": str(write_clips(folder)),
-        "data.buckets": f"{{128px: {{33: [1.0, {batch_size}]}}}}",
+        "data.buckets": f"{{64px: {{17: [1.0, {batch_size}]}}}}",
         "data.fps_max": "12",
     }
     settings = demo_settings(batch_size=batch_size, compute="bf16" if device.type == "cuda" else "fp32", changes=files)

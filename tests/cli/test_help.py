@@ -24,7 +24,6 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
-DEMO_RECIPES = ["demo", "demo_clips", "demo_lora", "demo_pictures", "demo_text", "demo_vae", "demo_vae_128px"]
 OPTIONS = {
     "--model",
     "--res",
@@ -164,7 +163,8 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     complete_recipe = options.completed_settings("train")
-    assert complete_recipe("demo") == [*DEMO_RECIPES, "demo_mine.yaml"]
+    recipes = ["demo", "demo_clips", "demo_lora", "demo_pictures", "demo_text", "demo_vae", "demo_vae_128px"]
+    assert complete_recipe("demo") == [*recipes, "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]
     assert complete_recipe("m") == ["more/"]
     assert complete_recipe("no") == []
