@@ -259,15 +259,17 @@ def measure_seconds(arguments: Sequence[str], *, prompt: str = "raining, sea") -
     }
 
 
-def demo_settings(weights: str | None, assignments: Sequence[str], *, seed: int) -> GenerateSettings:
-    """Return the demo's preset, on the CPU, with what the command line changes in it.
+def demo_settings(
+    weights: str | None, assignments: Sequence[str], *, seed: int, device: str = "cpu"
+) -> GenerateSettings:
+    """Return the demo's preset with what the command line changes in it.
 
     Raises:
         RequestError: a key is unknown, or a value breaks a rule.
     """
     flags = {
         "prompt": Given("raining, sea", "this benchmark"),
-        "runtime.device": Given("cpu", "this benchmark"),
+        "runtime.device": Given(device, "--device"),
         "sampling.seed": Given(seed, "--seed"),
     }
     if weights is not None:
@@ -302,7 +304,7 @@ def try_guidance(
 
 def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure what the command line asks for, and return the report."""
-    settings = demo_settings(options.weights, options.set, seed=options.seed)
+    settings = demo_settings(options.weights, options.set, seed=options.seed, device=options.device)
     plan = make_plan(settings)
     models = LoadedModels(stay=True)
     report: dict[str, Any] = {"schema": SCHEMA, "seed": options.seed, "settings": settings.model_dump(mode="json")}
@@ -335,6 +337,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--weights", metavar="DIR", help="folder of the demo's weights; default: those in the package")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="as in osora generate")
+    parser.add_argument("--device", default="cpu", help="as in osora generate, but for `seconds` (%(default)s)")
     parser.add_argument("--part", choices=PARTS, action="append", help="measure only this; may be repeated")
     parser.add_argument("--prompts", type=_count, default=200, metavar="N", help="videos to read (%(default)s)")
     parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="of noise, for each prompt (%(default)s)")

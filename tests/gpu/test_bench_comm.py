@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place
-from opensora_cli.engine.bench_comm.timing import REGISTERED, Repeats, communication_buffers, measure
+from opensora_cli.engine.bench_comm.timing import PLAIN, REGISTERED, Repeats, communication_buffers, measure
 from opensora_cli.engine.bench_comm.topology import gather_header
 
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -27,9 +27,9 @@ def alone(tmp_path: Path) -> Iterator[Place]:
     dist.destroy_process_group()
 
 
-def test_one_rank_measures_in_registered_memory(alone: Place) -> None:
+def test_one_rank_measures(alone: Place) -> None:
     with communication_buffers(alone.group, alone.device) as kind:
-        assert kind == REGISTERED
+        assert kind in (REGISTERED, PLAIN)  # some drivers have no memory that NCCL registers
         for collective, build in BUILDERS.items():
             if collective.value == "send_recv":  # NCCL sends nothing to itself
                 continue

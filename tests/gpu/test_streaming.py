@@ -8,7 +8,9 @@ from tiny_transformer import inputs, transformer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from opensora_cli.memory import host_weights
 from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.host_memory import PageLock
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 
@@ -84,9 +86,35 @@ def requested():
     return torch.cuda.memory_stats(DEVICE)["requested_bytes.all.current"]
 
 
+@pytest.fixture
+def locked(monkeypatch):
+    """The tensors whose pages are locked; torch's `is_pinned` knows of its own allocator's memory alone."""
+    tensors = []
+
+    class Watched(PageLock):
+        def __init__(self, memory, device):
+            super().__init__(memory, device)
+            tensors.append(memory)
+
+        def release(self):
+            tensors[:] = [each for each in tensors if each is not self._memory]
+            super().release()
+
+    monkeypatch.setattr(host_weights, "PageLock", Watched)
+    return tensors
+
+
+def lie_in(locked, model):
+    """Whether weights of blocks lie in locked memory."""
+    places = [range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in locked]
+    return any(
+        weight.data_ptr() in place for place in places for block in blocks_of(model) for weight in block.parameters()
+    )
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("resident", [1, 2, 5, 13])
-def test_device_memory(expected, resident, source):
+def test_device_memory(expected, locked, resident, source):
     # What the libraries keep for themselves was taken for `expected`.
     assert len(expected) == 8
     model = model_on_device(blocks_on_host=True)
@@ -97,11 +125,10 @@ def test_device_memory(expected, resident, source):
         held = requested() - before
         assert figures.device_bytes == streaming_bytes(sizes, resident=resident)
         assert figures.device_bytes <= held <= figures.device_bytes + 512 * resident
-        pinned = [weight.is_pinned() for block in blocks_of(model) for weight in block.parameters()]
-        assert any(pinned) == (source == "pinned" and resident < len(sizes))
+        assert lie_in(locked, model) == (source == "pinned" and resident < len(sizes))
         velocity(model)
     assert requested() == before
-    assert not any(weight.is_pinned() for block in blocks_of(model) for weight in block.parameters())
+    assert locked == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -115,7 +142,7 @@ def test_errors_inside_a_pass(expected, error, source):
         raise error("now")
 
     with stream_blocks(stacks_of(model), device=DEVICE, resident=3, source=source):
-        hook = model.single_blocks[2].norm.query_norm.register_forward_pre_hook(fail)
+        hook = model.single_blocks[2].q_proj.register_forward_pre_hook(fail)
         for _ in range(3):
             with pytest.raises(error, match="now"):
                 velocity(model)
@@ -170,7 +197,8 @@ def test_copies_run_under_computation(source, tmp_path):
     assert kernels
     copied_us = sum(event.time_range.elapsed_us() for event in copies)
     hidden_us = sum(_overlap_us(copy.time_range, kernel.time_range) for copy in copies for kernel in kernels)
-    assert hidden_us > 0.5 * copied_us, f"{hidden_us} of {copied_us} us"
+    # A thread of the host brings mapped weights, and the device waits for it.
+    assert hidden_us > (0.5 if source == "pinned" else 0.1) * copied_us, f"{hidden_us} of {copied_us} us"
 
 
 def _overlap_us(copy, kernel):

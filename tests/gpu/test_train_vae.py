@@ -27,6 +27,7 @@ def test_loss_and_gradients_are_those_of_a_cpu(kind, monkeypatch):
         opposing.backward()
         modules = (task.module, task.adversary.module)
         gradient = torch.cat([weight.grad.flatten().cpu() for module in modules for weight in module.parameters()])
+        figures = {name: float(value) for name, value in figures.items()}
         found.append((float(loss.detach()), float(opposing.detach()), figures, gradient))
     (loss, opposing, figures, gradient), (cuda_loss, cuda_opposing, cuda_figures, cuda_gradient) = found
     assert cuda_loss == pytest.approx(loss, rel=1e-4)

@@ -181,11 +181,11 @@ def communication_buffers(group: dist.ProcessGroup, device: torch.device) -> Ite
 def _registered_pool(backend: Any) -> Any:
     """Return a pool whose memory a backend registers with its communicators, or None where that is not offered."""
     offered = ("mem_allocator", "register_mem_pool", "deregister_mem_pool")
-    if not all(hasattr(backend, name) for name in offered):
-        return None
     try:
+        if not all(hasattr(backend, name) for name in offered):
+            return None
         pool = torch.cuda.MemPool(backend.mem_allocator)
         backend.register_mem_pool(pool)
-    except RuntimeError:  # such as a driver without the memory that NCCL allocates
+    except RuntimeError:  # an NCCL or a driver without such memory, which even asking for the allocator tells
         return None
     return pool

@@ -194,6 +194,22 @@ def _fused_rms_norm(rows: Tensor, *_: object, **__: object) -> Tensor:
     return rows.clone()
 
 
+def _through_cudnn(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what convolves and, for a while, has clip and result a second time: cuDNN's kernels want channels last.
+
+    An H100 took as much, to a twentieth, for clips of 28 MiB to 4 GiB in bfloat16 and float32. Kernels of one tap are
+    products of matrices, and take nothing.
+    """
+
+    def run(clip: Tensor, weight: Tensor, *options: Any, **named: Any) -> Tensor:
+        out = convolve(clip, weight, *options, **named)
+        if prod(weight.shape[2:]) > 1:
+            out.new_empty(clip.nbytes + out.nbytes, dtype=torch.uint8)
+        return out
+
+    return run
+
+
 # What torch does on a CPU above its operations, where it sees that none of the tensors is on one.
 _ON_HOST: _Replacements = {
     functional.scaled_dot_product_attention: _fused_attention,
@@ -201,6 +217,7 @@ _ON_HOST: _Replacements = {
 }
 # What makes other tensors on a device that is not known to have CUDA's kernels.
 _ON_CUDA: _Replacements = {
+    **{convolve: _through_cudnn(convolve) for convolve in (functional.conv2d, functional.conv3d)},
     functional.scaled_dot_product_attention: _fused_attention,
     functional.rms_norm: _fused_rms_norm,
 }

@@ -4,8 +4,8 @@ Nothing is fitted: the real modules and the sampling loop run on fake tensors, a
 counted. The blocks of a stack are equal and run one after the other, so that two stand for all.
 
 Counted: weights as they are offloaded, inputs and outputs, and what is computed on the way, the output and the sums of
-fused attention included. Not counted: what a kernel takes for itself while it runs (as convolutions of cuDNN and matrix
-products of cuBLAS do), the CUDA context, and what an allocator rounds up or cannot use.
+fused attention and what cuDNN's convolutions take while they run included. Not counted: what other kernels take for
+themselves (as matrix products of cuBLAS do), the CUDA context, and what an allocator rounds up or cannot use.
 """
 
 from collections import deque

@@ -118,8 +118,10 @@ class _Attention(nn.Module):
         buckets = position_buckets(
             length, num_buckets=table.shape[0], max_distance=self.max_distance, device=table.device
         )
+        # A head's biases lie side by side: CUDA's fast kernels of attention take no others.
+        of_distances_HD = functional.embedding(buckets, table).T.contiguous()
         # Row i has the distances -i to L - 1 - i: windows over all of them, the last one first.
-        return functional.embedding(buckets, table).T.unfold(1, length, 1).flip(1)[None]
+        return of_distances_HD.unfold(1, length, 1).flip(1)[None]
 
     def forward(self, states_BLC: Tensor, biases_1HLL: Tensor) -> Tensor:
         q, k, v = (part(states_BLC).unflatten(-1, (-1, self.d_kv)).transpose(1, 2) for part in (self.q, self.k, self.v))

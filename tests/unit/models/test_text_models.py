@@ -81,6 +81,16 @@ def test_buckets_are_those_of_t5(num_buckets, max_distance):
     assert torch.equal(found[positions[None] - positions[:, None] + length - 1], expected)
 
 
+def test_the_biases_of_a_head_lie_side_by_side(tmp_path):
+    """As CUDA's fast kernels of attention take them; others would go through every product in memory."""
+    sizes = T5Sizes.of(None)
+    with on_meta():
+        attention = T5Model(sizes).encoder.block[0].layer[0].SelfAttention
+    biases_1HLL = attention.to_empty(device="cpu").position_biases(6)
+    assert biases_1HLL.shape == (1, sizes.num_heads, 6, 6)
+    assert biases_1HLL.is_contiguous()
+
+
 def filled(model):
     """Return a model with weights that are all random, also where it starts with ones and zeros."""
     generator = torch.Generator().manual_seed(0)

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +35,9 @@ from opensora_cli.sampling.schedule import flow_shift_for
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
+
+_THREADS = 8
+"""That draw noise for a GPU."""
 
 Export = Callable[[Mapping[str, Tensor], Path], None]
 """Writes weights, given by their names, to a folder."""
@@ -98,6 +102,7 @@ class MMDiTTask:
         self._empty_prompt = empty_prompt
         self._encoders = encoders
         self._device = torch.device(device)
+        self._drawing = ThreadPoolExecutor(_THREADS, "noise") if self._device.type == "cuda" else None
         self._export = export
         self._weights = settings.mode_weights.by_mode()
         self._lengths = settings.lengths
@@ -109,7 +114,10 @@ class MMDiTTask:
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
         states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
-        samples = [self._sample(clip, each) for clip, each in zip(self._encoded(batch), states, strict=True)]
+        clips = self._encoded(batch)
+        latents = [self._placed(clip.latents()) for clip in clips]
+        noises = self._noises(latents, states)
+        samples = [self._sample(*each) for each in zip(clips, latents, noises, states, strict=True)]
         latents_BCTHW = torch.stack([sample.latents_CTHW for sample in samples])
         masks_B1THW = torch.stack([sample.mask_1THW for sample in samples])
         patch = self._config.patch_size
@@ -171,9 +179,17 @@ class MMDiTTask:
             for pixels_THWC, caption, fps, score in described
         ]
 
+    def _noises(self, latents: Sequence[Tensor], states: Sequence[SampleRng]) -> Iterable[Tensor]:
+        """Draw the noise of each clip, on the host, so that it is the same for every device."""
+
+        pinned = self._device.type == "cuda"
+        drawn = [torch.empty(latents_CTHW.shape, pin_memory=pinned) for latents_CTHW in latents]
+        # A small model on a GPU would wait for it longer than it computes; beside a model on the CPU, no core is free.
+        each = self._drawing.map if self._drawing else map
+        return each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), drawn, states)
+
     @torch.no_grad()
-    def _sample(self, clip: EncodedClip, rng: SampleRng) -> _Sample:
-        latents_CTHW = self._placed(clip.latents())
+    def _sample(self, clip: EncodedClip, latents_CTHW: Tensor, noise_CTHW: Tensor, rng: SampleRng) -> _Sample:
         mode = sample_mode(
             self._weights,
             num_latent_frames=latents_CTHW.shape[1],
@@ -194,8 +210,7 @@ class MMDiTTask:
         empty = self._empty_prompt
         return _Sample(
             latents_CTHW=latents_CTHW,
-            # On the host, so that it is the same for every device.
-            noise_CTHW=self._placed(torch.randn(latents_CTHW.shape, generator=rng.torch)),
+            noise_CTHW=noise_CTHW.to(self._device, non_blocking=True),
             mask_1THW=mask_1THW,
             reference_CTHW=reference_CTHW,
             prompt_embeds_LC=self._placed(empty.prompt_embeds_LC if drop_t5 else clip.prompt_embeds()),

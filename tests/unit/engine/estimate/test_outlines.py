@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -234,6 +235,17 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(func._schema.name)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [fake_device, fake_tensors])
+def test_cudnn_has_clip_and_result_a_second_time(make):
+    for kernel, again in ((3, 1), (1, 0)):
+        with make("cuda") as device:
+            conv = fake_module(partial(nn.Conv3d, 4, 8, kernel), device=device, dtype=torch.bfloat16)
+            clip = torch.empty(1, 4, 5, 6, 7, dtype=torch.bfloat16, device=device)
+            with TensorBytes() as counter:
+                result = conv(clip)
+        assert counter.peak_bytes - counter.live_bytes == again * (clip.nbytes + result.nbytes)
 
 
 def test_nothing_is_drawn_for_weights_that_are_not_there():

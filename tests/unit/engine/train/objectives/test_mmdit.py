@@ -1,5 +1,6 @@
 """What the transformer is trained on, and how: modes, times, dropouts, guidance, and where clips come from."""
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -276,6 +277,15 @@ class TestStep:
         noise = (call["latents"] - (1 - t) * packed) / (1 - (1 - 1e-5) * (1 - t))
         assert noise.std().item() == pytest.approx(1.0, abs=0.05)
         assert loss.item() == pytest.approx(((1 - 1e-5) * noise - packed).square().mean().item(), rel=1e-4)
+
+    def test_threads_draw_the_same_noise(self, vae):
+        chosen = task(encoders(vae))
+        inputs = []
+        for chosen._drawing in (None, ThreadPoolExecutor(2)):
+            chosen.loss(batch(pixels()), rng(0))
+            inputs.append(chosen.module.calls[-1])
+        assert torch.equal(inputs[0]["latents"], inputs[1]["latents"])
+        assert torch.equal(inputs[0]["timesteps_B"], inputs[1]["timesteps_B"])
 
     def test_longer_clips_spend_more_time_near_the_noise(self, vae):
         times = {}
