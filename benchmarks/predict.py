@@ -1,16 +1,19 @@
-"""Predicted times beside published ones, and the tables of the page "Before you rent": nothing here is measured.
+"""Predicted times beside measured and published ones, and the tables of the page "Before you rent".
 
-`python benchmarks/predict.py --fit` fits the efficiencies of products and attention to two of the five times that are
-published for the reference implementation, and predicts the other three; `--tables` prints the tables.
+The efficiencies of products, attention and the autoencoder are fitted to what an H100 took, by the log of `gpu.py`.
+`python benchmarks/predict.py --fit` fits those of the reference implementation to two of the five times that are
+published for it, and predicts the other three; `--tables` prints the tables.
 """
 
 import argparse
 import itertools
+import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
@@ -30,6 +33,8 @@ from opensora_cli.settings.train import load_train_settings
 
 EVALUATIONS = 150
 """Of the reference: 50 steps, with three branches of guidance in each."""
+LOG = Path(__file__).parent / "logs" / "gpu_h100.json"
+PRESETS = ("256px", "768px")
 GPUS = ("4090", "A100-80GB", "H100", "H200")
 STAGES = ("image", "stage1", "stage2")
 COUNTS = (1, 2, 4, 8)
@@ -64,6 +69,9 @@ FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
 """Of all pairs that to which the efficiencies are fitted with the smallest error of the other three."""
 
 
+TimeT = TypeVar("TimeT", Published, "Measured")
+
+
 @cache
 def plan_on(resolution: str, machine: str, *, ring: bool = False) -> ExecutionPlan:
     """Return the plan of a preset on hardware as `--on` names it; `ring`: all ranks share tokens by ring attention."""
@@ -72,6 +80,40 @@ def plan_on(resolution: str, machine: str, *, ring: bool = False) -> ExecutionPl
     changes = {"parallel.gpus": count, **({"parallel.ring_degree": count} if ring else {})}
     settings = load_preset(resolution, prompt="raining, sea").replace(changes)
     return make_plan(settings, hardware=hardware_of_ranks(settings, gpu=planned.gpu), tries_device=False)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `benchmarks/gpu.py` timed on an H100."""
+
+    resolution: str
+    what: str
+    seconds: float
+
+
+def measured_times() -> list[Measured]:
+    """Return the times of the log: evaluations and decodes, each of 256px before that of 768px."""
+    parts = {part["part"]: part["rows"] for part in json.loads(LOG.read_text(encoding="utf-8"))["parts"]}
+    rows = {row["what"]: row for row in parts["decoding"]}
+    evaluations = [Measured(preset, "evaluation", parts[preset][0]["seconds"]) for preset in PRESETS]
+    return [*evaluations, *(Measured(preset, "decode", rows[f"decode {preset}"]["seconds"]) for preset in PRESETS)]
+
+
+def of_ours(time: Measured, gpu: GpuSettings) -> float:
+    """Return what is predicted for what was measured."""
+    plan = plan_on(time.resolution, "1xH100")
+    return total((evaluation if time.what == "evaluation" else decoding)(plan, gpu))
+
+
+def measured_table(gpu: GpuSettings) -> list[str]:
+    """Return measured times beside predicted ones."""
+    head = _row(("on an H100", "measured", "predicted", "error"))
+    rows = []
+    for time in measured_times():
+        predicted = of_ours(time, gpu)
+        error = f"{predicted / time.seconds - 1:+.1%}"
+        rows.append(_row((f"{time.what} of {time.resolution}", f"{time.seconds:.3g} s", f"{predicted:.3g} s", error)))
+    return [head, _row(["---"] * 4), *rows]
 
 
 def of_reference(time: Published, gpu: GpuSettings) -> float:
@@ -87,21 +129,25 @@ def of_reference(time: Published, gpu: GpuSettings) -> float:
     return total(added(*stages))
 
 
-def fit(two: Sequence[Published], gpu: GpuSettings) -> GpuSettings:
-    """Return the GPU with the efficiencies, to three digits, with which both times are as published.
+def fit(
+    two: Sequence[TimeT], gpu: GpuSettings, predicted: Callable[[TimeT, GpuSettings], float] = of_reference
+) -> GpuSettings:
+    """Return the GPU with the efficiencies of products and attention, to three digits, with which both times are right.
 
     Times are linear in the inverse of both as long as nothing else hides them, so that a few of Newton's steps will do.
     Raises ValueError if there are none between 0 and 1.
     """
+
+    def missed(inverse: Sequence[float]) -> list[float]:
+        return [predicted(time, _with(gpu, inverse)) - time.seconds for time in two]
+
     inverse = [2.0, 2.0]
     for _ in range(8):
-        now = _missed(two, gpu, inverse)
+        now = missed(inverse)
         columns = []
         for axis in range(2):
             moved = [value + 0.01 * (axis == index) for index, value in enumerate(inverse)]
-            columns.append(
-                [(after - before) / 0.01 for after, before in zip(_missed(two, gpu, moved), now, strict=True)]
-            )
+            columns.append([(after - before) / 0.01 for after, before in zip(missed(moved), now, strict=True)])
         (a, c), (b, d) = columns
         determinant = a * d - b * c
         if abs(determinant) < 1e-9:
@@ -111,10 +157,6 @@ def fit(two: Sequence[Published], gpu: GpuSettings) -> GpuSettings:
         if min(inverse) < 1:
             raise ValueError("an efficiency would be over 1")
     return _with(gpu, [1 / round(1 / value, 3) for value in inverse])
-
-
-def _missed(two: Sequence[Published], gpu: GpuSettings, inverse: Sequence[float]) -> list[float]:
-    return [of_reference(time, _with(gpu, inverse)) - time.seconds for time in two]
 
 
 def _with(gpu: GpuSettings, inverse: Sequence[float]) -> GpuSettings:
@@ -145,9 +187,9 @@ def fit_table(gpu: GpuSettings) -> list[str]:
 
 def truth_table(gpu: GpuSettings) -> list[str]:
     """Return the published times beside what is predicted for the reference, and for our own plan of that work."""
-    two = FITTED_TO
+    two, reference = FITTED_TO, fit(FITTED_TO, gpu)
     rows = ["| preset | GPUs | published | predicted | error | our plan, predicted |", "|---|---|---|---|---|---|"]
-    for time, error in errors(gpu).items():
+    for time, error in errors(reference).items():
         ours = predict_time(plan_on(time.resolution, f"{time.gpus}xH100"), gpu).seconds
         shown = "fitted" if time in two else f"{error:+.1%}"
         predicted = f"{time.seconds * (1 + error):,.0f} s"
@@ -263,7 +305,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="print the tables of the page")
     asked = parser.parse_args()
     h100 = read_machine("H100").gpu
-    print("\n".join(truth_table(h100)))
+    print("\n".join((*measured_table(h100), "", *truth_table(h100))))
     if asked.fit:
         print("", *fit_table(h100), sep="\n")
     if asked.tables:

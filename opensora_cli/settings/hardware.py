@@ -18,10 +18,11 @@ from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_yaml
 from opensora_cli.settings.layers import all_keys, read_sections, validate
 
-PRODUCT_EFFICIENCY = 0.724
-ATTENTION_EFFICIENCY = 0.427
-"""The parts of the peak that products of matrices and attention reach, fitted to two of the times that are published
-for the reference implementation on H100 GPUs (`benchmarks/predict.py`); of other GPUs, assumed to be the same."""
+PRODUCT_EFFICIENCY = 0.489
+ATTENTION_EFFICIENCY = 0.644
+AUTOENCODER_EFFICIENCY = 0.149
+"""The parts of the peak that products of matrices, attention and the autoencoder reach, fitted to evaluations and
+decodes of 256px and 768px, timed on an H100 (`benchmarks/predict.py`); of other GPUs, assumed to be the same."""
 
 _GIVEN = re.compile(r"(?:(?P<count>\d*)x)?(?P<name>.*)", re.DOTALL)
 _MOST = 1024
@@ -72,6 +73,12 @@ class GpuSettings(Section):
     )
     attention_efficiency: float = Field(
         default=ATTENTION_EFFICIENCY, gt=0, le=1, description="part of the peak that fused attention reaches"
+    )
+    autoencoder_efficiency: float = Field(
+        default=AUTOENCODER_EFFICIENCY,
+        gt=0,
+        le=1,
+        description="part of the peak that the autoencoder's convolutions reach, all else that it does included",
     )
     launch_us: PositiveFloat = Field(default=5.0, description="the host's time to start a kernel, in 1e-6 s: assumed")
 

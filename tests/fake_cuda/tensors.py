@@ -166,8 +166,8 @@ class LoggedTensors(FakeTensorMode):
 
 
 class DeviceFunctions(TorchFunctionMode):
-    """Takes the kernels of attention that a GPU takes: torch asks the device which, and there is none. Refuses a
-    generator of another device, as a GPU does.
+    """Takes the kernels of attention that a GPU takes: torch asks the device which, and there is none. Takes the memory
+    that an H100's convolutions take. Refuses a generator of another device, as a GPU does.
     """
 
     def __torch_function__(
@@ -176,10 +176,22 @@ class DeviceFunctions(TorchFunctionMode):
         """Run a function."""
         if func is functional.scaled_dot_product_attention and args[0].device.type == "cuda":
             return _attend(*args, **(kwargs or {}))
+        if func in _CONVOLUTIONS and args[0].device.type == "cuda":
+            return _convolve(func, *args, **(kwargs or {}))
         generator = (kwargs or {}).get("generator")
         if generator is not None:
             _require_device(generator, [arg for arg in args if isinstance(arg, Tensor)], kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+_CONVOLUTIONS = (functional.conv2d, functional.conv3d)
+
+
+def _convolve(convolve: Any, clip: Tensor, kernel: Tensor, *options: Any, **named: Any) -> Tensor:
+    out: Tensor = convolve(clip, kernel, *options, **named)
+    if kernel[0, 0].numel() > 1:
+        out.new_empty(clip.nbytes + out.nbytes, dtype=torch.uint8)
+    return out
 
 
 def _attend(

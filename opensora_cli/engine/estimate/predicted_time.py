@@ -1,7 +1,7 @@
 """From operations and bytes to predicted seconds: a roofline for each part (Williams et al. 2009).
 
 Products and attention run at a part of the peak of their dtype, everything else at the speed of the memory, one after
-the other. Nothing here was measured on a GPU.
+the other. The parts of the peak are those that an H100 reached.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ Seconds = dict[str, float]
 """Part -> seconds."""
 
 _ASSUMED: Mapping[str, str] = {
-    PRODUCTS: "products of matrices reach {gpu.product_efficiency:.0%} of the peak, as fitted to times on H100 GPUs",
+    PRODUCTS: "products of matrices reach {gpu.product_efficiency:.0%} of the peak, as fitted to times on an H100",
     EIGHT_BITS: "products in 8 bits reach {gpu.product_efficiency:.0%} of their peak, as others do of theirs",
-    ATTENTION: "attention reaches {gpu.attention_efficiency:.0%} of the peak, as fitted to times on H100 GPUs",
+    ATTENTION: "attention reaches {gpu.attention_efficiency:.0%} of the peak, as fitted to times on an H100",
     TRAFFIC: "every kernel but products and attention reads and writes memory at "
     "{gpu.memory_rate.attainable_gb_per_s:g} GB/s, and finds nothing in a cache",
     LAUNCHES: "the host starts a kernel in {gpu.launch_us:g} us, and the GPU waits for it",
@@ -33,8 +33,8 @@ _ASSUMED: Mapping[str, str] = {
     "{gpu.node_link.attainable_gb_per_s:g} GB/s between machines, each",
     COPIES: "a GPU gets {gpu.host_link.attainable_gb_per_s:g} GB/s from page-locked memory, half from other memory",
     TEXT: "the text encoders' products run as those of the transformer",
-    ENCODING: "convolutions run as products of matrices do",
-    DECODING: "convolutions run as products of matrices do",
+    ENCODING: "the autoencoder reaches {gpu.autoencoder_efficiency:.0%} of the peak, as an H100 did",
+    DECODING: "the autoencoder reaches {gpu.autoencoder_efficiency:.0%} of the peak, as an H100 did",
     UPDATE: "the optimizer reads and writes memory at {gpu.memory_rate.attainable_gb_per_s:g} GB/s",
 }
 
@@ -74,6 +74,11 @@ def kernel_seconds(
     if waited > 0:
         found[LAUNCHES] = waited
     return found
+
+
+def autoencoder_seconds(work: Work, gpu: GpuSettings, dtype: torch.dtype) -> float:
+    """Return what a GPU takes to encode or decode: its convolutions, with all else that it does."""
+    return work.product_flops / (_peak_flops(gpu, dtype) * gpu.autoencoder_efficiency)
 
 
 def _peak_flops(gpu: GpuSettings, dtype: torch.dtype) -> float:

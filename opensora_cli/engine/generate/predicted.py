@@ -27,6 +27,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     PredictedTime,
     Seconds,
     added,
+    autoencoder_seconds,
     copied,
     kernel_seconds,
     times,
@@ -123,8 +124,9 @@ def encoding(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     sizes = plan.fitting.sizes
     lengths = reference_frames(plan.settings, sizes) + ((plan.num_frames,) if sizes.has_draft else ())
     dtype, size = plan.hardware.dtype, (plan.height, plan.width)
-    each = (kernel_seconds(encoding_work(plan.settings.vae, frames, *size, dtype), gpu, dtype) for frames in lengths)
-    return {ENCODING: seconds} if (seconds := sum(map(total, each))) else {}
+    works = (encoding_work(plan.settings.vae, frames, *size, dtype) for frames in lengths)
+    seconds = sum(autoencoder_seconds(work, gpu, dtype) for work in works)
+    return {ENCODING: seconds} if seconds else {}
 
 
 def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
@@ -162,7 +164,7 @@ def _eight_bit_tflops(gpu: GpuSettings, linear: LinearProducts) -> float | None:
 def decoding(plan: ExecutionPlan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
     """Return how long one clip takes to decode; with `shared`, ranks have tiles of their own."""
     dtype, vae = plan.hardware.dtype, plan.settings.vae
-    whole = total(kernel_seconds(decoding_work(vae, plan.latent_shape, dtype), gpu, dtype))
+    whole = autoencoder_seconds(decoding_work(vae, plan.latent_shape, dtype), gpu, dtype)
     tiles = count_decoder_tiles(plan.latent_shape, vae)
     share = shares(tiles, plan.mesh.size)[0] / tiles if shared else 1.0
     return {DECODING: whole * share}

@@ -89,7 +89,7 @@ def test_a_document_says_that_it_is_predicted_and_what_dominates_it() -> None:
     assert found.stages_s == {"load": 1.0, "denoise": 400.0}
     assert list(found.parts_s.items()) == [(ATTENTION, 300.0), (PRODUCTS, 100.0), (COPIES, 1.0)]
     assert found.to_json()["predicted"] is True
-    assert found.dominated_by == "attention: attention reaches 25% of the peak, as fitted to times on H100 GPUs"
+    assert found.dominated_by == "attention: attention reaches 25% of the peak, as fitted to times on an H100"
     first, parts, assumed = found.lines()
     assert first == "predicted 6 min 41 s for 1 sample on 8xH100, not measured: load 1 s, denoise 6 min 40 s"
     assert parts == "parts     attention 5 min 00 s, matrix products 1 min 40 s, host copies 1 s"
