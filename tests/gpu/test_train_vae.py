@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
+from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, mixed_batches, vae_task, vae_trainer
 
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.objectives.task import SampleRng
+from opensora_cli.engine.train.objectives.vae import build_vae_task
+from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.settings.train import TrainSettings
 
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
 
@@ -46,3 +50,24 @@ def test_it_learns(kind):
     losses = [each["loss"] for each in figures[:25]]
     assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
     assert ["adversary_loss" in each for each in figures].count(True) == 5
+
+
+def test_a_decoder_is_trained_alone():
+    settings = TrainSettings.model_validate(
+        {
+            "target": "vae",
+            "init": "demo",
+            "vae": VAES["hunyuan"].model_dump(),
+            "data": {"scenes": {"size": 32, "num_frames": 5, "batch_size": 2}},
+            "train_vae": {"decoder_only": True},
+        }
+    )
+    device = torch.device("cuda")
+    task = build_vae_task(settings, device=device, reporter=SilentReporter())
+    Distribution(device).shard(task.module)
+    task.begin_step(0, None)
+    with Precision(settings.precision, device).autocast():
+        loss, _ = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
+    loss.backward()
+    learnt = {name.partition(".")[0] for name, weight in task.module.named_parameters() if weight.grad is not None}
+    assert learnt == {"decoder", "post_quant_conv"}
