@@ -57,7 +57,7 @@ def test_a_model_that_takes_no_reference_learns_t2v_alone():
 def test_some_clip_must_leave_something_to_learn(mode, grid, longest, shortest):
     model = MODEL.model_copy(update={"in_channels": grid.latent_channels * 4})
     [problem] = problems(only("t2v", mode), model=model, grid=grid, longest=longest)
-    assert problem.startswith(f"no clip is longer than {longest} frames")
+    assert problem.startswith(f"the longest clip has {longest} frame")
     assert f"at least {shortest}," in problem
     assert problems(only("t2v", mode), model=model, grid=grid, longest=shortest) == []
 

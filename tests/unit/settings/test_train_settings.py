@@ -181,7 +181,7 @@ class TestFindRecipe:
         ("demo", {"data__scenes__size": "68"}, "size=68 must be a multiple of 16, the side of a token: use 80"),
         ("demo", {"model__in_channels": "64"}, "channels (16) x model.patch_size=4 squared: use 256"),
         ("demo", {"model__cond_embed": "false"}, "mode_weights must be 0 but for t2v with model.cond_embed=false"),
-        ("demo", {"data__scenes__num_frames": "13"}, "no clip is longer than 13 frames, which leaves nothing to learn"),
+        ("demo", {"data__scenes__num_frames": "13"}, "the longest clip has 13 frames, which leaves nothing to learn"),
         ("demo", {"data__fps_max": "3"}, "data.fps_max=3 (from --set) has no effect with data.table=none"),
         ("demo", {"data__table": "a.csv", "data__scenes__size": "32"}, "has no effect with data.table=a.csv"),
         ("demo", {"strategy": "zero2"}, "optimizer.name=muon needs whole matrices"),
