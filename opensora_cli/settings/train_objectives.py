@@ -133,8 +133,8 @@ class MMDiTTrainSettings(Section):
         if most >= grid.latent_frames(grid.longest_clip(longest)):
             shortest = grid.num_frames(most + 1)
             problems.append(
-                f"the longest clip has {longest} frame{'' if longest == 1 else 's'}, which leaves nothing to learn in a "
-                f"condition mode that gives {most} latent frames: use clips of at least {shortest}, or 0 for such a "
+                f"the longest clip has {longest} frame{'' if longest == 1 else 's'}, which leaves nothing to learn in "
+                f"a condition mode that gives {most} latent frames: use clips of at least {shortest}, or 0 for such a "
                 "mode in train_mmdit.mode_weights"
             )
         return problems
