@@ -114,10 +114,7 @@ class MMDiTTask:
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
         states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
-        clips = self._encoded(batch)
-        latents = [self._placed(clip.latents()) for clip in clips]
-        noises = self._noises(latents, states)
-        samples = [self._sample(*each) for each in zip(clips, latents, noises, states, strict=True)]
+        samples = self._samples(self._encoded(batch), states)
         latents_BCTHW = torch.stack([sample.latents_CTHW for sample in samples])
         masks_B1THW = torch.stack([sample.mask_1THW for sample in samples])
         patch = self._config.patch_size
@@ -189,6 +186,11 @@ class MMDiTTask:
         return each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), drawn, states)
 
     @torch.no_grad()
+    def _samples(self, clips: Sequence[EncodedClip], states: Sequence[SampleRng]) -> list[_Sample]:
+        latents = [self._placed(clip.latents()) for clip in clips]
+        noises = self._noises(latents, states)
+        return [self._sample(*each) for each in zip(clips, latents, noises, states, strict=True)]
+
     def _sample(self, clip: EncodedClip, latents_CTHW: Tensor, noise_CTHW: Tensor, rng: SampleRng) -> _Sample:
         mode = sample_mode(
             self._weights,
