@@ -178,7 +178,6 @@ class MMDiTTask:
 
     def _noises(self, latents: Sequence[Tensor], states: Sequence[SampleRng]) -> Iterable[Tensor]:
         """Draw the noise of each clip, on the host, so that it is the same for every device."""
-
         pinned = self._device.type == "cuda"
         drawn = [torch.empty(latents_CTHW.shape, pin_memory=pinned) for latents_CTHW in latents]
         # A small model on a GPU would wait for it longer than it computes; beside a model on the CPU, no core is free.
