@@ -163,7 +163,16 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     complete_recipe = options.completed_settings("train")
-    recipes = ["demo", "demo_clips", "demo_lora", "demo_pictures", "demo_text", "demo_vae", "demo_vae_128px"]
+    recipes = [
+        "demo",
+        "demo_clips",
+        "demo_decoder",
+        "demo_lora",
+        "demo_pictures",
+        "demo_text",
+        "demo_vae",
+        "demo_vae_128px",
+    ]
     assert complete_recipe("demo") == [*recipes, "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]
     assert complete_recipe("m") == ["more/"]

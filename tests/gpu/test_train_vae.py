@@ -1,15 +1,15 @@
 """Autoencoders in training on a CUDA device: the loss and the gradients of a CPU, and steps that lower it."""
 
 import pytest
+import tiny_frozen
+import tiny_training
 import torch
-from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, mixed_batches, vae_task, vae_trainer
+from safetensors.torch import load_file
+from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
 
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.objectives.vae import build_vae_task
-from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.settings.train import TrainSettings
 
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
 
@@ -52,22 +52,15 @@ def test_it_learns(kind):
     assert ["adversary_loss" in each for each in figures].count(True) == 5
 
 
-def test_a_decoder_is_trained_alone():
-    settings = TrainSettings.model_validate(
-        {
-            "target": "vae",
-            "init": "demo",
-            "vae": VAES["hunyuan"].model_dump(),
-            "data": {"scenes": {"size": 32, "num_frames": 5, "batch_size": 2}},
-            "train_vae": {"decoder_only": True},
-        }
-    )
-    device = torch.device("cuda")
-    task = build_vae_task(settings, device=device, reporter=SilentReporter())
-    Distribution(device).shard(task.module)
-    task.begin_step(0, None)
-    with Precision(settings.precision, device).autocast():
-        loss, _ = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
-    loss.backward()
-    learnt = {name.partition(".")[0] for name, weight in task.module.named_parameters() if weight.grad is not None}
-    assert learnt == {"decoder", "post_quant_conv"}
+def test_a_decoder_is_trained_alone(tmp_path):
+    first = tiny_frozen.save_frozen_parts(tmp_path / "frozen") / "vae.safetensors"
+    changes = {
+        "init": str(first),
+        "train_vae": {"decoder_only": True, "export_half": True},
+        "device": "cuda",
+        "loop.steps": 2,
+    }
+    train(tiny_training.vae_settings(tmp_path / "run").replace(changes))
+    made, given = load_file(tmp_path / "run" / "vae.safetensors"), load_file(first)
+    changed = {name.partition(".")[0] for name, value in made.items() if not torch.equal(value, given[name].half())}
+    assert changed == {"decoder", "post_quant_conv"}

@@ -149,6 +149,8 @@ def _build(
             vae_task = build_vae_task(settings, device=device, reporter=reporter)
             if (path := first_weights_of(settings)) is not None:
                 fill_module(vae_task.module, open_checkpoint(path))
+            # A distribution places what is trained, and not a frozen encoder.
+            vae_task.module.to(device)
             return vae_task
         case TrainTarget.TEXT:
             return TextTask(settings.text)

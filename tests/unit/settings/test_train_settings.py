@@ -153,7 +153,8 @@ class TestFindRecipe:
 
     def test_unknown(self) -> None:
         with pytest.raises(
-            RequestError, match="'dmeo' is not one of demo, demo_clips, demo_lora, demo_pictures, demo_text"
+            RequestError,
+            match="'dmeo' is not one of demo, demo_clips, demo_decoder, demo_lora, demo_pictures, demo_text",
         ):
             settings_path(Path("dmeo"), "train")
         with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):

@@ -62,8 +62,6 @@ def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: R
     autoencoder = new_autoencoder(settings.vae)
     if chosen.decoder_only:
         freeze_encoder(autoencoder)
-        # A distribution places what is trained.
-        autoencoder.to(device)
     if device.type == "cpu":
         channels_last(autoencoder)
     adversary = None

@@ -469,6 +469,14 @@ class TestInit:
         changed = {name.partition(".")[0] for name, value in made.items() if not torch.equal(value, given[name])}
         assert changed == {"decoder", "post_quant_conv"}
 
+    def test_a_frozen_encoder_is_on_the_device(self, tmp_path, vae_folder):
+        settings = tiny_training.vae_settings(tmp_path).replace(
+            {"init": str(vae_folder / "vae.safetensors"), "train_vae": {"decoder_only": True}}
+        )
+        distribution = Distribution(torch.device("meta"))
+        module = build_task(settings, distribution=distribution, reporter=SilentReporter()).module
+        assert {weight.device.type for weight in module.encoder.parameters()} == {"meta"}
+
     def test_weights_of_a_transformer_without_references(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
         weights = {name: value.half() for name, value in self.built(settings).state_dict().items()}

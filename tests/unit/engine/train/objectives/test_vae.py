@@ -316,11 +316,6 @@ class TestBuild:
         _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
         assert "lpips" not in figures
 
-    def test_a_frozen_encoder_is_on_the_device(self, settings):
-        alone = settings.replace({"init": "demo", "train_vae.decoder_only": True})
-        module = build_vae_task(alone, device=torch.device("meta"), reporter=Listener()).module
-        assert {weight.device.type for weight in module.encoder.parameters()} == {"meta"}
-
     def test_with_weights_and_discriminator(self, settings, tmp_path, perceptual):
         weights = {
             name.replace("lins.", "lin") + ".model.1.weight" * name.startswith("lins"): weight
