@@ -35,7 +35,7 @@ def reconstruct(plan: ExecutionPlan, models: LoadedModels, clips_NTHWC: Clips, *
             given = [as_pixels(plan, clip) for clip in clips_NTHWC[start : start + batch]]
             pixels_BCTHW = torch.stack(given).to(plan.hardware.device, plan.hardware.dtype)
             pieces = [*decode_latents(plan, vae, vae.encode(pixels_BCTHW, tiling=tiling))]
-            decoded += [torch.cat(of_clip).cpu() for of_clip in zip(*pieces, strict=True)]
+            decoded += [torch.cat(of_clip) for of_clip in zip(*pieces, strict=True)]
     return torch.stack(decoded).numpy()
 
 
@@ -74,7 +74,7 @@ def generate_clips(
         return Work(dataclasses.replace(plan, settings=settings), [files], references)
 
     def finish(decoding: Decoding) -> torch.Tensor:
-        return torch.cat([*decoding.pieces()]).cpu()
+        return torch.cat([*decoding.pieces()])
 
     clips: list[torch.Tensor] = []
     for start in range(0, len(prompts), batch):

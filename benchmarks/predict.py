@@ -69,9 +69,6 @@ FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
 """Of all pairs that to which the efficiencies are fitted with the smallest error of the other three."""
 
 
-TimeT = TypeVar("TimeT", Published, "Measured")
-
-
 @cache
 def plan_on(resolution: str, machine: str, *, ring: bool = False) -> ExecutionPlan:
     """Return the plan of a preset on hardware as `--on` names it; `ring`: all ranks share tokens by ring attention."""
@@ -89,6 +86,9 @@ class Measured:
     resolution: str
     what: str
     seconds: float
+
+
+TimeT = TypeVar("TimeT", Published, Measured)
 
 
 def measured_times() -> list[Measured]:
