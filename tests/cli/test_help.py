@@ -166,6 +166,7 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
     recipes = [
         "demo",
         "demo_clips",
+        "demo_clips_gpu",
         "demo_decoder",
         "demo_lora",
         "demo_pictures",

@@ -154,7 +154,7 @@ class TestFindRecipe:
     def test_unknown(self) -> None:
         with pytest.raises(
             RequestError,
-            match="'dmeo' is not one of demo, demo_clips, demo_decoder, demo_lora, demo_pictures, demo_text",
+            match="'dmeo' is not one of demo, demo_clips, demo_clips_gpu, demo_decoder, demo_lora, demo_pictures",
         ):
             settings_path(Path("dmeo"), "train")
         with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):
