@@ -1,7 +1,7 @@
 """How gradients become updates: AdamW, and Muon for convolutions."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ _MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _SMALLEST_NORM = 1e-7
+_TOGETHER = 2**22
+"""Values of matrices that are orthogonalised together: many small products cost far more than their arithmetic."""
 
 
 class KernelMuon(torch.optim.Optimizer):
@@ -36,34 +38,52 @@ class KernelMuon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the weights from their gradients; a weight without one stays as it is."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, rate=group["lr"], decay=group["weight_decay"])
+            for weights in _alike([weight for weight in group["params"] if weight.grad is not None]):
+                self._update(weights, rate=group["lr"], decay=group["weight_decay"])
 
-    def _update(self, weight: nn.Parameter, gradient: Tensor, *, rate: float, decay: float) -> None:
-        if not self.state[weight]:
-            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        momentum = self.state[weight]["momentum_buffer"]
-        momentum.lerp_(gradient, 1 - _MOMENTUM)
+    def _update(self, weights: list[Tensor], *, rate: float, decay: float) -> None:
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
         # Nesterov's: one step ahead.
-        direction = orthogonalized(gradient.lerp(momentum, _MOMENTUM).flatten(1))
-        weight.mul_(1 - rate * decay)
-        weight.add_(direction.view(weight.shape), alpha=-0.2 * rate * math.sqrt(max(direction.shape)))
+        matrices = [ahead.flatten(1) for ahead in torch._foreach_lerp(gradients, momenta, _MOMENTUM)]
+        if len(matrices) == 1:
+            directions = [orthogonalized(matrices[0])]
+        else:
+            directions = list(orthogonalized(torch.stack(matrices)).unbind())
+        torch._foreach_mul_(weights, 1 - rate * decay)
+        updates = [direction.view(weight.shape) for direction, weight in zip(directions, weights, strict=True)]
+        torch._foreach_add_(weights, updates, alpha=-0.2 * rate * math.sqrt(max(matrices[0].shape)))
+
+
+def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield weights that are orthogonalised together: small ones of one shape, sharded ones each by itself."""
+    alike: dict[object, list[Tensor]] = {}
+    for weight in weights:
+        key = id(weight) if isinstance(weight, DTensor) else (weight.shape, weight.dtype, weight.device)
+        alike.setdefault(key, []).append(weight)
+    for group in alike.values():
+        count = max(1, _TOGETHER // group[0].numel())
+        yield from (group[start : start + count] for start in range(0, len(group), count))
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return U·S'·Vᵀ of a matrix U·S·Vᵀ, with all of S' near 1, by Newton-Schulz iterations.
+    """Return U·S'·Vᵀ of a matrix U·S·Vᵀ, with all of S' near 1, by Newton-Schulz iterations; or a batch of them.
 
     They are in bfloat16, but in float32 on a CPU that has no products of it.
     """
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = (matrix.T if is_tall else matrix).to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
-    wide = wide / wide.norm().clamp(min=_SMALLEST_NORM)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = (matrix.mT if is_tall else matrix).to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
+    wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=_SMALLEST_NORM)
+    product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     a, b, c = _NEWTON_SCHULZ
     for _ in range(_NEWTON_SCHULZ_STEPS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if is_tall else wide
+        gram = wide @ wide.mT
+        wide = product(wide, product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if is_tall else wide
 
 
 # Key of the full learning rate in each group of weights; `lr` is the scheduled one.

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,17 +54,17 @@ def export_transformer(weights: Mapping[str, Tensor], folder: Path, *, vae: VAES
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """Everything that is sampled and encoded for one clip of a micro-batch, in fp32."""
+class _Samples:
+    """Everything that is sampled and encoded for the clips of a micro-batch, in fp32."""
 
-    latents_CTHW: Tensor
-    noise_CTHW: Tensor
-    mask_1THW: Tensor
-    reference_CTHW: Tensor
-    prompt_embeds_LC: Tensor
-    pooled_prompt_embeds_V: Tensor
-    normal: Tensor
-    """A standard normal number, from which the timestep is computed."""
+    latents_BCTHW: Tensor
+    noise_BCTHW: Tensor
+    mask_B1THW: Tensor
+    reference_BCTHW: Tensor
+    prompt_embeds_BLC: Tensor
+    pooled_prompt_embeds_BV: Tensor
+    normal_B: Tensor
+    """Standard normal numbers, from which the timesteps are computed."""
 
 
 class MMDiTTask:
@@ -115,26 +115,22 @@ class MMDiTTask:
         """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
         states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
         samples = self._samples(self._encoded(batch), states)
-        latents_BCTHW = torch.stack([sample.latents_CTHW for sample in samples])
-        masks_B1THW = torch.stack([sample.mask_1THW for sample in samples])
         patch = self._config.patch_size
-        frames, height, width = latents_BCTHW.shape[2:]
-        data_BND = pack_latents(latents_BCTHW, patch)
-        noise_BND = pack_latents(torch.stack([sample.noise_CTHW for sample in samples]), patch)
+        count, _, frames, height, width = samples.latents_BCTHW.shape
+        data_BND = pack_latents(samples.latents_BCTHW, patch)
+        noise_BND = pack_latents(samples.noise_BCTHW, patch)
         # The released model's shift counts patches of 2x2, whatever the patch size is.
         shift = flow_shift_for(tokens_per_frame=height * width // 4, num_latent_frames=frames)
-        t_B = shifted_time(torch.stack([sample.normal for sample in samples]), shift=shift)
+        t_B = shifted_time(samples.normal_B, shift=shift)
         sigma_min = self._settings.sigma_min
         velocity_BND: Tensor = self.forward(
             noisy_latents(data_BND, noise_BND, t_B, sigma_min=sigma_min),
-            position_ids_BN3=position_ids(
-                len(samples), frames, height // patch, width // patch, device=data_BND.device
-            ),
+            position_ids_BN3=position_ids(count, frames, height // patch, width // patch, device=data_BND.device),
             timesteps_B=t_B,
-            prompt_embeds_BLC=torch.stack([sample.prompt_embeds_LC for sample in samples]),
-            pooled_prompt_embeds_BV=torch.stack([sample.pooled_prompt_embeds_V for sample in samples]),
-            conditioning_BNK=self._conditioning(samples, masks_B1THW),
-            embedded_guidance_B=self._embedded_guidance(len(samples)),
+            prompt_embeds_BLC=samples.prompt_embeds_BLC,
+            pooled_prompt_embeds_BV=samples.pooled_prompt_embeds_BV,
+            conditioning_BNK=self._conditioning(samples),
+            embedded_guidance_B=self._embedded_guidance(count),
         )
         target_BND = flow_target(data_BND, noise_BND, sigma_min=sigma_min)
         if self._settings.thing_weight != 1:
@@ -145,8 +141,8 @@ class MMDiTTask:
                 num_frames=self._grid.num_frames(frames),
                 fps=batch.fps[0] or 1.0,
             )
-            return weighted_loss(velocity_BND, target_BND, weights_BN.to(self._device)), {}
-        masks_BTHW = masks_B1THW[:, 0] if self._settings.masked_loss else None
+            return weighted_loss(velocity_BND, target_BND, queued_copy(weights_BN, self._device)), {}
+        masks_BTHW = samples.mask_B1THW[:, 0] if self._settings.masked_loss else None
         return get_batch_loss(velocity_BND, target_BND, masks_BTHW), {}
 
     def tokens(self, batch: ClipBatch) -> int:
@@ -176,21 +172,34 @@ class MMDiTTask:
             for pixels_THWC, caption, fps, score in described
         ]
 
-    def _noises(self, latents: Sequence[Tensor], states: Sequence[SampleRng]) -> Iterable[Tensor]:
+    def _noise(self, shape: Sequence[int], states: Sequence[SampleRng]) -> Tensor:
         """Draw the noise of each clip, on the host, so that it is the same for every device."""
-        pinned = self._device.type == "cuda"
-        drawn = [torch.empty(latents_CTHW.shape, pin_memory=pinned) for latents_CTHW in latents]
+        noise_BCTHW = torch.empty(shape, pin_memory=self._device.type == "cuda")
         # A small model on a GPU would wait for it longer than it computes; beside a model on the CPU, no core is free.
         each = self._drawing.map if self._drawing else map
-        return each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), drawn, states)
+        deque(each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), noise_BCTHW, states), maxlen=0)
+        return noise_BCTHW.to(self._device, non_blocking=True)
 
     @torch.no_grad()
-    def _samples(self, clips: Sequence[EncodedClip], states: Sequence[SampleRng]) -> list[_Sample]:
-        latents = [self._placed(clip.latents()) for clip in clips]
-        noises = self._noises(latents, states)
-        return [self._sample(*each) for each in zip(clips, latents, noises, states, strict=True)]
+    def _samples(self, clips: Sequence[EncodedClip], states: Sequence[SampleRng]) -> _Samples:
+        # Stacked before they are copied: a GPU waits longer for many small copies than for one.
+        latents_BCTHW = self._placed(torch.stack([clip.latents() for clip in clips]))
+        noise_BCTHW = self._noise(latents_BCTHW.shape, states)
+        conditions = [self._condition(*each) for each in zip(clips, latents_BCTHW, states, strict=True)]
+        masks, references = zip(*conditions, strict=True)
+        embeds = [self._embeds(*each) for each in zip(clips, states, strict=True)]
+        prompt_embeds, pooled_prompt_embeds = zip(*embeds, strict=True)
+        return _Samples(
+            latents_BCTHW=latents_BCTHW,
+            noise_BCTHW=noise_BCTHW,
+            mask_B1THW=torch.stack(masks),
+            reference_BCTHW=torch.stack(references),
+            prompt_embeds_BLC=torch.stack(prompt_embeds),
+            pooled_prompt_embeds_BV=torch.stack(pooled_prompt_embeds),
+            normal_B=self._placed(torch.stack([torch.randn((), generator=rng.torch) for rng in states])),
+        )
 
-    def _sample(self, clip: EncodedClip, latents_CTHW: Tensor, noise_CTHW: Tensor, rng: SampleRng) -> _Sample:
+    def _condition(self, clip: EncodedClip, latents_CTHW: Tensor, rng: SampleRng) -> tuple[Tensor, Tensor]:
         mode = sample_mode(
             self._weights,
             num_latent_frames=latents_CTHW.shape[1],
@@ -198,9 +207,7 @@ class MMDiTTask:
             rng=rng.numpy,
             lengths=self._lengths,
         )
-        drop_t5 = rng.numpy.random() < self._settings.t5_dropout
-        drop_clip = rng.numpy.random() < self._settings.clip_dropout
-        mask_1THW, reference_CTHW = condition_clip(
+        return condition_clip(
             latents_CTHW,
             mode,
             lambda part: self._placed(clip.part(part)),
@@ -208,28 +215,24 @@ class MMDiTTask:
             temporal_compression=self._grid.time_compression_ratio,
             lengths=self._lengths,
         )
+
+    def _embeds(self, clip: EncodedClip, rng: SampleRng) -> tuple[Tensor, Tensor]:
+        drop_t5 = rng.numpy.random() < self._settings.t5_dropout
+        drop_clip = rng.numpy.random() < self._settings.clip_dropout
         empty = self._empty_prompt
-        return _Sample(
-            latents_CTHW=latents_CTHW,
-            noise_CTHW=noise_CTHW.to(self._device, non_blocking=True),
-            mask_1THW=mask_1THW,
-            reference_CTHW=reference_CTHW,
-            prompt_embeds_LC=self._placed(empty.prompt_embeds_LC if drop_t5 else clip.prompt_embeds()),
-            pooled_prompt_embeds_V=self._placed(
-                empty.pooled_prompt_embeds_V if drop_clip else clip.pooled_prompt_embeds()
-            ),
-            normal=self._placed(torch.randn((), generator=rng.torch)),
+        return (
+            self._placed(empty.prompt_embeds_LC if drop_t5 else clip.prompt_embeds()),
+            self._placed(empty.pooled_prompt_embeds_V if drop_clip else clip.pooled_prompt_embeds()),
         )
 
     def _placed(self, tensor: Tensor) -> Tensor:
         # Transferred before the cast: half the bytes.
         return queued_copy(tensor, self._device).float()
 
-    def _conditioning(self, samples: Sequence[_Sample], masks_B1THW: Tensor) -> Tensor | None:
+    def _conditioning(self, samples: _Samples) -> Tensor | None:
         if not self._config.cond_embed:
             return None
-        references_BCTHW = torch.stack([sample.reference_CTHW for sample in samples])
-        return pack_conditioning(masks_B1THW, references_BCTHW, self._config.patch_size)
+        return pack_conditioning(samples.mask_B1THW, samples.reference_BCTHW, self._config.patch_size)
 
     def _embedded_guidance(self, batch_size: int) -> Tensor | None:
         if not self._config.guidance_embed:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.train import optimizer
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.optimizer import (
     KernelMuon,
@@ -152,6 +153,22 @@ class TestKernelMuon:
         # That of torch is in bfloat16.
         moved, of_theirs = ours.detach() - 1, theirs.detach() - 1
         assert (moved - of_theirs).norm() < 0.03 * of_theirs.norm()
+
+    @pytest.mark.parametrize("together", [2**22, 100, 1])
+    def test_weights_of_one_shape_move_together_as_each_would_alone(self, together):
+        shapes = [(4, 12), (12, 4), (4, 12), (4, 3, 2, 2), (4, 12), (4, 12)]
+        ours, alone = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+        muons = [KernelMuon(ours, learning_rate=0.02, weight_decay=0.1)]
+        muons += [KernelMuon([weight], learning_rate=0.02, weight_decay=0.1) for weight in alone]
+        random = torch.Generator().manual_seed(0)
+        with mock.patch.object(optimizer, "_TOGETHER", together):
+            for first in (1, 0):  # one has no gradient at first
+                for weight, other in list(zip(ours, alone, strict=True))[first:]:
+                    weight.grad = torch.randn(weight.shape, generator=random)
+                    other.grad = weight.grad.clone()
+                for muon in muons:
+                    muon.step()
+        assert all(torch.equal(weight, other) for weight, other in zip(ours, alone, strict=True))
 
     @pytest.mark.parametrize("has_bf16", [True, False])
     def test_products_are_in_bfloat16_where_the_cpu_has_them(self, has_bf16):
