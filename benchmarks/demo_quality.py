@@ -10,7 +10,8 @@ Four parts, on scenes whose combination of place, weather, time and thing was he
   the harder ones (by night, in rain or snow); and in how many the thing has the same shape and colour from the first
   third to the last. It was trained on rendered clips alone; its accuracy on held-out renders stands beside. Shares have
   intervals of 95 % confidence. With `--choosing`, prompts are of combinations that are not held out: checkpoints, steps
-  and guidance are chosen by these, so that what is reported was not chosen by itself.
+  and guidance are chosen by these, so that what is reported was not chosen by itself. `--language ko` takes the same
+  scenes in Korean words.
 - `conditions`: for each way of giving frames, how well they come back, in dB of PSNR, and what is read from the video.
 - `seconds`: how long `osora generate` takes on this machine, from start to finish, as its own process.
 """
@@ -49,6 +50,7 @@ from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.captions import caption_scene
 from opensora_cli.data.scenes import Scene, Time, Weather, render_scene, sample_scene
+from opensora_cli.data.translated_captions import Language
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
@@ -65,13 +67,15 @@ _VAE_SCENES, _PROMPT_SCENES, _CONDITION_SCENES, _READER_SCENES = range(4)
 _PIXELS_BATCH = 4
 
 
-def scene_set(count: int, *, seed: int, part: int, held_out: bool = True) -> tuple[list[Scene], list[str]]:
+def scene_set(
+    count: int, *, seed: int, part: int, held_out: bool = True, language: Language | None = None
+) -> tuple[list[Scene], list[str]]:
     """Return scenes of combinations that nothing was trained on, or that may have been, each with a moving thing, and a
-    complete caption.
+    complete caption, in English unless another `language` is given.
     """
     rng = np.random.default_rng((seed, part))
     scenes = [sample_scene(rng, held_out=held_out, thing_share=1.0) for _ in range(count)]
-    return scenes, [caption_scene(scene, rng, complete=True) for scene in scenes]
+    return scenes, [caption_scene(scene, rng, complete=True, language=language) for scene in scenes]
 
 
 def film(scenes: Sequence[Scene], plan: ExecutionPlan) -> Clips:
@@ -125,7 +129,9 @@ def measure_prompts(
 ) -> dict[str, Any]:
     """Return how well the readers read back what prompts say, from the videos made for them with the plan."""
     count, fps = options.prompts, plan.settings.video.fps
-    scenes, prompts = scene_set(count, seed=options.seed, part=_PROMPT_SCENES, held_out=not options.choosing)
+    scenes, prompts = scene_set(
+        count, seed=options.seed, part=_PROMPT_SCENES, held_out=not options.choosing, language=options.language
+    )
     sampling = plan.settings.sampling
     start = time.perf_counter()
     read, stable, details = [], [], []
@@ -148,6 +154,7 @@ def measure_prompts(
     return {
         "videos": videos,
         "choosing": options.choosing,
+        "language": options.language or "en",
         "num_inference_steps": sampling.num_inference_steps,
         "model_evaluations": plan.model_evaluations,
         "detail_of_renders": float(np.mean(details)) / detail(film(scenes, plan)),
@@ -342,6 +349,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=_count, default=200, metavar="N", help="videos to read (%(default)s)")
     parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="of noise, for each prompt (%(default)s)")
     parser.add_argument("--choosing", action="store_true", help="take other prompts than those that are reported")
+    parser.add_argument(
+        "--language", type=Language, choices=list(Language), help="of the prompts that are read; default: English"
+    )
     parser.add_argument("--clips", type=_count, default=96, metavar="N", help="clips to reconstruct (%(default)s)")
     parser.add_argument("--given", type=_count, default=24, metavar="N", help="videos of each condition (%(default)s)")
     parser.add_argument("--reader-clips", type=_count, default=500, metavar="N", help="renders to read (%(default)s)")

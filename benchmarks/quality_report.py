@@ -61,7 +61,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     for trial in report.get("prompts", []):
         combinations = "other" if trial["choosing"] else "held-out"
         lines += [
-            f"prompts       {trial['videos']} videos of {combinations} combinations, "
+            f"prompts       {trial['videos']} videos of {combinations} combinations ({trial['language']}), "
             f"{trial['num_inference_steps']} steps "
             f"({trial['model_evaluations']} evaluations), guidance {trial['guidance_scale']:g}",
             f"              detail {trial['detail_of_renders']:.2f} of that of renders",

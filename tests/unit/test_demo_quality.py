@@ -29,6 +29,7 @@ from opensora_cli.data.scenes import (
     render_scene,
     sample_scene,
 )
+from opensora_cli.data.translated_captions import Language, translated_words
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
@@ -238,6 +239,15 @@ def test_captions_leave_nothing_to_chance() -> None:
         assert words & set(SPEED_WORDS[shown.thing.speed])
     assert scenes == demo_quality.scene_set(40, seed=0, part=1)[0]
     assert scenes[0] not in demo_quality.scene_set(40, seed=0, part=2)[0]
+
+
+@pytest.mark.parametrize("language", list(Language))
+def test_other_languages_have_the_same_scenes(language: Language) -> None:
+    english, (scenes, prompts) = (
+        demo_quality.scene_set(40, seed=0, part=1, language=each) for each in (None, language)
+    )
+    assert scenes == english[0]
+    assert set(" ".join(prompts).replace(",", "").split()) <= set(translated_words())
 
 
 @pytest.mark.slow
