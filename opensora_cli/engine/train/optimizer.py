@@ -60,11 +60,10 @@ class KernelMuon(torch.optim.Optimizer):
 
 
 def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield weights that are orthogonalised together: small ones of one shape, sharded ones each by itself."""
+    """Yield weights that are orthogonalised together: small ones of one shape."""
     alike: dict[object, list[Tensor]] = {}
     for weight in weights:
-        key = id(weight) if isinstance(weight, DTensor) else (weight.shape, weight.dtype, weight.device)
-        alike.setdefault(key, []).append(weight)
+        alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
     for group in alike.values():
         count = max(1, _TOGETHER // group[0].numel())
         yield from (group[start : start + count] for start in range(0, len(group), count))
