@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -177,7 +177,7 @@ class MMDiTTask:
         noise_BCTHW = torch.empty(shape, pin_memory=self._device.type == "cuda")
         # A small model on a GPU would wait for it longer than it computes; beside a model on the CPU, no core is free.
         each = self._drawing.map if self._drawing else map
-        deque(each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), noise_BCTHW, states), maxlen=0)
+        list(each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), noise_BCTHW, states))
         return noise_BCTHW.to(self._device, non_blocking=True)
 
     @torch.no_grad()
