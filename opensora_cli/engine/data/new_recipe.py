@@ -235,6 +235,8 @@ def _transformer_lines(settings: TrainSettings, suggestion: Suggestion, *, name:
     lines = []
     if chosen.cache is not None:
         lines += ["  # Encoded clips.", f"  cache: {_quoted(f'runs/{name}_cache')}"]
+    if chosen.thing_weight != 1:
+        lines += ["  # Where the thing is, is known of procedural scenes alone.", "  thing_weight: 1"]
     if modes:
         lines += ["  mode_weights:", "    # No clip is long enough for these.", *(f"    {mode}: 0" for mode in modes)]
         if not set(chosen.mode_weights.by_mode()) - set(modes):
