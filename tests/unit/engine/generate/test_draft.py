@@ -146,10 +146,10 @@ def test_the_demo_keeps_what_its_draft_shows_the_more_the_lower_the_strength():
         return functional.interpolate(frames_TCHW, size=(64, 64), mode="area")
 
     with Pipeline("demo", threads=1, steps=10, seed=1, num_frames=5) as pipe:
-        draft, large = small(pipe("raining, sea")), {"width": 96, "height": 96}
+        draft, large = small(pipe("raining, sea")), {"width": 160, "height": 160}
         videos = [pipe("raining, sea", **large)]
         videos += [
-            pipe("raining, sea", draft_res="64px", draft_strength=strength, **large) for strength in (0.9, 0.7, 0.4)
+            pipe("raining, sea", draft_res="128px", draft_strength=strength, **large) for strength in (0.9, 0.7, 0.4)
         ]
     errors = [float((small(video) - draft).square().mean()) for video in videos]
     assert errors == sorted(errors, reverse=True)
