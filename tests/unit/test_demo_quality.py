@@ -157,8 +157,8 @@ def test_reader_is_never_trained_on_held_out_scenes(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_reader_learns() -> None:
     said: list[str] = []
-    reader = scene_reader.train_reader(WHOLE, steps=32, batch_size=16, width=8, say=said.append)
-    assert said[-1].startswith("reader: step 32 of 32")
+    reader = scene_reader.train_reader(WHOLE, steps=64, batch_size=16, width=8, say=said.append)
+    assert said[-1].startswith("reader: step 64 of 64")
     rng = np.random.default_rng(5)
     scenes = [sample_scene(rng, held_out=True) for _ in range(60)]
     clips = np.stack([render_scene(shown, num_frames=33) for shown in scenes])
