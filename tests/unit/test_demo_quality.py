@@ -259,7 +259,7 @@ def test_whole_benchmark_in_small(
 ) -> None:
     report = tmp_path / "report.json"
     for name, look in (("whole.pt", scene_reader.Look.at_whole), ("third.pt", scene_reader.Look.at_third)):
-        scene_reader.save_reader(scene_reader.Reader(look(17, 12.0), width=4), tmp_path / name)
+        scene_reader.save_reader(scene_reader.Reader(look(33, 12.0), width=4), tmp_path / name)
     sizes = demo_settings(world, tmp_path).model_dump(mode="json")
     overrides = [
         f"{section}.{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
