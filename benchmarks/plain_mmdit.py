@@ -34,7 +34,7 @@ def plain_forward(
     pooled_prompt_embeds_BV: Tensor,
     conditioning_BNK: Tensor | None = None,
 ) -> Tensor:
-    """Return the velocity, as `MMDiT.forward` does, of a model that is not guidance-distilled."""
+    """Return the velocity, as `MMDiT.forward` does, of a model that is not guidance-distilled; times are over 0."""
     latents = model.img_in(packed_latents_BND)
     if model.cond_in is not None:
         latents = latents + model.cond_in(conditioning_BNK)
@@ -50,8 +50,8 @@ def plain_forward(
         tokens = _single(single, tokens, vector, rotary)
     final = model.final_layer
     shift, scale = final.adaLN_modulation(vector)[:, None].chunk(2, dim=-1)
-    velocity: Tensor = final.linear(_modulated(tokens[:, text.shape[1] :], shift, scale))
-    return velocity
+    out: Tensor = final.linear(_modulated(tokens[:, text.shape[1] :], shift, scale))
+    return (packed_latents_BND - out) / timesteps_B.view(-1, 1, 1) if model.config.predicts_data else out
 
 
 def plain_denoise(
