@@ -136,11 +136,11 @@ def test_pieces_come_as_they_are_finished():
 @pytest.mark.parametrize(
     ("direction", "shape", "times"), [("encode", (1, 3, 32, 256, 256), 5), ("decode", (1, 128, 8, 8, 8), 6.5)]
 )
-def test_a_tile_takes_some_times_the_memory_of_its_widest_clip(direction, shape, times):
+def test_a_tile_takes_a_known_multiple_of_its_widest_clip(direction, shape, times):
     config = DCAEConfig()
     clip_bytes = config.width_list[0] * config.temporal_tile_size * config.spatial_tile_size**2 * 2
     with fake_device("cuda") as device:
         vae = fake_module(lambda: DCAE(config), device=device, dtype=torch.bfloat16)
         with TensorBytes(device_type=device.type) as counter:
             getattr(vae, direction)(torch.empty(shape, device=device, dtype=torch.bfloat16))
-            assert 0.9 * times * clip_bytes < counter.peak_bytes < 1.05 * times * clip_bytes
+            assert 0.9 * times < counter.peak_bytes / clip_bytes < 1.02 * times
