@@ -168,6 +168,9 @@ def without_rights(run: Callable[[], int]) -> tuple[int, str]:
         try:
             os.dup2(write, 2)
             sys.stderr = os.fdopen(2, "w", closefd=False)
+            # With several, OpenMP would wait for those of earlier tests, which a fork leaves behind.
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
             version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
             if ctypes.CDLL(None, use_errno=True).capset(version_3, none):
                 raise OSError(ctypes.get_errno(), "capset")
