@@ -88,10 +88,11 @@ class ScanJournal:
 
     @contextmanager
     def appending(self) -> Iterator[IO[str]]:
-        """Open the journal to add lines to it; an OutputError if it cannot be written."""
+        """Open the journal to add lines to it, without what a crash cut off; an OutputError if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
+                file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
                 yield file
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
@@ -102,8 +103,7 @@ class ScanJournal:
         `written` is the file that will become the table. An OutputError if the journal cannot be written.
         """
         with self.appending() as lines:
-            # On a line of its own, also after one that a crash cut off.
-            lines.write("\n" + self._hash_line(written))
+            lines.write(self._hash_line(written))
 
     def finish(self, findings: list[Finding]) -> None:
         """Rewrite the journal: these findings, and a hash of the table. An OutputError if it cannot be written."""

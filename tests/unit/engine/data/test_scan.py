@@ -267,6 +267,7 @@ def test_a_scan_that_is_ended_beside_its_table_goes_on(
         with pytest.raises(KeyboardInterrupt):
             run(folder)
     assert (table.read_bytes() == old) == (named == 0)
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
     assert len(read_table(run(folder).table)) == 5
 
 
