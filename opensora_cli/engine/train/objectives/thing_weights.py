@@ -1,5 +1,6 @@
 """A loss that counts the moving thing of a procedural scene more: few tokens show it, and captions are mostly of it."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -37,11 +38,15 @@ def thing_weights(
     return 1.0 + (weight - 1.0) * torch.stack(shown).float()
 
 
-@lru_cache(maxsize=2**14)
 def _thing_tokens(name: str, grid: tuple[int, int, int], num_frames: int, fps: float) -> Tensor:
-    scene, (frames, height, width) = SceneClip.named(name), grid
-    if scene is None:  # a stand-in, by which memory is predicted
-        return torch.zeros(frames * height * width, dtype=torch.bool)
+    scene = SceneClip.named(name)
+    # A stand-in, by which memory is predicted: not cached, since its tensors may be fake, and later ones may not.
+    return torch.zeros(math.prod(grid), dtype=torch.bool) if scene is None else _covered(scene, grid, num_frames, fps)
+
+
+@lru_cache(maxsize=2**14)
+def _covered(scene: SceneClip, grid: tuple[int, int, int], num_frames: int, fps: float) -> Tensor:
+    frames, height, width = grid
     cover_THW = scene.thing_cover(size=_PIXELS_PER_TOKEN * max(height, width, 8), num_frames=num_frames, fps=fps)
     seen_THW = torch.from_numpy(cover_THW > _VISIBLE).float()
     if num_frames > 1:  # a causal autoencoder's first latent frame is of the first frame alone
