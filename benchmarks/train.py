@@ -58,7 +58,9 @@ _WITHOUT_BF16 = {"train_mmdit.frozen_dtype": "float32", "train_mmdit.attention":
 
 
 def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] | None = None) -> TrainSettings:
-    """Return the demo's recipe with the packaged frozen parts, AdamW at a constant rate, and text to video alone."""
+    """Return the recipe of the demo's short clips with the packaged frozen parts, AdamW at a constant rate, and text to
+    video alone, whose tokens count alike.
+    """
     given = {
         "weights": "demo",
         "data.workers": "0",
@@ -68,11 +70,12 @@ def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] |
         "optimizer.warmup_steps": "0",
         "optimizer.decay_steps": "0",
         "train_mmdit.cache": "none",
+        "train_mmdit.thing_weight": "1",
         **{f"train_mmdit.mode_weights.{mode}": str(int(mode == "t2v")) for mode in CONDITION_MODES},
-        **(changes or {"data.scenes.batch_size": str(batch_size)}),
+        **(changes or {"data.scenes.batch_size": str(batch_size), "data.scenes.picture_share": "0"}),
     }
     overrides = {key: Given(value, "the benchmark") for key, value in given.items()}
-    return load_train_settings(config=Path("demo"), overrides=overrides, environment={})
+    return load_train_settings(config=Path("demo_short"), overrides=overrides, environment={})
 
 
 class FixedBatches:
@@ -207,7 +210,7 @@ def measure_data(
     """Return the share of waiting, the medians of a step, and of reading a micro-batch in one process."""
     files = {
         "data.table": str(write_clips(folder)),
-        "data.buckets": f"{{64px: {{17: [1.0, {batch_size}]}}}}",
+        "data.buckets": f"{{128px: {{9: [1.0, {batch_size}]}}}}",
         "data.fps_max": "12",
     }
     settings = demo_settings(batch_size=batch_size, compute="bf16" if device.type == "cuda" else "fp32", changes=files)

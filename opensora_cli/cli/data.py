@@ -187,7 +187,7 @@ def cache(
 
     Examples:
 
-      osora data cache --config demo
+      osora data cache --config demo_short
 
       osora data cache --config stage1 --table clips.csv -o clips_cache
     """

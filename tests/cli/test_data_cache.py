@@ -57,7 +57,7 @@ def test_bad_requests(capsys):
     assert "train_mmdit.cache is not set" in capsys.readouterr().err
     assert run("--config", "demo", "-o", "cache", "--set", "weights=nowhere") == 3
     assert "has no vae.safetensors, t5, clip" in capsys.readouterr().err
-    assert run("--config", "demo", *WEIGHTS, "--table", "missing.csv") == 3
+    assert run("--config", "demo_lora", "-o", "cache", "--table", "missing.csv") == 3
     assert not Path("runs").exists()
     assert "missing.csv" in capsys.readouterr().err
     assert not Path("cache").exists()

@@ -143,7 +143,7 @@ def test_two_processes_make_the_same_picture_first() -> None:
 @pytest.mark.slow
 def test_two_processes_make_the_same_extended_video_and_the_same_from_a_draft() -> None:
     shorter = ["--set", "condition.video_latent_frames=1", "--num-frames", "9", "--steps", "2", "--extend", "1"]
-    larger = ["--width", "80", "--height", "80", "--draft-res", "64px", "--steps", "3", "--num-samples", "2"]
+    larger = ["--width", "144", "--height", "144", "--draft-res", "128px", "--steps", "3", "--num-samples", "2"]
     for name, changes, counts in (("long", shorter, {"": 13}), ("large", larger, {"_000": 5, "_001": 5})):
         changed = [*SHORT, *changes, "--format", "png"]
         command = [sys.executable, "-m", "opensora_cli", *changed, "--gpus", "2", "--out", f"{name}2.png"]
@@ -178,7 +178,7 @@ def test_from_one_to_eight_processes_make_the_same() -> None:
     for ranks in range(1, 9):
         assert main([*short, "--gpus", str(ranks), "--format", "png", "--out", f"{ranks}.png", "--quiet"]) == 0
     alone = frames("1")
-    assert alone.shape == (9, 64, 64, 3)
+    assert alone.shape == (9, 128, 128, 3)
     for ranks in range(2, 9):
         assert np.abs(frames(str(ranks)) - alone).max() <= 1, ranks
 

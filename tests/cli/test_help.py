@@ -165,14 +165,11 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
     complete_recipe = options.completed_settings("train")
     recipes = [
         "demo",
-        "demo_clips",
-        "demo_clips_gpu",
         "demo_decoder",
         "demo_lora",
-        "demo_pictures",
+        "demo_short",
         "demo_text",
         "demo_vae",
-        "demo_vae_128px",
     ]
     assert complete_recipe("demo") == [*recipes, "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]

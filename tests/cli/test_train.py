@@ -99,7 +99,7 @@ def test_dry_run_touches_nothing(
     ],
 )
 def test_attention_that_cannot_be_is_refused(tmp_path, capsys, args: list[str], code: int, told: str) -> None:
-    demo = ["train", "--config", "demo", "--dry-run", "--device", "cpu", "--set", f"output={tmp_path}"]
+    demo = ["train", "--config", "demo_short", "--dry-run", "--device", "cpu", "--set", f"output={tmp_path}"]
     assert main([*demo, *args]) == code
     assert told in capsys.readouterr().err
 
@@ -113,9 +113,9 @@ def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_no_estimates")
 def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = (f"output={tmp_path}", "memory.checkpointing=true", "memory.activation_offload=all")
-    demo = ["train", "--config", "demo", "--dry-run", *(word for each in chosen for word in ("--set", each))]
-    assert main([*demo, "--set", "memory.activation_buffer=64MB"]) == 0
-    words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host, buffer 64.0 MB"
+    demo = ["train", "--config", "demo_short", "--dry-run", *(word for each in chosen for word in ("--set", each))]
+    assert main([*demo, "--set", "memory.activation_buffer=512MB"]) == 0
+    words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host, buffer 512.0 MB"
     out = capsys.readouterr().out
     assert f"\nmemory      {words}\n" in out
     assert "\nattention   bf16_products (as set)\n" in out
@@ -134,8 +134,8 @@ def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, capsys: pyt
     table = tmp_path / "clips.csv"
     table.write_text("path,text,num_frames,height,width,aspect_ratio,resolution,fps\n")
     # There are no frozen parts, which training would miss.
-    arguments = ["train", "--config", "demo", "--set", f"data.table={table}", "--check-data"]
-    assert main([*arguments, "--set", "data.buckets={64px: {17: [1.0, 2]}}"]) == 3
+    arguments = ["train", "--config", "demo_lora", "--set", f"data.table={table}", "--check-data"]
+    assert main([*arguments, "--set", "weights=gone"]) == 3
     assert "vae.safetensors" not in capsys.readouterr().err
 
 
@@ -152,14 +152,14 @@ def test_variables_of_generate_do_no_harm(
 
 
 @pytest.mark.usefixtures("_no_estimates")
-@pytest.mark.parametrize("recipe_name", ["demo", "demo_text", "demo_vae"])
+@pytest.mark.parametrize("recipe_name", ["demo_short", "demo_text", "demo_vae"])
 def test_packaged_recipes_by_name(
     recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--config", recipe_name, "--dry-run"]) == 0
     missing = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("missing")]
-    assert missing == (["vae.safetensors", "t5", "clip"] if recipe_name == "demo" else [])
+    assert missing == (["vae.safetensors", "t5", "clip"] if recipe_name == "demo_short" else [])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_packaged_recipes_by_name(
         (["--config", "demo_vae", "--set", "init=gone.pt"], 3, "init=gone.pt does not exist"),
         (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one GPU"),
         (["--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], 2, "contradicts --device"),
-        (["--config", "demo"], 3, "has no vae.safetensors, t5, clip"),
+        (["--config", "demo_short"], 3, "has no vae.safetensors, t5, clip"),
         (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write file/run"),
     ],
 )  # fmt: skip

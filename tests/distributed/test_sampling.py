@@ -45,6 +45,8 @@ def plan_of(
 ):
     references = {"i2v_loop": ("a.png", "b.png")}.get(mode, ("a.png",)) if mode != "t2v" else ()
     degrees = degrees or {}
+    # Their six latent frames are 21 of a video.
+    frames = max(frames, 25) if mode.endswith("_easy") else frames
     settings = load_preset("demo", prompt="raining, sea").replace(
         {
             "runtime.device": "cpu",

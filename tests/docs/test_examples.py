@@ -75,7 +75,7 @@ def test_generate_a_video_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_train_a_lora_exports_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
     Path("clips").mkdir()
     for index in range(4):
-        write_clip(Path(f"clips/{index}.mp4"), num_frames=17, fps=12, caption="raining, sea")
+        write_clip(Path(f"clips/{index}.mp4"), num_frames=33, fps=12, height=128, width=128, caption="raining, sea")
     main_of("train_a_lora")("clips", "1")
     assert "1 steps: runs/demo_lora/lora" in capsys.readouterr().out
     assert Path("runs/demo_lora/lora/adapter_model.safetensors").is_file()

@@ -100,6 +100,8 @@ def rehearse(
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
         stack.enter_context(mock.patch.object(alone, "_moved", partial(moved, leaves_frozen=True)))
+        # One fake mode does not serve several threads.
+        stack.enter_context(mock.patch.object(mmdit, "ThreadPoolExecutor", return_value=None))
         replicated = partial(ranks.open_distribution, replicated=_Replicated)
         stack.enter_context(mock.patch.object(ranks, "open_distribution", replicated))
         distribution = Distribution(turn.device)

@@ -27,7 +27,10 @@ def load(
     return load_train_settings(config=config, overrides=given, environment=environment or {}, saved=saved)
 
 
-@pytest.mark.parametrize(("recipe", "target"), [("demo", "mmdit"), ("demo_text", "text"), ("demo_vae", "vae")])
+@pytest.mark.parametrize(
+    ("recipe", "target"),
+    [("demo", "mmdit"), ("demo_short", "mmdit"), ("demo_text", "text"), ("demo_vae", "vae"), ("demo_decoder", "vae")],
+)
 def test_recipe_parses(recipe: str, target: str) -> None:
     settings = load(recipe)
     assert settings.target is TrainTarget(target)
@@ -36,11 +39,16 @@ def test_recipe_parses(recipe: str, target: str) -> None:
 
 
 def test_the_demo_learns_from_what_the_other_recipes_make() -> None:
-    vae, text, demo = load("demo_vae"), load("demo_text"), load("demo")
-    assert demo.weights == (vae.output, text.output)
-    assert demo.vae == vae.vae
-    for key in ("size", "num_frames", "fps"):
-        assert getattr(demo.data.scenes, key) == getattr(vae.data.scenes, key)
+    vae, decoder, text, short, demo = (
+        load(name) for name in ("demo_vae", "demo_decoder", "demo_text", "demo_short", "demo")
+    )
+    assert decoder.init == f"{vae.output}/vae.safetensors"
+    assert demo.init == f"{short.output}/transformer.safetensors"
+    assert demo.weights == short.weights == (decoder.output, text.output)
+    assert demo.vae == short.vae == decoder.vae == vae.vae
+    assert demo.model == short.model
+    for key in ("size", "fps"):
+        assert len({getattr(recipe.data.scenes, key) for recipe in (vae, decoder, short, demo)}) == 1
     assert demo.text == text.text
     assert (demo.model.context_in_dim, demo.model.vec_in_dim) == (text.text.t5_width, text.text.clip_width)
     assert set(demo.train_mmdit.mode_weights.by_mode()) == set(CONDITION_MODES)
@@ -154,7 +162,7 @@ class TestFindRecipe:
     def test_unknown(self) -> None:
         with pytest.raises(
             RequestError,
-            match="'dmeo' is not one of demo, demo_clips, demo_clips_gpu, demo_decoder, demo_lora, demo_pictures",
+            match="'dmeo' is not one of demo, demo_decoder, demo_lora, demo_short, demo_text, demo_vae",
         ):
             settings_path(Path("dmeo"), "train")
         with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):
@@ -184,7 +192,7 @@ class TestFindRecipe:
         ("demo", {"model__cond_embed": "false"}, "mode_weights must be 0 but for t2v with model.cond_embed=false"),
         ("demo", {"data__scenes__num_frames": "13"}, "the longest clip has 13 frames, which leaves nothing to learn"),
         ("demo", {"data__fps_max": "3"}, "data.fps_max=3 (from --set) has no effect with data.table=none"),
-        ("demo", {"data__table": "a.csv", "data__scenes__size": "32"}, "has no effect with data.table=a.csv"),
+        ("demo_lora", {"data__scenes__size": "32"}, "has no effect with data.table=clips.csv"),
         ("demo", {"strategy": "zero2"}, "optimizer.name=muon needs whole matrices"),
         ("demo_vae", {"strategy": "zero2"}, "strategy=zero2 divides the blocks of the transformer"),
         ("demo_vae", {"parallel__gpus": "3", "loop__micro_batches": "4"}, "must be a multiple of the 3 data-parallel"),

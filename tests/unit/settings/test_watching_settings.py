@@ -79,7 +79,7 @@ def test_from_the_command_line() -> None:
         load("demo", samples__every="1", samples__prompts=" ")
     with pytest.raises(RequestError, match=r"samples\.prompts=.* must be a list"):
         load("demo", samples__prompts='["rain')
-    assert load("demo", samples__every="100").samples.shape(settings.data) == (17, 64, 64)
+    assert load("demo", samples__every="100").samples.shape(settings.data) == (33, 128, 128)
     with pytest.raises(RequestError, match=r"samples.every=100 .* has no effect with target=vae"):
         load("demo_vae", samples__every="100")
 

@@ -124,7 +124,7 @@ def test_a_base_for_scenes_gets_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clips").mkdir()
     write_clip(tmp_path / "clips" / "a.mp4", num_frames=20)
-    for base in ("demo_vae", "demo", "demo_clips"):
+    for base in ("demo_vae", "demo"):
         result = write_recipe("clips", Path(base))
         assert (result.data.left_out, result.data.problems, result.data.updates) == ((), (), 1)
         result.recipe.unlink()

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import tiny_frozen
 import tiny_training
@@ -24,7 +26,8 @@ from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.watching import samples
 from opensora_cli.engine.train.watching.samples import open_samples
-from opensora_cli.media.read import probe, read_video
+from opensora_cli.media import write
+from opensora_cli.media.read import probe
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -198,7 +201,16 @@ def test_samples_change_no_compiled_run(tmp_path: Path, frozen: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path) -> None:
+def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[torch.Tensor] = []
+    convert = write._yuv_frame
+
+    def converted(frame_HWC: torch.Tensor, index: int, rate: Fraction) -> av.VideoFrame:
+        frames.append(frame_HWC.int())
+        return convert(frame_HWC, index, rate)
+
+    # Of what H.264 makes of them, a rounding of one level changes more.
+    monkeypatch.setattr(write, "_yuv_frame", converted)
     prompt = "a red boat on the sea, at sunset"
     given = {
         "init": "demo",
@@ -234,13 +246,12 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path) -> None:
     }
     request = GenerateRequest(overrides=_given(asked))
     generate(load_generate_settings(request, model=ModelName.DEMO))
-    ours, theirs = (
-        read_video(path).frames_THWC
-        for path in (tmp_path / "run" / "samples" / "step1" / "0.mp4", tmp_path / "generated.mp4")
-    )
-    assert ours.shape == theirs.shape == (17, 64, 64, 3)
+    assert (tmp_path / "run" / "samples" / "step1" / "0.mp4").stat().st_size
+    assert (tmp_path / "generated.mp4").stat().st_size
+    ours, theirs = torch.stack(frames).chunk(2)
+    assert ours.shape == theirs.shape == (33, 128, 128, 3)
     assert ours.float().std() > 20
-    assert (ours.int() - theirs.int()).abs().max() <= 2
+    assert (ours - theirs).abs().max() <= 2
 
 
 def _given(values: dict[str, object]) -> dict[str, Given]:
