@@ -283,12 +283,17 @@ class _Run:
     def end(self, *, finish_s: float) -> None:
         """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
 
-        The ranks get `finish_s` more than usual to end by themselves.
+        The ranks get `finish_s` more than usual to end by themselves, unless one had not begun: the others have made
+        nothing without it, and may wait for it in a call that SIGINT does not end.
         """
         try:
             for rank in self._ranks:
                 rank.interrupt()
-            self._wait(self._pace.interrupt_s + finish_s, after_one=max(self._pace.interrupt_s, self._pace.follow_s))
+            have_begun = all(rank.has_begun() for rank in self._ranks)
+            self._wait(
+                self._pace.interrupt_s + (finish_s if have_begun else 0.0),
+                after_one=max(self._pace.interrupt_s, self._pace.follow_s),
+            )
             for rank in self._ranks:
                 rank.terminate()
             self._wait(self._pace.terminate_s)
@@ -342,14 +347,14 @@ class _Run:
     def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
         """Wait so long for all ranks to end, but not longer than `after_one` once one of them has."""
         deadline = time.monotonic() + seconds
-        one_has_ended = any(rank.exit_code() is not None for rank in self._ranks)
+        one_has_ended = False
         while time.monotonic() < deadline and any(
             rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks
         ):
-            time.sleep(self._pace.look_s)
             if after_one and not one_has_ended and any(rank.exit_code() is not None for rank in self._ranks):
                 one_has_ended = True
                 deadline = min(deadline, time.monotonic() + after_one)
+            time.sleep(self._pace.look_s)
 
 
 def _environment(request: LaunchRequest, port: int) -> dict[str, str]:

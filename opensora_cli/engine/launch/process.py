@@ -99,13 +99,17 @@ class RankProcess:
         except psutil.Error:
             return False
 
+    def has_begun(self) -> bool:
+        """Whether the rank has reported a stage."""
+        return self.stage != FIRST_STAGE
+
     def interrupt(self) -> None:
         """Do what Ctrl-C does: to the rank alone, which then ends what it started.
 
-        A rank that has not yet reported a stage has nothing to save, and would print a traceback: it is killed.
+        A rank that has not yet begun has nothing to save, and would print a traceback: it is killed.
         """
         self.listen()
-        if self.stage == FIRST_STAGE:
+        if not self.has_begun():
             self.kill()
         elif self.exit_code() is None:
             self._process.send_signal(signal.SIGINT)

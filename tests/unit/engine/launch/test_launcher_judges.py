@@ -15,19 +15,21 @@ from opensora_cli.engine.launch.process import RankProcess
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are started on Linux and macOS only")
 
 ASLEEP = "import os, signal, sys; os.mkdir(sys.argv[1]); signal.pause()"
+DEAF = "import os, signal, sys, time; signal.signal(2, signal.SIG_IGN); os.mkdir(sys.argv[1]); time.sleep(20)"
+"""As one that waits for another in a call that SIGINT does not end; by itself it ends well, much later."""
 
 
 class Machine:
     """A launcher with ranks that sleep, on a machine whose clock is set by hand."""
 
-    def __init__(self, folder, pace):
+    def __init__(self, folder, pace, program=ASLEEP):
         self.clock_s, self.delays_s = 0.0, 0.0
         self._pace = pace
         own_time = OwnTime(2 * pace.look_s, clock=lambda: self.clock_s, delays=lambda: self.delays_s)
         self.run = _Run(pace, own_time=own_time)
         for rank in range(2):
             asleep, log = folder / f"asleep{rank}", folder / f"rank{rank}.log"
-            command = [sys.executable, "-c", ASLEEP, str(asleep)]
+            command = [sys.executable, "-c", program, str(asleep)]
             self.run._ranks.append(RankProcess(rank, command, os.environ, log, own_time=own_time))
         self.ranks = self.run._ranks
         while not all((folder / f"asleep{rank.rank}").exists() and sleeps(rank) for rank in self.ranks):
@@ -103,6 +105,18 @@ def test_a_rank_that_is_not_stopped_has_a_minute(machine):
     messages, seconds = machine.causes_within(100.0)
     assert [message.split(": ")[1] for message in messages] == ["frozen, no sign of life for 60 s"] * 2
     assert seconds == pytest.approx(59.0, abs=1.5)
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["had not begun", "had ended"])
+def test_a_rank_that_waits_for_one_that_is_gone_is_not_waited_for(tmp_path, has_begun):
+    machine = Machine(tmp_path, Pace(interrupt_s=0.2, terminate_s=5.0, follow_s=0.2), DEAF)
+    machine.ranks[0].stage = "load"
+    if has_begun:
+        machine.ranks[1].stage = "load"
+        machine.ranks[1].kill()
+    with machine.run:
+        machine.run.end(finish_s=3600.0)
+    assert [rank.exit_code() for rank in machine.ranks] == [-signal.SIGTERM, -signal.SIGKILL]
 
 
 LATE, STARVED, WAITING = Pulse(is_late=True), Pulse(moves=1), Pulse(is_late=True, waits=True, moves=2)
