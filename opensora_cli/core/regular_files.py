@@ -9,8 +9,7 @@ import os
 import stat
 from contextlib import suppress
 
-MOVE_AWAY = "move it away, or choose another folder"
-"""The fix for whatever `open_regular` refuses."""
+_REFUSALS = (errno.ELOOP, errno.EPERM, errno.EISDIR)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
@@ -43,11 +42,18 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
+def hint_for(error: OSError) -> str | None:
+    """Return the fix for what `open_regular` refuses; None for an error of another kind."""
+    return "move it away, or choose another folder" if error.errno in _REFUSALS else None
+
+
 def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a link", path)
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(status.st_mode):
-        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+        kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
         raise OSError(errno.EPERM, f"it is a {kinds.get(stat.S_IFMT(status.st_mode), 'device')}", path)
 
 

@@ -38,7 +38,7 @@ _KINDS = [
     pytest.param(_link, "it is a link", id="link"),
     pytest.param(_hard_link, "it is another name of a file that has several", id="hard link"),
     pytest.param(_pipe, "it is a pipe", id="pipe"),
-    pytest.param(_folder, "it is a folder", id="folder"),
+    pytest.param(_folder, "Is a directory", id="folder"),
 ]
 
 
