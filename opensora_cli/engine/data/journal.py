@@ -79,6 +79,13 @@ class ScanJournal:
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
 
+    def discard(self) -> None:
+        """Remove the journal of earlier scans, if there is one; an OutputError if that is not possible."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot remove {self.path}: {error.strerror or error}", hint=hint_for(error)) from error
+
     def is_of_table(self) -> bool:
         """Return whether the table is as the last scan wrote it, also if that was ended right before or after."""
         return bool(self._table_sha256s) and self._table.is_file() and _sha256(self._table) in self._table_sha256s

@@ -93,6 +93,14 @@ def test_what_lies_under_a_name_of_osora_keeps_what_it_has(name: str, is_pipe: b
     assert os.path.lexists(path)
 
 
+def test_a_folder_in_place_of_a_journal_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "clips.csv.scan.jsonl"
+    path.mkdir()
+    with pytest.raises(OutputError, match=r"cannot remove .*clips\.csv\.scan\.jsonl: "):
+        ScanJournal(tmp_path / "clips.csv").discard()
+    assert path.is_dir()
+
+
 @pytest.mark.parametrize("name", ["manifest.jsonl", "clips.csv.scan.jsonl"])
 def test_a_linked_folder_is_written_to(name: str, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
