@@ -31,7 +31,7 @@ _looked_through: set[tuple[int, Path]] = set()
 def temporary_name() -> str:
     """Return an unused name for what this process makes and removes again, or renames."""
     # Without the name that it gets: that may already be as long as the file system allows.
-    # So many digits that nobody can have put links under all the names that it may get.
+    # Sixteen random digits: nobody can make links under all possible names in advance.
     return f".osora-{_place()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}.tmp"
 
 

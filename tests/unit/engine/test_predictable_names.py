@@ -1,4 +1,4 @@
-"""Nothing is written into, or read for ever from, what somebody else has put under a name that osora uses."""
+"""Links and pipes under the names that osora writes: the command ends at once, and their targets stay unchanged."""
 
 import os
 import sys
@@ -77,7 +77,7 @@ PLACES = {
     ".saving-x-last/model.safetensors": _checkpoint,
     ".saving-x-last/settings.json": _checkpoint_file,
 }
-"""What osora writes under a name that does not change -> how it comes to do so."""
+"""Predictable name of a file -> function that writes or reads it."""
 
 
 @pytest.mark.parametrize("is_pipe", [False, True], ids=["link", "pipe"])
