@@ -151,5 +151,8 @@ def test_locks_of_ended_processes_are_removed_beside_names_that_are_no_files(kep
     (kept.parent / ".osora-c.lock").write_text(ended)
     (kept.parent / ".osora-e.lock").write_text(ended)
     remove_locks_of([1], kept.parent)
-    assert sorted(path.name for path in kept.parent.iterdir()) == [*(f".osora-{name}.lock" for name in "abd"), "kept"]
+    assert sorted(path.name for path in kept.parent.iterdir()) == [
+        *(f".osora-{name}.lock" for name in ("a", "b", "d")),
+        "kept",
+    ]
     assert kept.read_text() == ended
