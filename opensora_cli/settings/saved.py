@@ -5,7 +5,7 @@ read and on which devices to run are decided by the command line, the environmen
 """
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -174,15 +174,12 @@ def recorded_adapters(saved: Layer) -> dict[str, LoraFile]:
     return {lora.path: lora for lora in _adapters(saved["loras"].value)} if "loras" in saved else {}
 
 
-def _flags(key: str, value: object) -> Iterator[str]:
+def _flags(key: str, value: object) -> list[str]:
     if key == "loras":
-        yield from (f"--lora {shlex.quote(lora.shown)}" for lora in _adapters(value))
-    elif not isinstance(value, str):
+        return [f"--lora {shlex.quote(lora.shown)}" for lora in _adapters(value)]
+    if not isinstance(value, str):
         raise ValueError(f"{key} is no name")
-    else:
-        yield (
-            f"--weights {shlex.quote(value)}" if key == "runtime.weights" else f"--set {shlex.quote(f'{key}={value}')}"
-        )
+    return [f"--weights {shlex.quote(value)}" if key == "runtime.weights" else f"--set {shlex.quote(f'{key}={value}')}"]
 
 
 def _adapters(value: object) -> tuple[LoraFile, ...]:

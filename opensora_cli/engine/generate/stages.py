@@ -87,7 +87,7 @@ class RunRecord:
 
     @contextmanager
     def keeping(self, latents: Path, sample: SampleFiles, *, is_begun: bool = False) -> Iterator[None]:
-        """Remember latents of a sample that the block saves, whose result is not there yet; `is_begun`: nor all steps."""
+        """Remember latents that the block saves of a sample without a result; `is_begun`: nor have they all steps."""
         # First: an interruption may come before the call that makes the file returns.
         self._kept_latents[latents] = sample, is_begun
         yield

@@ -114,5 +114,5 @@ def test_what_made_latents_is_kept_as_a_record_where_they_are_decoded() -> None:
     given = {"from_latents": "a.latents.safetensors"}
     settings = load(values, given=given, decodes=True)
     assert (settings.loras[0].path, settings.files.t5) == ("/a", "/t5")
-    with pytest.raises(RequestError, match="made with --set files.vae=/vae, and"):
+    with pytest.raises(RequestError, match=r"made with --set files\.vae=/vae, and"):
         load({"files": {"vae": "/vae"}}, given=given, decodes=True)

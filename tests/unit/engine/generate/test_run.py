@@ -139,6 +139,7 @@ def test_pictures_alone(world, tmp_path, reporter):
     ]
     saved = read_sidecar(result.videos[1].sidecar)
     overrides = {"output.path": Given(str(tmp_path / "again.png"), "--out")}
+    overrides["runtime.weights"] = Given(result.settings.runtime.weights, "--weights")
     again, _ = resolve_generate_settings(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter)
     [video] = generate(again).videos
     assert video.path.read_bytes() == result.videos[1].path.read_bytes()
@@ -487,7 +488,11 @@ def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, re
     settings = released_settings(world, tmp_path / target)
     video = generate(settings).videos[0]
     content = video.path.read_bytes()
-    saved = GenerateRequest(saved=read_sidecar(video.sidecar))
+    overrides = {
+        "output.path": Given(str(tmp_path / target), "--out"),
+        "runtime.weights": Given(str(world.released), "x"),
+    }
+    saved = GenerateRequest(overrides=overrides, saved=read_sidecar(video.sidecar))
     for made in (settings, settings.replace({"sampling.num_inference_steps": 3}), saved):
         video.path.unlink()
         if isinstance(made, GenerateRequest):
