@@ -122,10 +122,14 @@ class TestCtrlC:
         with pytest.raises(KeyboardInterrupt) as caught:
             generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3"))
         folder = tmp_path / "my out"
+        commands = [
+            f"osora generate --from-latents '{folder}/raining-sea_seed{seed}.latents.safetensors' "
+            f"--weights {world.released}"
+            for seed in (43, 44)
+        ]
         assert caught.value.args[0].splitlines() == [
             f"finished: {folder}/raining-sea_seed42.mp4",
-            f"go on with: osora generate --from-latents '{folder}/raining-sea_seed43.latents.safetensors' --weights {world.released}",
-            f"go on with: osora generate --from-latents '{folder}/raining-sea_seed44.latents.safetensors' --weights {world.released}",
+            *(f"go on with: {command}" for command in commands),
         ]
         assert names(folder) == [
             "raining-sea_seed42.mp4",
