@@ -85,7 +85,7 @@ class Pipeline:
 
         Args:
             prompt: what it shows; it may be in the settings already.
-            from_: the sidecar of an earlier video, whose settings are used again.
+            from_: the sidecar of an earlier video, which describes it. Weights and adapters must be given again.
             set: settings by key that have no option.
             flags: the other options.
 

@@ -515,7 +515,10 @@ Assignments = Annotated[
 FromSidecar = Annotated[
     Path | None,
     typer.Option(
-        "--from", metavar="SIDECAR", help="Settings of an earlier run, from its .json file.", rich_help_panel=_SETTINGS
+        "--from",
+        metavar="SIDECAR",
+        help="The video of an earlier run again, as its .json file describes it. Give --out, --weights and --lora again.",
+        rich_help_panel=_SETTINGS,
     ),
 ]
 FromLatents = Annotated[

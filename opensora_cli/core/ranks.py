@@ -56,6 +56,12 @@ def find_context(environment: Mapping[str, str]) -> RankContext | None:
     return _of_slurm(environment) if is_slurm_step else None
 
 
+def is_of_launcher(path: Path, environment: Mapping[str, str]) -> bool:
+    """Return whether our launcher wrote a file for this rank: it lies beside the log of the rank."""
+    log = environment.get(LOG_VARIABLE)
+    return log is not None and Path(log).absolute().parent == path.absolute().parent
+
+
 def first_host(nodelist: str) -> str:
     """Return the first host that Slurm's short form of a list of hosts means: `node01` of `node[01-04,7],login`.
     Raises RequestError if it is no such list.

@@ -301,3 +301,10 @@ class LoraFile(Section):
         if not isinstance(files, list | tuple):
             return files
         return tuple(cls.of_text(file) if isinstance(file, str) else file for file in files)
+
+    @property
+    def shown(self) -> str:
+        """The adapter as it can be typed."""
+        if self.scale == 1 and _WITH_SCALE.fullmatch(self.path) is None:
+            return self.path
+        return f"{self.path}:{str(self.scale).removesuffix('.0')}"

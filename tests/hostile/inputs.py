@@ -55,10 +55,14 @@ BASES: tuple[Base, ...] = (
         (*_TINY, "--lora", "style.safetensors"),
         ("generate.yaml", "tiny", "style.safetensors"),
     ),
-    Base("generate again", ("generate", "--from", "made.mp4.json", "--out", "out.mp4"), ("tiny", "made.mp4.json")),
+    Base(
+        "generate again",
+        ("generate", "--from", "made.mp4.json", "--weights", "tiny", "--out", "out.mp4"),
+        ("tiny", "made.mp4.json"),
+    ),
     Base(
         "generate from latents",
-        ("generate", "--from-latents", "made.latents.safetensors", "--out", "out.mp4"),
+        ("generate", "--from-latents", "made.latents.safetensors", "--weights", "tiny", "--out", "out.mp4"),
         ("tiny", "made.latents.safetensors"),
     ),
     Base("train vae", ("train", "--config", "vae.yaml"), ("vae.yaml",)),

@@ -44,7 +44,7 @@ def _overwrite(folder: Folder, base: Base) -> Commands:
 
 def _generate(folder: Folder, base: Base) -> Commands:
     kept = sorted(folder.work.glob("*.latents.safetensors"))
-    return [*(("generate", "--from-latents", each.name) for each in kept), base.argv]
+    return [*(("generate", "--from-latents", each.name, "--weights", "tiny") for each in kept), base.argv]
 
 
 def _generate_and_replace(folder: Folder, base: Base) -> Commands:

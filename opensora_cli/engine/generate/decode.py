@@ -1,6 +1,5 @@
 """From latents to results: decode, and save what is decoded as it comes, or hold it in memory."""
 
-import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -300,7 +299,7 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
     record.complete(sample.media, sample.latents if stop is None else None)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {len(plan.timesteps) - 1}"
-        record.reporter.note(f"{where}: go on with osora generate --resume {shlex.quote(str(sample.latents))}")
+        record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = decoding.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, record.reporter, made_first=plan.picture is not None)
     return GeneratedVideo(

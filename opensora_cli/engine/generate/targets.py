@@ -4,7 +4,7 @@ import hashlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,7 +18,8 @@ from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import in_the_way, is_there, read_sidecar, refuse_existing, result_bytes, sidecar_path
 from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMA
+from opensora_cli.settings.load import SIDECAR_SCHEMA, usual_settings
+from opensora_cli.settings.saved import flags_again
 
 REQUEST_KEY = "request_sha256"
 """Of sidecars and saved latents: the hash of everything that decides their bits."""
@@ -32,6 +33,8 @@ LATENTS_ENDING = ".latents.safetensors"
 class SampleFiles:
     """The files of one sample."""
 
+    settings: GenerateSettings = field(repr=False, compare=False)
+    """Of its run."""
     index: int
     seed: int
     target: Path
@@ -59,6 +62,13 @@ class SampleFiles:
     def noise_seed(self) -> int:
         """The seed of its noise: its own, and of segment k 10,000·k more, which is more than a run has samples."""
         return self.seed + self.segment * _SEEDS_PER_SEGMENT
+
+    def command(self, latents: Path, *, is_begun: bool) -> str:
+        """Return the command that goes on from saved latents, with the flags that no file brings."""
+        usual = usual_settings(self.settings.model.name)
+        option = "--resume" if is_begun else "--from-latents"
+        flags = flags_again(self.settings, usual, decodes=not is_begun)
+        return " ".join(["osora generate", option, shlex.quote(str(latents)), *flags])
 
     @property
     def is_free(self) -> bool:
@@ -92,6 +102,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
     media = media_path(target, format=kind, num_frames=settings.video.num_frames)
     keeps_latents = output.save_latents and settings.from_latents is None
     return SampleFiles(
+        settings=settings,
         index=index,
         number=number,
         seed=seed,

@@ -170,7 +170,7 @@ def test_what_is_no_option_is_refused_with_the_nearest(new_pipeline: Callable[..
 
 def test_settings_of_a_call_win_over_those_of_the_pipeline(world: World, tmp_path: Path, video: Video) -> None:
     sidecar = Path(f"{video.save(tmp_path / 'sea.mp4')}.json")
-    again = generate(from_=sidecar, seed=9, set={"sampling.flow_shift": 2}, num_frames=1)
+    again = generate(from_=sidecar, seed=9, set={"sampling.flow_shift": 2}, num_frames=1, weights=str(world.demo))
     assert (again.seed, len(again.frames)) == (9, 1)
     assert again.settings.sampling.flow_shift == 2
     assert again.settings.prompt == "raining, sea"

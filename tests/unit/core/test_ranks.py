@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.ranks import RankContext, find_context, first_host
+from opensora_cli.core.ranks import LOG_VARIABLE, RankContext, find_context, first_host, is_of_launcher
 
 TORCHRUN = {
     "RANK": "5",
@@ -135,3 +135,13 @@ class TestSlurm:
     def test_no_list_of_hosts(self, nodelist):
         with pytest.raises(RequestError, match="SLURM_NODELIST"):
             first_host(nodelist)
+
+
+def test_what_the_launcher_wrote_lies_beside_the_log_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs = {**TORCHRUN, LOG_VARIABLE: str(tmp_path / "logs" / "rank0.log")}
+    assert is_of_launcher(Path("logs/settings.json"), logs)
+    assert not is_of_launcher(Path("settings.json"), logs)
+    assert not is_of_launcher(Path("logs/settings.json"), TORCHRUN)

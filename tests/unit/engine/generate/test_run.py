@@ -139,6 +139,7 @@ def test_pictures_alone(world, tmp_path, reporter):
     ]
     saved = read_sidecar(result.videos[1].sidecar)
     overrides = {"output.path": Given(str(tmp_path / "again.png"), "--out")}
+    overrides["runtime.weights"] = Given(result.settings.runtime.weights, "--weights")
     again, _ = resolve_generate_settings(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter)
     [video] = generate(again).videos
     assert video.path.read_bytes() == result.videos[1].path.read_bytes()
@@ -311,9 +312,9 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     assert document["peak_resident_gib"] > 0
     assert document["tf32"] is None
     assert document["settings"]["precision"] == {"tf32": None}
-    request = GenerateRequest(
-        overrides={"output.path": Given(str(tmp_path / "b"), "--out")}, saved=read_sidecar(video.sidecar)
-    )
+    overrides = {"output.path": Given(str(tmp_path / "b"), "--out")}
+    overrides["runtime.weights"] = Given(str(world.released), "--weights")
+    request = GenerateRequest(overrides=overrides, saved=read_sidecar(video.sidecar))
     again = generate_from_request(request, reporter=SilentReporter())
     assert [path.name for path in (video.path, again.videos[0].path)] == ["raining-sea_seed43.mp4"] * 2
     assert again.videos[0].path.read_bytes() == video.path.read_bytes()
@@ -328,9 +329,9 @@ def test_sidecar_without_what_took_no_part_makes_the_same_file_again(world, tmp_
     assert set(saved.values["condition"]) == {"mode"}
     assert not {"image_guidance_scale", "embedded_guidance"} & saved.values["sampling"].keys()
     environment = {"OSORA_SAMPLING__IMAGE_GUIDANCE_SCALE": "5", "OSORA_VAE__SAMPLE_TSIZE": "64"}
-    request = GenerateRequest(
-        overrides={"output.path": Given(str(tmp_path / "b"), "--out")}, saved=saved, environment=environment
-    )
+    overrides = {"output.path": Given(str(tmp_path / "b"), "--out")}
+    overrides["runtime.weights"] = Given(str(world.released), "--weights")
+    request = GenerateRequest(overrides=overrides, saved=saved, environment=environment)
     again = generate_from_request(request, reporter=SilentReporter()).videos[0]
     assert again.path.read_bytes() == video.path.read_bytes()
     assert json.loads(again.sidecar.read_text())["settings"]["vae"] == saved.values["vae"]
@@ -487,7 +488,11 @@ def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, re
     settings = released_settings(world, tmp_path / target)
     video = generate(settings).videos[0]
     content = video.path.read_bytes()
-    saved = GenerateRequest(saved=read_sidecar(video.sidecar))
+    overrides = {
+        "output.path": Given(str(tmp_path / target), "--out"),
+        "runtime.weights": Given(str(world.released), "x"),
+    }
+    saved = GenerateRequest(overrides=overrides, saved=read_sidecar(video.sidecar))
     for made in (settings, settings.replace({"sampling.num_inference_steps": 3}), saved):
         video.path.unlink()
         if isinstance(made, GenerateRequest):
