@@ -1,5 +1,7 @@
 """What is otherwise in the process of a command, called before it begins."""
 
+import ctypes
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +15,9 @@ from opensora_cli.media import write
 
 HUB = "OSORA_HOSTILE_HUB"
 """The variable with the address of the hub that `ask_hub` asks."""
+
+CALLS = "OSORA_HOSTILE_CALLS"
+"""The variable with the arguments of `fail_calls` in `failing_calls.c`, as JSON."""
 
 
 def refuse_media() -> None:
@@ -30,6 +35,15 @@ def ask_hub() -> None:
     connect(FakeHub(endpoint=os.environ.pop(HUB)), patch)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     patch.setattr(hub, "RETRY_AFTER_S", 0.0)
+
+
+def fail_calls() -> None:
+    """Let calls of this process that change files be counted, and one of them fail."""
+    folder, report, kind, number = json.loads(os.environ.pop(CALLS))
+    arm = ctypes.CDLL(None).fail_calls
+    arm.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long)
+    if arm(os.fsencode(folder), os.fsencode(report), kind, number):
+        raise OSError(f"calls below {folder} are not watched: {report}")
 
 
 def _replace_everywhere(function: Callable[..., object], substitute: Callable[..., object]) -> None:

@@ -97,6 +97,8 @@ class Sandbox:
 
     def __init__(self) -> None:
         self.uid = NOBODY if os.geteuid() == 0 else None
+        self.fails_calls = False
+        """Whether `breaking.fail_calls` is possible: without a compiler it is not."""
         self._number = 0
 
     def __enter__(self) -> Self:
@@ -106,6 +108,12 @@ class Sandbox:
         self._root = Path(tempfile.mkdtemp(prefix="osora-hostile-"))
         self._root.chmod(0o755)
         environment = {**self.environment(Folder(self._root / "nowhere")), "HF_HOME": str(self._root / "hub")}
+        if compiler := shutil.which("cc") or shutil.which("gcc"):
+            library = self._root / "failing_calls.so"
+            source = Path(__file__).with_name("failing_calls.c")
+            subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+            environment["LD_PRELOAD"] = str(library)
+        self.fails_calls = compiler is not None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hostile.warm", *self._needed()],
             stdin=subprocess.PIPE,
