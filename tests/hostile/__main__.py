@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hostile.calls import BREAKAGES, CALLED, Calls
+from hostile.calls import CALLED, Calls
 from hostile.circumstances import circumstance
 from hostile.command_lines import command_line
 from hostile.damaged import damaged_file
@@ -68,7 +68,10 @@ def break_every_call(calls: Calls, names: Sequence[str]) -> None:
             if faults:
                 faulty += 1
                 show(title, faults)
-        print(f"{ended.base.name}: {len(calls.numbers(ended))} calls, {len(BREAKAGES)} ways, {tried} cases, {faulty} faulty", flush=True)
+        print(
+            f"{ended.base.name}: {len(calls.numbers(ended))} calls, {len(BREAKAGES)} ways, {tried} cases, {faulty} faulty",
+            flush=True,
+        )
 
 
 main(*sys.argv[1:])

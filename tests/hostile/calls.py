@@ -50,51 +50,48 @@ _NO_CODE = frozenset({0, 3, 4, 5})
 """Exit codes of a command of which a call fails."""
 
 
-def _command(name: str, argv: Sequence[str], reads: tuple[str, ...], replaces: tuple[str, ...] = ()) -> Base:
-    return Base(name, ("generate", "raining sea", "--config", "generate.yaml", *argv), ("generate.yaml", "tiny", *reads), replaces)
-
-
+_TINY = ("generate", "raining sea", "--config", "generate.yaml")
 _MADE = ("made.mp4", "made.mp4.json")
-_REPLACED = ("work/made.mp4", "work/made.mp4.json")
 _PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos")
+_OVER = ("--seed", "7", "--overwrite")
+
+
+def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
+    reads = ("generate.yaml", "tiny", *replaces)
+    return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
+
+
+_LAST = "--save-last-frame"
 
 CALLED: tuple[Ended, ...] = (
     *ENDED,
+    Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
     Ended(
-        _command("generate over", ("--out", "made.mp4", "--seed", "7", "--overwrite"), _MADE, _REPLACED),
-        run_again,
-        files_of("made.mp4"),
+        _generated("over itself", "--out", "made.mp4", "--overwrite", replaces=_MADE), run_again, files_of("made.mp4")
     ),
+    Ended(_generated("with its last frame", "--out", "out.mp4", _LAST), generate_on, files_of("out.*[4g]")),
     Ended(
-        _command("generate over itself", ("--out", "made.mp4", "--overwrite"), _MADE, _REPLACED),
-        run_again,
-        files_of("made.mp4"),
-    ),
-    Ended(
-        _command("generate with its last frame", ("--out", "out.mp4", "--save-last-frame"), ()),
-        generate_on,
-        files_of("out.*[4g]"),
-    ),
-    Ended(
-        _command("generate over with its last frame", ("--out", "made.mp4", "--save-last-frame", "--seed", "7", "--overwrite"), _MADE, _REPLACED),
+        _generated("over, with its last frame", "--out", "made.mp4", _LAST, *_OVER, replaces=_MADE),
         run_again,
         files_of("made.*[4g]"),
     ),
-    Ended(_command("generate pictures", ("--out", "frames.png"), ()), run_again, files_of("frames/*.png")),
     Ended(
-        _command("generate over pictures", ("--out", "many.png", "--seed", "7", "--overwrite"), ("many", "many.json"), ("work/many", "work/many.json")),
+        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"), generate_on, files_of("out.*[4g]")
+    ),
+    Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
+    Ended(
+        _generated("over pictures", "--out", "many.png", *_OVER, replaces=("many", "many.json")),
         run_again,
         files_of("many/*.png"),
     ),
-    Ended(_command("generate with previews", ("--out", "out.webp", "--preview-every", "1"), ()), run_again, files_of("out.*[pf]")),
-    Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("videos/*.mp4")),
+    Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
+    Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
     *(
         Ended(named(name), run_again, files_of(pattern))
         for name, pattern in (
             ("generate from picture", "*.webp"),
             ("generate from latents", "out.mp4"),
             ("cache filled", "*.csv"),
-            ("train check", "*.csv"),
         )
     ),
     *(
@@ -117,7 +114,7 @@ class Calls:
             raise NotPossibleError("there is no C compiler for the library whose calls fail")
 
     def faults(self, number: int) -> tuple[str, list[Fault]]:
-        """Return which call was broken how, and what is wrong with what the command left, or the next run made of it."""
+        """Return which call was broken how, and what is wrong with what the command or the next run left."""
         rng = random.Random(number)
         ended = rng.choice(CALLED)
         return self.faults_of(ended, rng.choice(BREAKAGES), rng.choice(self.numbers(ended)))
@@ -160,10 +157,7 @@ class Calls:
             found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
             found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
             found += _lost(old, ended.results(folder.work), whole)
-            if outcome.code == 0:
-                commands = _clean_up(ended.base, after)
-            else:
-                commands = ended.go_on(folder, ended.base)
+            commands = _clean_up(ended.base, after) if outcome.code == 0 else ended.go_on(folder, ended.base)
             age(folder)
             for argv in commands:
                 resumed = self.kills.run(argv, folder)
@@ -174,9 +168,7 @@ class Calls:
                 found.append(Fault(judge.UNCLEAR, f"(said) {outcome}: {outcome.stderr[-600:]}"))
         return title, found
 
-    def _run(
-        self, argv: Sequence[str], folder: Folder, breakage: Breakage, call: int
-    ) -> tuple[Outcome, list[str]]:
+    def _run(self, argv: Sequence[str], folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:
         path = folder.root / _LOG
         path.touch()
         environment = {CALLS: json.dumps([str(folder.root), str(path), breakage, call])}
@@ -190,7 +182,7 @@ def _clean_up(base: Base, after: judge.Tree) -> Commands:
     """Return what removes what a command left that succeeded: a run that writes there again."""
     if not any(map(judge.is_unfinished, after)):
         return ()
-    replaces = "--overwrite" in base.argv or base.name.startswith(("cache", "train check"))
+    replaces = "--overwrite" in base.argv or base.name.startswith("cache")
     return [base.argv if replaces else (*base.argv, "--overwrite")]
 
 

@@ -228,7 +228,7 @@ def age(folder: Folder) -> None:
 
 
 def faults_of_next(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
-    """Return what is wrong with what the next run leaves: results that are not those of a `whole` one, or left-overs."""
+    """Return what is wrong with what the next run leaves: left-overs, or results unlike the `whole` ones."""
     found = [Fault(judge.LEFT, path) for path in after if judge.is_unfinished(path) or path.startswith("tmp/")]
     for name in sorted(results.keys() | whole.keys()):
         if name not in results:

@@ -1,4 +1,4 @@
-"""Commands of which one system call fails, or that are killed at it: nothing is lost, and the next run makes the same."""
+"""Commands that are killed at a system call, or of which one fails: nothing is lost, and the next run makes the same."""
 
 import pytest
 from hostile.batches import batches

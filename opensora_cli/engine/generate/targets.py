@@ -230,6 +230,15 @@ def read_made(sample: SampleFiles) -> Mapping[str, Any]:
         return {}
 
 
+def is_begun(settings: GenerateSettings, sample: SampleFiles) -> bool:
+    """Return whether an earlier run of the same request began a result and did not finish it: it left the sidecar, or
+    the latents that this run goes on from. Extras that are there are of that run, too.
+    """
+    if sample.saved is not None and settings.from_latents is None:
+        return True
+    return not is_there(sample.media) and _described(sample).get(REQUEST_KEY) == sample.request_sha256
+
+
 def _described(sample: SampleFiles) -> Mapping[str, Any]:
     """Return the sidecar of `sample`, whatever became of its media; empty where there is none."""
     document = {} if sample.sidecar is None else read_sidecar(sample.sidecar)
