@@ -1,6 +1,5 @@
 """What is otherwise in the process of a command, called before it begins."""
 
-import ctypes
 import json
 import os
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from fake_hub import FakeHub, connect
+from hostile import failing_calls
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.engine.ckpt import hub
@@ -17,7 +17,7 @@ HUB = "OSORA_HOSTILE_HUB"
 """The variable with the address of the hub that `ask_hub` asks."""
 
 CALLS = "OSORA_HOSTILE_CALLS"
-"""The variable with the arguments of `fail_calls` in `failing_calls.c`, as JSON."""
+"""The variable with the arguments of `failing_calls.arm`, as JSON."""
 
 
 def refuse_media() -> None:
@@ -39,11 +39,7 @@ def ask_hub() -> None:
 
 def fail_calls() -> None:
     """Let calls of this process that change files be counted, and one of them fail."""
-    folder, report, kind, number = json.loads(os.environ.pop(CALLS))
-    arm = ctypes.CDLL(None).fail_calls
-    arm.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long)
-    if arm(os.fsencode(folder), os.fsencode(report), kind, number):
-        raise OSError(f"calls below {folder} are not watched: {report}")
+    failing_calls.arm(*json.loads(os.environ.pop(CALLS)))
 
 
 def _replace_everywhere(function: Callable[..., object], substitute: Callable[..., object]) -> None:

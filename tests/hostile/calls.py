@@ -8,11 +8,11 @@ import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import groupby
 
 from hostile import judge
 from hostile.breaking import CALLS
+from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage
 from hostile.inputs import Base
 from hostile.judge import Fault
 from hostile.kills import (
@@ -30,29 +30,15 @@ from hostile.kills import (
 )
 from hostile.sandbox import Folder, NotPossibleError, Outcome
 
-
-class Breakage(IntEnum):
-    """What happens to a call, as in `failing_calls.c`."""
-
-    COUNT = 0
-    KILL = 1
-    EIO_ONCE = 2
-    EIO_ON = 3
-    ENOSPC_ON = 4
-    EINTR_ONCE = 5
-
-
-BREAKAGES = tuple(each for each in Breakage if each is not Breakage.COUNT)
-
-
 _LOG = "calls.log"
 _NO_CODE = frozenset({0, 3, 4, 5})
 """Exit codes of a command of which a call fails."""
 
 
-_TINY = ("generate", "raining sea", "--config", "generate.yaml")
+_SHORT = ("--num-frames", "5", "--steps", "1")
+_TINY = ("generate", "raining sea", "--config", "generate.yaml", *_SHORT)
 _MADE = ("made.mp4", "made.mp4.json")
-_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos")
+_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos", *_SHORT)
 _OVER = ("--seed", "7", "--overwrite")
 
 
@@ -111,7 +97,7 @@ class Calls:
 
     def __post_init__(self) -> None:
         if not self.kills.sandbox.fails_calls:
-            raise NotPossibleError("there is no C compiler for the library whose calls fail")
+            raise NotPossibleError(NO_COMPILER)
 
     def faults(self, number: int) -> tuple[str, list[Fault]]:
         """Return which call was broken how, and what is wrong with what the command or the next run left."""

@@ -26,7 +26,7 @@ static int log_fd = -1;
 static char folder[PATH_MAX];
 static enum kind kind;
 static long first;
-static atomic_long calls;
+static atomic_long calls, broken;
 static pid_t owner;
 
 /* Arms this process. `log` is a file that gets a line for each call; that of the first one that is broken begins
@@ -75,7 +75,7 @@ static int is_broken(const char *call, const char *path, int traits) {
     int breaks = kind != COUNT && (number == first || (number > first && goes_on));
     if ((error == EINTR && !(traits & INTERRUPTIBLE)) || (error == ENOSPC && !(traits & NEEDS_SPACE)))
         breaks = 0;
-    dprintf(log_fd, "%s%s %s\n", breaks && number == first ? "!" : "", call, path);
+    dprintf(log_fd, "%s%s %s\n", breaks && !broken++ ? "!" : "", call, path);
     errno = breaks && kind != KILL ? error : before;
     return !breaks ? 0 : kind == KILL ? 2 : 1;
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hostile import failing_calls
 from hostile.confined import NOBODY, NOT_POSSIBLE
 
 import opensora_cli
@@ -108,12 +109,10 @@ class Sandbox:
         self._root = Path(tempfile.mkdtemp(prefix="osora-hostile-"))
         self._root.chmod(0o755)
         environment = {**self.environment(Folder(self._root / "nowhere")), "HF_HOME": str(self._root / "hub")}
-        if compiler := shutil.which("cc") or shutil.which("gcc"):
-            library = self._root / "failing_calls.so"
-            source = Path(__file__).with_name("failing_calls.c")
-            subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+        library = failing_calls.build(self._root)
+        if library is not None:
             environment["LD_PRELOAD"] = str(library)
-        self.fails_calls = compiler is not None
+        self.fails_calls = library is not None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hostile.warm", *self._needed()],
             stdin=subprocess.PIPE,

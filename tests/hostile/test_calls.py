@@ -1,4 +1,4 @@
-"""Commands that are killed at a system call, or of which one fails: nothing is lost, and the next run makes the same."""
+"""Commands that are killed at a system call, or of which one fails: no loss, and the next run makes the same."""
 
 import pytest
 from hostile.batches import batches
@@ -16,3 +16,9 @@ def calls(sandbox: Sandbox, inputs: Inputs) -> Calls:
         return Calls(Kills(sandbox, inputs))
     except NotPossibleError as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.slow
+@batches(300)
+def test_what_a_broken_call_leaves_goes_on_to_the_same(numbers: range, calls: Calls, trials: Trials) -> None:
+    trials.count(calls.faults(number) for number in numbers)

@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import killing
 import pytest
+from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage, arm, build
 
 from opensora_cli.core import files
 from opensora_cli.core.exceptions import OutputError
@@ -110,6 +112,54 @@ def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(
     assert len(found) > 10
     assert found == sorted(found, key=order.index)
     assert set(found) == set(order)
+
+
+def broken(work: Path, log: Path, breakage: Breakage, number: int, *, over_old: bool) -> bool:
+    """Publish with one call that is broken, and again; return whether there was such a call."""
+    media = work / "a.mp4"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    if over_old:
+        publish(media, "old")
+    log.write_bytes(b"")
+    if not (child := os.fork()):
+        try:
+            arm(str(work), str(log), breakage, number)
+            publish(media, "newer", replace=over_old)
+            os._exit(0)
+        except OutputError:
+            os._exit(OutputError.exit_code)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    end = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert end in (0, OutputError.exit_code, -signal.SIGKILL if breakage == Breakage.KILL else 0)
+    found = state(media)
+    assert found in (("old", "newer media", "newer") if over_old else ("nothing", "newer sidecar", "newer"))
+    if end == 0:
+        assert found == "newer"
+    else:
+        publish(media, "newer", replace=over_old or found == "newer", replace_extra=found == "newer sidecar")
+        assert state(media) == "newer"
+    return "!" in log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library that breaks calls is for Linux")
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_any_call_may_fail_or_be_the_last(tmp_path: Path, breakage: Breakage) -> None:
+    library = build(tmp_path)
+    if library is None:
+        pytest.skip(NO_COMPILER)
+    tests = Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+        "LD_PRELOAD": str(library),
+    }
+    command = [sys.executable, __file__, "calls", str(tmp_path / "work"), str(tmp_path / "log"), str(int(breakage))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert all(count > 10 for count in json.loads(done.stdout))
 
 
 def no_space(*_: object, **__: object) -> None:
@@ -314,7 +364,21 @@ def test_only_a_sidecar_of_ours_is_in_nobodys_way(tmp_path: Path) -> None:
     assert in_the_way(media, sidecar) == sidecar
 
 
+def count_broken(work: Path, log: Path, breakage: Breakage, *, over_old: bool) -> int:
+    """Break one call after the other, and return how many there were."""
+    number, misses = 0, 0
+    while misses < 5:  # calls in a row that cannot fail in this way
+        number += 1
+        misses = 0 if broken(work, log, breakage, number, over_old=over_old) else misses + 1
+    return number - misses
+
+
 if __name__ == "__main__":
-    os.fsync = lambda _: None  # a killed process loses nothing that it wrote: why wait
-    work, kind, before, new = sys.argv[1:]
-    print(json.dumps(states_of_killed(Path(work), new, folder=kind == "folder", over_old=before == "old")))
+    if sys.argv[1] == "calls":
+        work, log, breakage = Path(sys.argv[2]), Path(sys.argv[3]), Breakage(int(sys.argv[4]))
+        print(json.dumps([count_broken(work, log, breakage, over_old=over_old) for over_old in (False, True)]))
+    else:
+        os.fsync = lambda _: None  # a killed process loses nothing that it wrote: why wait
+        kind, before, new = sys.argv[2:]
+        states = states_of_killed(Path(sys.argv[1]), new, folder=kind == "folder", over_old=before == "old")
+        print(json.dumps(states))
