@@ -9,7 +9,7 @@ from pathlib import Path
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.left_overs import remove_abandoned
-from opensora_cli.core.regular_files import MOVE_AWAY, open_regular
+from opensora_cli.core.regular_files import hint_for, open_regular
 
 LOCK_FILE = ".lock"
 
@@ -150,8 +150,7 @@ def _write_owner(lock: int, path: Path) -> None:
 
 
 def _problem(path: Path, error: OSError) -> OutputError:
-    hint = MOVE_AWAY if os.path.lexists(path) else "choose another folder"
-    return OutputError(f"cannot write the lock file {path}: {error.strerror or error}", hint=hint)
+    return OutputError(f"cannot write the lock file {path}: {error.strerror or error}", hint=hint_for(error))
 
 
 def _owner(pid: int) -> str:

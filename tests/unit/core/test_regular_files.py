@@ -1,4 +1,4 @@
-"""What else may lie under a name at which osora writes: it is refused at once, and keeps what it has."""
+"""Links, pipes and files of others under a name that osora writes: they are refused at once and stay unchanged."""
 
 import errno
 import os
@@ -36,9 +36,9 @@ def _folder(path: Path) -> None:
 
 _KINDS = [
     pytest.param(_link, "it is a link", id="link"),
-    pytest.param(_hard_link, "it is another name of a file that has several", id="hard link"),
+    pytest.param(_hard_link, "it is one of several hard links to a file", id="hard link"),
     pytest.param(_pipe, "it is a pipe", id="pipe"),
-    pytest.param(_folder, "it is a folder", id="folder"),
+    pytest.param(_folder, "Is a directory", id="folder"),
 ]
 
 
@@ -102,7 +102,7 @@ def test_a_file_of_another_user_is_written_only_in_a_folder_of_that_user(tmp_pat
     path.write_bytes(_KEPT)
     os.chown(path, 12345, -1)
     with (
-        pytest.raises(OSError, match="it belongs to another user, of number 12345"),
+        pytest.raises(OSError, match=r"it belongs to another user \(uid 12345\)"),
         open(path, "wb", opener=open_regular),
     ):
         pytest.fail("it was opened")
@@ -151,5 +151,8 @@ def test_locks_of_ended_processes_are_removed_beside_names_that_are_no_files(kep
     (kept.parent / ".osora-c.lock").write_text(ended)
     (kept.parent / ".osora-e.lock").write_text(ended)
     remove_locks_of([1], kept.parent)
-    assert sorted(path.name for path in kept.parent.iterdir()) == [*(f".osora-{name}.lock" for name in "abd"), "kept"]
+    assert sorted(path.name for path in kept.parent.iterdir()) == [
+        *(f".osora-{name}.lock" for name in ("a", "b", "d")),
+        "kept",
+    ]
     assert kept.read_text() == ended
