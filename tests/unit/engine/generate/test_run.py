@@ -1,10 +1,13 @@
 """Whole generations with a shrunken model: every mode and preset, the same bytes twice, what lies beside a result."""
 
+import errno
 import hashlib
 import json
 import math
+import os
 import shutil
 import socket
+from pathlib import Path
 
 import killing
 import pytest
@@ -15,7 +18,7 @@ from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, flux_settings, moving_frames, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, ReferenceLengths, Source
-from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, RequestError
+from opensora_cli.core.exceptions import MediaError, OsoraError, OsoraWarning, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, load, references
@@ -856,6 +859,19 @@ def test_a_last_frame_that_an_unfinished_run_left_is_in_nobodys_way(world, tmp_p
     found = killing.tree(tmp_path)
     assert found.keys() == whole.keys()
     assert all(found[name] == whole[name] for name in ("a.mp4", "a.last.png"))
+
+
+def test_latents_that_cannot_be_removed_do_not_end_a_run_whose_video_is_there(world, tmp_path, monkeypatch):
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.warns(OsoraWarning, match=r"a\.latents\.safetensors .* cannot be removed"):
+        [video] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    monkeypatch.undo()
+    assert video.path.exists()
+    [again] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    assert again.made_before
 
 
 def test_a_last_frame_that_is_missing_beside_a_video_made_before_is_warned_of(world, tmp_path, reporter):
