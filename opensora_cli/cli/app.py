@@ -27,7 +27,9 @@ from opensora_cli.cli import (
     vae,
 )
 from opensora_cli.cli.command import Command, Group
+from opensora_cli.cli.output import readable
 from opensora_cli.cli.streams import guard_streams
+from opensora_cli.core.exceptions import OsoraWarning
 
 app = typer.Typer(
     name="osora",
@@ -86,6 +88,16 @@ def _silence_pillow() -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
+_python_format = warnings.formatwarning
+
+
+def _format_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
+    """Return a warning of osora as one line, without the place in its code, and others as Python prints them."""
+    if issubclass(category, OsoraWarning):
+        return f"warning: {readable(str(message))}\n"
+    return _python_format(message, category, *place, **more)
+
+
 @cache
 def _command() -> Any:
     """Return all commands with their options, which take longer to make than many a request to refuse."""
@@ -100,4 +112,5 @@ def main(args: Sequence[str] | None = None) -> int:
     # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _silence_pillow()
+    warnings.formatwarning = _format_warning
     return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

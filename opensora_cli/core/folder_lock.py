@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ LOCK_FILE = ".lock"
 _LONGEST_BYTES = 300
 
 _held: set[int] = set()
+_looked_through: set[tuple[int, Path]] = set()
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
             f"{folder} is in use by another run: {_holder(path)}",
             hint="wait until it ends or end it, or give another folder: --set output=FOLDER",
         )
-    remove_abandoned(folder)
+    remove_left(folder)
     try:
         yield
     finally:
@@ -65,7 +66,7 @@ def locked_file(path: Path) -> Iterator[bool]:
     if lock is None:
         yield False
         return
-    remove_abandoned(path.parent)
+    remove_left(path.parent)
     try:
         yield True
     finally:
@@ -79,9 +80,24 @@ def remove_locks_of(pids: Iterable[int], folder: Path) -> None:
     Without effect where that is not possible.
     """
     owners = {_owner(pid) for pid in pids}
+    _remove_locks(folder, lambda path: _holder(path) in owners)
+
+
+def remove_left(folder: Path) -> None:
+    """Remove from `folder` what processes that are gone would have removed: see `remove_abandoned`, and lock files that
+    nobody holds. Once for each process and folder; without effect where that is not possible.
+    """
+    remove_abandoned(folder)
+    asked = (os.getpid(), folder.absolute())
+    if sys.platform != "win32" and asked not in _looked_through:
+        _looked_through.add(asked)
+        _remove_locks(folder, lambda path: True)
+
+
+def _remove_locks(folder: Path, is_wanted: Callable[[Path], bool]) -> None:
     with suppress(OSError):
         for path in folder.glob(".osora-*.lock"):
-            if _holder(path) in owners:
+            if is_wanted(path):
                 # Another process may have just taken it.
                 with suppress(OSError, OutputError), locked_file(path):
                     pass

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import imageio.v3 as iio
@@ -159,17 +160,16 @@ def _broken(path: Path, error: Exception) -> MediaError:
 
 
 def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a frame, lossless, with `metadata` as text chunks."""
+    """Write what `png_bytes` returns."""
+    path.write_bytes(png_bytes(frame_HWC, metadata))
+
+
+def png_bytes(frame_HWC: torch.Tensor, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """Return a uint8 RGB frame as a PNG file, lossless, with `metadata` as text chunks."""
     info = PngInfo()
     for key, value in metadata.items():
         info.add_text(key, value)
-    with path.open("wb") as file:
-        iio.imwrite(file, frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info)
-
-
-def png_bytes(frame_HWC: torch.Tensor) -> bytes:
-    """Return a uint8 RGB frame as a PNG file."""
-    return bytes(iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".png"))
+    return bytes(iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info))
 
 
 def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:

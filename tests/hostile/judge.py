@@ -24,6 +24,7 @@ KINDS = (TRACEBACKS, HANGS, HALF, LOST, LEFT, PROCESSES, ALARMS, UNCLEAR)
 DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
 _NOISE = re.compile(r"Traceback \(most recent call last\)|Exception ignored in|Fatal Python error|\.py:\d+: \w*Warning")
 _TEMPORARY = re.compile(r"^\.osora-|\.(tmp|part|partial|incomplete|lock)$|^tmp\w{6,}$|^pwned$")
+_UNFINISHED = re.compile(r"\.osora-|\.saving-|\.part$|\.lock$")
 # The last is of the program that matplotlib asks for fonts, which keeps one where the system's is out of date.
 _CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/", "home/.cache/fontconfig/")
 _PROMPTS = "home/.cache/osora/prompts/"
@@ -99,6 +100,11 @@ def faults_of_files(
         if before.get(path) != content and (reason := broken(root / path)):
             found.append(Fault(HALF, f"{path}: {reason}"))
     return found
+
+
+def is_unfinished(path: str) -> bool:
+    """Return whether a path is what a command that was killed may leave, and the next run removes."""
+    return _UNFINISHED.search(path) is not None
 
 
 def broken(path: Path) -> str | None:

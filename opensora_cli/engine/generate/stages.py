@@ -11,7 +11,7 @@ from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
-from opensora_cli.engine.generate.targets import SampleFiles
+from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
 from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
 
@@ -98,7 +98,7 @@ class RunRecord:
         if self.keeps_results:
             self._finished.append(result)
         if latents is not None:
-            latents.unlink(missing_ok=True)
+            remove_latents(latents)
             self._kept_latents.pop(latents, None)
         report_left(self._what_is_left)
 

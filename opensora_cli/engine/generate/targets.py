@@ -2,6 +2,7 @@
 
 import hashlib
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, OutputError
 from opensora_cli.core.folder_lock import locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
@@ -117,6 +118,15 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
 def last_frame_path(video: Path) -> Path:
     """Return where the last frame of a video is kept."""
     return video.with_name(f"{video.stem}.last.png")
+
+
+def remove_latents(latents: Path) -> None:
+    """Remove the saved latents of a result that is complete; where that is not possible, that is a warning."""
+    try:
+        latents.unlink(missing_ok=True)
+    except OSError as error:
+        message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
+        warnings.warn(message, OsoraWarning, stacklevel=2)
 
 
 def preview_path(target: Path) -> Path:
@@ -239,6 +249,15 @@ def read_made(sample: SampleFiles) -> Mapping[str, Any]:
         return document if document.get("bytes") == result_bytes(sample.media) else {}
     except OSError:
         return {}
+
+
+def is_begun(settings: GenerateSettings, sample: SampleFiles) -> bool:
+    """Return whether an earlier run of the same request began a result and did not finish it: it left the sidecar, or
+    the latents that this run goes on from. Extras that are there are of that run, too.
+    """
+    if sample.saved is not None and settings.from_latents is None:
+        return True
+    return not is_there(sample.media) and _described(sample).get(REQUEST_KEY) == sample.request_sha256
 
 
 def _described(sample: SampleFiles) -> Mapping[str, Any]:

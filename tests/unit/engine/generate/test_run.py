@@ -1,10 +1,15 @@
 """Whole generations with a shrunken model: every mode and preset, the same bytes twice, what lies beside a result."""
 
+import errno
 import hashlib
 import json
 import math
+import os
+import shutil
 import socket
+from pathlib import Path
 
+import killing
 import pytest
 import torch
 from closeness import assert_close
@@ -13,7 +18,7 @@ from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, flux_settings, moving_frames, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, ReferenceLengths, Source
-from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, RequestError
+from opensora_cli.core.exceptions import MediaError, OsoraError, OsoraWarning, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, load, references
@@ -26,6 +31,7 @@ from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
 )
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -834,6 +840,52 @@ def test_the_last_frame_is_kept_beside_the_video(world, tmp_path):
     assert last.read_bytes() == b"theirs"
     generate(demo_settings(world, tmp_path, **png, output__overwrite="true"))
     assert torch.equal(read_picture(last), kept)
+
+
+@pytest.mark.parametrize("evidence", ["sidecar", "latents"])
+def test_a_last_frame_that_an_unfinished_run_left_is_in_nobodys_way(world, tmp_path, monkeypatch, evidence):
+    metadata = "true" if evidence == "sidecar" else "false"
+    latents = "true" if evidence == "latents" else "false"
+    wanted = {"output__last_frame": "true", "output__metadata": metadata, "output__save_latents": latents}
+    settings = demo_settings(world, tmp_path / "a.mp4", **wanted)
+    [video] = generate(settings).videos
+    whole = killing.tree(tmp_path)
+    if evidence == "sidecar":
+        video.path.unlink()
+    else:
+        shutil.rmtree(tmp_path)
+        monkeypatch.setattr(RunRecord, "complete", lambda *_: None)
+        [video] = generate(settings).videos
+        monkeypatch.undo()
+        assert (tmp_path / "a.latents.safetensors").exists()
+        video.path.unlink()
+    [again] = generate(settings).videos
+    assert not again.made_before
+    found = killing.tree(tmp_path)
+    assert found.keys() == whole.keys()
+    assert all(found[name] == whole[name] for name in ("a.mp4", "a.last.png"))
+
+
+def test_latents_that_cannot_be_removed_do_not_end_a_run_whose_video_is_there(world, tmp_path, monkeypatch):
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.warns(OsoraWarning, match=r"a\.latents\.safetensors .* cannot be removed"):
+        [video] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    monkeypatch.undo()
+    assert video.path.exists()
+    [again] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    assert again.made_before
+
+
+def test_a_last_frame_that_is_missing_beside_a_video_made_before_is_warned_of(world, tmp_path, reporter):
+    generate(demo_settings(world, tmp_path / "a.mp4"))
+    [video] = generate(demo_settings(world, tmp_path / "a.mp4", output__last_frame="true"), reporter=reporter).videos
+    assert video.made_before
+    assert reporter.warnings == [
+        f"{tmp_path / 'a.last.png'} is not there: the video was made without it; --overwrite makes both"
+    ]
 
 
 @pytest.mark.parametrize(("psnr_db", "warns"), [(16.0, True), (23.9, True), (24.1, False)])

@@ -1,0 +1,184 @@
+"""Commands of which one system call fails, or that are killed at it, and what the next run makes of that.
+
+Every call counts that changes a file of the command: see `failing_calls.c` for what is seen.
+"""
+
+import json
+import random
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from hostile import judge
+from hostile.breaking import CALLS
+from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage
+from hostile.inputs import Base
+from hostile.judge import Fault
+from hostile.kills import (
+    ENDED,
+    Commands,
+    Ended,
+    Kills,
+    age,
+    faults_of_next,
+    files_of,
+    generate_on,
+    named,
+    run_again,
+    run_again_unless_done,
+)
+from hostile.sandbox import Folder, NotPossibleError, Outcome
+
+_LOG = "calls.log"
+_NO_CODE = frozenset({0, 3, 4, 5})
+"""Exit codes of a command of which a call fails."""
+
+
+_SHORT = ("--num-frames", "5", "--steps", "1")
+_TINY = ("generate", "raining sea", "--config", "generate.yaml", *_SHORT)
+_MADE = ("made.mp4", "made.mp4.json")
+_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos", *_SHORT)
+_OVER = ("--seed", "7", "--overwrite")
+
+
+def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
+    reads = ("generate.yaml", "tiny", *replaces)
+    return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
+
+
+_LAST = "--save-last-frame"
+
+CALLED: tuple[Ended, ...] = (
+    *ENDED,
+    Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
+    Ended(
+        _generated("over itself", "--out", "made.mp4", "--overwrite", replaces=_MADE), run_again, files_of("made.mp4")
+    ),
+    Ended(_generated("with its last frame", "--out", "out.mp4", _LAST), generate_on, files_of("out.*[4g]")),
+    Ended(
+        _generated("over, with its last frame", "--out", "made.mp4", _LAST, *_OVER, replaces=_MADE),
+        run_again,
+        files_of("made.*[4g]"),
+    ),
+    Ended(
+        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"), generate_on, files_of("out.*[4g]")
+    ),
+    Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
+    Ended(
+        _generated("over pictures", "--out", "many.png", *_OVER, replaces=("many", "many.json")),
+        run_again,
+        files_of("many/*.png"),
+    ),
+    Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
+    Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
+    *(
+        Ended(named(name), run_again, files_of(pattern))
+        for name, pattern in (
+            ("generate from picture", "*.webp"),
+            ("generate from latents", "out.mp4"),
+            ("cache filled", "*.csv"),
+        )
+    ),
+    *(
+        Ended(named(name), run_again_unless_done, files_of(pattern))
+        for name, pattern in (("convert to torch", "out"), ("convert run", "out.*"), ("profile training", "memory.png"))
+    ),
+)
+"""Commands whose calls fail."""
+
+
+@dataclass
+class Calls:
+    """Breaks calls of commands, which a number chooses. Raises NotPossibleError where there is no compiler."""
+
+    kills: Kills
+    _logs: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.kills.sandbox.fails_calls:
+            raise NotPossibleError(NO_COMPILER)
+
+    def faults(self, number: int) -> tuple[str, list[Fault]]:
+        """Return which call was broken how, and what is wrong with what the command or the next run left."""
+        rng = random.Random(number)
+        ended = rng.choice(CALLED)
+        return self.faults_of(ended, rng.choice(BREAKAGES), rng.choice(self.numbers(ended)))
+
+    def every(self, ended: Ended) -> Iterator[tuple[str, list[Fault]]]:
+        """Break each of the `numbers` of a command in each way."""
+        for call in self.numbers(ended):
+            for breakage in BREAKAGES:
+                yield self.faults_of(ended, breakage, call)
+
+    def numbers(self, ended: Ended) -> list[int]:
+        """Return the numbers of the calls of a command that change files: of many writes to one file in a row, the
+        first, the second and the last.
+        """
+        if ended.base.name not in self._logs:
+            with self.kills.sandbox.folder() as folder:
+                self.kills.inputs.put(ended.base, folder)
+                outcome, log = self._run(ended.base.argv, folder, Breakage.COUNT, 0)
+                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
+            rows = [[number for number, _ in row] for _, row in groupby(enumerate(log, start=1), lambda each: each[1])]
+            self._logs[ended.base.name] = [number for row in rows for number in sorted({*row[:2], row[-1]})]
+        return self._logs[ended.base.name]
+
+    def faults_of(self, ended: Ended, breakage: Breakage, call: int) -> tuple[str, list[Fault]]:
+        """Break one call of a command, and return what `faults` returns."""
+        whole = self.kills.results_of(ended)
+        with self.kills.sandbox.folder() as folder:
+            self.kills.inputs.put(ended.base, folder)
+            before, old = judge.tree(folder), ended.results(folder.work)
+            outcome, log = self._run(ended.base.argv, folder, breakage, call)
+            broken = [line[1:] for line in log if line.startswith("!")]
+            what = broken[0] if broken else "not come to"
+            title = f"{ended.base.name}, {breakage.name} at call {call} ({what})"
+            if breakage is Breakage.KILL and outcome.signal == signal.SIGKILL:
+                found = []
+            else:
+                found = judge.faults_of_outcome(outcome, codes=_NO_CODE if broken else frozenset({0}))
+            after = judge.tree(folder)
+            kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
+            found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
+            found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
+            found += _lost(old, ended.results(folder.work), whole)
+            commands = _clean_up(ended.base, after) if outcome.code == 0 else ended.go_on(folder, ended.base)
+            age(folder)
+            for argv in commands:
+                resumed = self.kills.run(argv, folder)
+                if resumed.code != 0:
+                    found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
+            results = ended.results(folder.work)
+            if outcome.code == 0 and "previews are not kept" in outcome.stderr:
+                results = {**whole, **{name: content for name, content in results.items() if ".preview." not in name}}
+            found += faults_of_next(judge.tree(folder), results, whole)
+            if found:
+                found.append(Fault(judge.UNCLEAR, f"(said) {outcome}: {outcome.stderr[-600:]}"))
+        return title, found
+
+    def _run(self, argv: Sequence[str], folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:
+        path = folder.root / _LOG
+        path.touch()
+        environment = {CALLS: json.dumps([str(folder.root), str(path), breakage, call])}
+        outcome = self.kills.run(argv, folder, environment=environment, patch="hostile.breaking:fail_calls")
+        log = path.read_text(errors="replace").replace(f"{folder.root}/", "").splitlines()
+        path.unlink()
+        return outcome, log
+
+
+def _clean_up(base: Base, after: judge.Tree) -> Commands:
+    """Return what removes what a command left that succeeded: a run that writes there again."""
+    if not any(map(judge.is_unfinished, after)):
+        return ()
+    replaces = "--overwrite" in base.argv or base.name.startswith("cache")
+    return [base.argv if replaces else (*base.argv, "--overwrite")]
+
+
+def _lost(old: Mapping[str, bytes], now: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
+    """Return results that were there, and now neither are as they were nor as they were to be."""
+    return [
+        Fault(judge.LOST, f"{name} is {'changed' if name in now else 'gone'}")
+        for name, content in old.items()
+        if now.get(name) not in (content, whole.get(name))
+    ]
