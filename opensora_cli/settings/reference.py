@@ -4,7 +4,7 @@ A setting is carried over by the tables of names below, or by the function of it
 reported, unless their value is in `_USUAL`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -96,31 +96,18 @@ _OF_TRAINING = {
     "disc_loss_config.disc_start": "train_vae.discriminator.start_step",
     "optim_discriminator.lr": "train_vae.discriminator.learning_rate",
 }
-_USUAL: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("accumulation_steps", "batch_size", "disc_factor", "pp_size"), (1,)),
-    **dict.fromkeys(("in_channels", "out_channels", "out_ch", "input_nc"), (3,)),
-    **dict.fromkeys(("from_pretrained", "guidance_img", "plugin", "plugin_ae", "plugin_config_ae"), (None,)),
-    **dict.fromkeys(("prompt_as_path", "grad_checkpoint", "use_t2i2v", "use_cosine_scheduler"), (False,)),
-    **{f"{part}_{what}": (False,) for part in ("encoder", "decoder") for what in ("add_residual", "slice_t")},
-    **dict.fromkeys(("adamw_mode", "shift"), (True,)),
-    **dict.fromkeys(("offload_model", "enable_sequence_parallelism"), (True, False)),
-    # Without references it is t2v, with them what suits them.
-    "cond_type": ("t2v", None),
-    "cls": ("HybridAdam", "AdamW", "Adam"),
-    "conv_cls": ("conv3d",),
-    "disc_loss_type": ("hinge",),
-    "dropout": (0,),
-    "method": ("i2v",),
-    "mixed_strategy": ("mixed_video_image",),
-    "plugin_config": (None,),
-    # Neither the 2D autoencoder nor its weights depend on it.
-    "resolution": (256,),
-    "save_prefix": ("",),
-    "temporal_reduction": (4,),
-    "transform_name": ("resize_crop",),
-    "type": ("flux", "text_embedder", "text", "video_text", "N_Layer_discriminator_3D"),
-}
-"""Values that need no setting here, by the last part of their name."""
+_USUAL = """
+accumulation_steps=1 batch_size=1 disc_factor=1 disc_factor=1.0 pp_size=1 temporal_reduction=4
+in_channels=3 out_channels=3 out_ch=3 input_nc=3 resolution=256 dropout=0 dropout=0.0
+encoder_add_residual=False encoder_slice_t=False decoder_add_residual=False decoder_slice_t=False
+from_pretrained=None plugin=None plugin_ae=None plugin_config=None plugin_config_ae=None guidance_img=None
+prompt_as_path=False save_prefix= grad_checkpoint=False use_t2i2v=False use_cosine_scheduler=False
+offload_model=True offload_model=False enable_sequence_parallelism=True enable_sequence_parallelism=False
+cond_type=t2v cond_type=None method=i2v shift=True adamw_mode=True cls=HybridAdam cls=AdamW cls=Adam
+type=flux type=text_embedder type=text type=video_text type=N_Layer_discriminator_3D transform_name=resize_crop
+conv_cls=conv3d disc_loss_type=hinge mixed_strategy=mixed_video_image
+"""
+"""Values that need no setting here, by the last part of the name. Without references `t2v` is chosen anyway."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FOLDER = "ckpts"
 _DEEP_NAME = "dc-ae-f32t4c128"
@@ -238,7 +225,11 @@ class _Values(dict[str, Any]):
         self.left: list[str] = []
         """Names that are not carried over, besides those that remain."""
         self._all = tuple(self)
-        self.pop_usual({name: _USUAL.get(name.rpartition(".")[2], ()) for name in self})
+        usual = set(_USUAL.split())
+        for name in self._all:
+            # Lists may be long.
+            if not isinstance(self[name], list | tuple) and f"{name.rpartition('.')[2]}={self[name]}" in usual:
+                del self[name]
         self._of_interest = tuple(self)
 
     def has(self, section: str) -> bool:
@@ -256,11 +247,10 @@ class _Values(dict[str, Any]):
         """Pop the settings that are there, and yield them under their names here."""
         yield from ((ours, self.pop(theirs)) for theirs, ours in names.items() if theirs in self)
 
-    def pop_usual(self, usual: Mapping[str, Collection[object]]) -> None:
-        """Pop the settings that have a usual value."""
-        for name, values in usual.items():
-            if name in self and self[name] in values:
-                del self[name]
+    def drop(self, name: str, value: object) -> None:
+        """Drop a setting that has this value."""
+        if name in self and self[name] == value:
+            del self[name]
 
     def carried_over(self, found: dict[str, object], same: Mapping[str, str]) -> Sections:
         """Return `found` and the settings of the `same` meaning, nested, and the names that remain.
@@ -319,7 +309,7 @@ def _sampling(values: _Values, *, is_deep: bool) -> Found:
         yield from values.renamed({f"{option}.{side}": f"video.{side}" for side in ("height", "width")})
     if is_deep:
         yield from values.renamed({f"{option}.is_causal_vae": "video.causal_lengths"})
-    values.pop_usual({f"{option}.is_causal_vae": (True,)})
+    values.drop(f"{option}.is_causal_vae", True)
     # The reference has these where a file names none.
     yield "video.fps", values.pop("fps_save", 16)
     score = values.pop("motion_score", None)
@@ -391,10 +381,10 @@ def _losses(values: _Values, *, is_causal: bool) -> Found:
     # Theirs is summed over latents and divided by pixels: 16 channels for 3 x 4 x 8 x 8 of them.
     yield "train_vae.kl_weight", weight * 16 / 768 if is_causal and isinstance(weight, int | float) else weight
     # The discriminator shares these with the autoencoder.
-    shared = {f"optim_discriminator.{name}": f"optim.{name}" for name in ("eps", "weight_decay", "betas")}
-    shared["gen_loss_config.gen_start"] = "disc_loss_config.disc_start"
-    values.pop_usual({name: (values.get(other),) for name, other in shared.items()})
-    values.pop_usual({"disc_lr_scheduler.warmup_steps": (values.get("lr_scheduler.warmup_steps", 0),)})
+    for name in ("eps", "weight_decay", "betas"):
+        values.drop(f"optim_discriminator.{name}", values.get(f"optim.{name}"))
+    values.drop("gen_loss_config.gen_start", values.get("disc_loss_config.disc_start"))
+    values.drop("disc_lr_scheduler.warmup_steps", values.get("lr_scheduler.warmup_steps", 0))
 
 
 def _strategy(values: _Values) -> Found:
