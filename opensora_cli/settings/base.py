@@ -94,14 +94,19 @@ class Section(BaseModel):
 
         Raises pydantic.ValidationError if a key is unknown, or the new settings break a rule.
         """
-        values: dict[str, Any] = self.model_dump()
-        for key, value in changes.items():
-            *sections, name = key.split(".")
-            place = values
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-        return type(self).model_validate(values)
+        return type(self).model_validate(nested(changes, into=self.model_dump()))
+
+
+def nested(values: Mapping[str, object], *, into: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return values that are given by dotted keys as nested sections, those of `into` if it is given."""
+    into = {} if into is None else into
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = into
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return into
 
 
 def split_list(text: str, *, separator: str) -> tuple[str, ...]:

@@ -27,8 +27,7 @@ from opensora_cli.settings.files import generate_preset, preset_path, read_yaml,
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_settings
-from opensora_cli.settings.reference_inference import read_reference_generation
+from opensora_cli.settings.reference import read_reference_generation, read_settings
 from opensora_cli.settings.sampling import SamplingSettings
 from opensora_cli.settings.saved import (
     DESCRIPTION,

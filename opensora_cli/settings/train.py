@@ -24,8 +24,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.ignored import ignored_settings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
-from opensora_cli.settings.reference import read_settings
-from opensora_cli.settings.reference_training import read_reference_training
+from opensora_cli.settings.reference import read_reference_training, read_settings
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,

@@ -13,8 +13,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import preset_path, read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_settings
-from opensora_cli.settings.reference_inference import read_reference_autoencoder
+from opensora_cli.settings.reference import read_reference_autoencoder, read_settings
 from opensora_cli.settings.train import TrainSettings
 
 _DEFAULT_PRESET = "demo"
