@@ -134,7 +134,7 @@ def test_json_goes_back_in(osora, out, tmp_path, capsys):
         "raining-sea_seed43.mp4",
     ]
     sidecar = document["outputs"][1]["sidecar"]
-    chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others are for GPUs", "candidates": []}
+    chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others need a GPU"}
     assert document["attention"] == json.loads(Path(sidecar).read_text())["attention"] == chosen
     assert app.main(["generate", "--from", sidecar, "--out", str(tmp_path / "again")]) == 0
     capsys.readouterr()
