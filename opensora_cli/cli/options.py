@@ -397,7 +397,7 @@ Attention = Annotated[
     AttentionChoice | None,
     typer.Option(
         "--attention",
-        help="What computes the transformer's attention; auto is the fastest that works on the device. Default: auto.",
+        help="Attention backend; auto is the first of a fixed order that works on the device. Default: auto.",
         rich_help_panel=_MACHINE,
     ),
 ]

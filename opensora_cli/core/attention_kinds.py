@@ -1,6 +1,6 @@
-"""The attention backends as plain data: what settings, choices and checks know of each before anything is imported.
+"""Table of the attention backends: plain data for settings, choices and checks, without importing a backend.
 
-Their code is `models/attention/NAME.py`. A backend without a row here is known to the registry alone.
+The code of a backend is `models/attention/NAME.py`. Every backend needs a row here.
 """
 
 import importlib.metadata
@@ -11,49 +11,49 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The package that has a backend's kernels."""
+    """Package that contains the kernels of a backend."""
 
     module: str
     distribution: str
     install: str
-    """The line that installs it."""
+    """Command that installs the package."""
 
     def version(self) -> str | None:
-        """Return the installed version; None: it is not installed.
+        """Return the installed version, or None.
 
-        The module is looked for, not imported: that takes seconds, and may end the process where builds do not fit.
+        The module is not imported: that takes seconds, and a build for another torch may end the process.
         """
         if importlib.util.find_spec(self.module) is None:
             return None
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            return "of unknown version"
+            return "(unknown version)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """A way to compute attention."""
+    """Properties of one attention backend."""
 
     description: str
-    """In settings and help."""
+    """Text for people."""
     in_parts: bool = True
-    """Whether it returns the log-sum-exp of scores, with which ring attention merges parts."""
+    """Whether it returns the log-sum-exp of scores; ring attention merges parts with it."""
     half_only: bool = False
-    """Whether it computes in float16 and bfloat16 alone."""
+    """Whether it computes in float16 and bfloat16 only."""
     needs_cuda: bool = False
-    """Whether it has kernels for CUDA devices alone; these are tried on the device before they are used."""
+    """Whether its kernels run on CUDA devices only."""
     is_fused: bool = True
-    """Whether it takes memory for tokens, and none for pairs of tokens."""
+    """Whether its memory grows with tokens and not with pairs of tokens."""
     library: Library | None = None
-    """None: torch has its kernels."""
+    """None means that torch contains the kernels."""
 
 
 ATTENTION_KINDS = {
-    "sdpa": AttentionKind(description="torch's fused kernels, of which torch picks one for device and sizes"),
-    "cudnn": AttentionKind(description="cuDNN's kernels, by way of torch", half_only=True, needs_cuda=True),
+    "sdpa": AttentionKind(description="torch's fused kernels; torch picks one by device and size"),
+    "cudnn": AttentionKind(description="cuDNN's kernels, called through torch", half_only=True, needs_cuda=True),
     "flash2": AttentionKind(
-        description="FlashAttention 2, of the package flash-attn",
+        description="FlashAttention 2, from the package flash-attn",
         half_only=True,
         needs_cuda=True,
         library=Library("flash_attn", "flash-attn", "pip install flash-attn --no-build-isolation"),
@@ -71,16 +71,16 @@ ATTENTION_KINDS = {
         ),
     ),
     "xformers": AttentionKind(
-        description="memory-efficient attention of the package xformers",
+        description="memory-efficient attention, from the package xformers",
         needs_cuda=True,
         library=Library("xformers", "xformers", "pip install xformers==0.0.35 'torch==2.10.*'"),
     ),
     "math": AttentionKind(
-        description="as written, in float32: the reference, for short sequences",
+        description="the formula in float32: the reference, for short sequences",
         is_fused=False,
     ),
     "bf16_products": AttentionKind(
-        description="two products in bfloat16: quicker on a CPU for some hundred tokens",
+        description="two matrix products in bfloat16: faster on a CPU for a few hundred tokens",
         in_parts=False,
         is_fused=False,
     ),
@@ -88,9 +88,9 @@ ATTENTION_KINDS = {
 
 
 def attention_problems(name: str, *, setting: str, ring_degree: int | None, is_fp32: bool) -> Iterator[str]:
-    """Yield what contradicts a choice of `attention`, each with its fix; of `auto` nothing does.
+    """Yield each setting that contradicts the backend `name`, with the fix. Nothing contradicts `auto`.
 
-    `is_fp32`: the run computes in float32 whatever the device.
+    `is_fp32` says that the run computes in float32 on every device.
     """
     kind = ATTENTION_KINDS.get(name)
     if kind is None:
@@ -98,8 +98,8 @@ def attention_problems(name: str, *, setting: str, ring_degree: int | None, is_f
     if (ring_degree or 1) > 1 and not kind.in_parts:
         others = [other for other, each in ATTENTION_KINDS.items() if each.in_parts]
         yield (
-            f"{setting}={name} has no log-sum-exp, which parallel.ring_degree={ring_degree} merges parts with: "
+            f"{setting}={name} returns no log-sum-exp, and parallel.ring_degree={ring_degree} merges parts with it: "
             f"use auto, {', '.join(others[:-1])} or {others[-1]}, or parallel.ulysses_degree"
         )
     if kind.half_only and is_fp32:
-        yield f"{setting}={name} computes in float16 and bfloat16 alone, not in float32: use one of these, or sdpa"
+        yield f"{setting}={name} computes in float16 and bfloat16 only, not in float32: use one of these, or sdpa"

@@ -253,7 +253,7 @@ class RuntimeSettings(PlacementSettings):
     )
     attention: AttentionChoice = Field(
         default=AttentionChoice.AUTO,
-        description="how the transformer computes attention; auto: the fastest way that works on the device",
+        description="attention backend of the transformer; auto: the first of a fixed order that works on the device",
     )
     prompt_cache: bool = Field(
         default=True, description="keep embeddings of prompts in the user's cache folder, and read them from there"

@@ -96,7 +96,7 @@ class DType(StrEnum):
 
 
 class AttentionChoice(StrEnum):
-    """How the transformer's attention is computed (`core.attention_kinds`); `auto` is the fastest that works here."""
+    """Attention backend of the transformer (`core.attention_kinds`); `auto` is the first one that works here."""
 
     AUTO = "auto"
     SDPA = "sdpa"

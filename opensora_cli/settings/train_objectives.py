@@ -89,7 +89,7 @@ class MMDiTTrainSettings(Section):
     sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="noise that is left at time 0")
     attention: AttentionChoice = Field(
         default=AttentionChoice.AUTO,
-        description="how the transformer computes attention; auto: the fastest way that works on the device",
+        description="attention backend of the transformer; auto: the first of a fixed order that works on the device",
     )
     frozen_dtype: DType = Field(
         default=DType.AUTO,

@@ -141,7 +141,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
         "raining-sea_seed43.mp4",
     ]
     sidecar = document["outputs"][1]["sidecar"]
-    chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others are for GPUs", "candidates": []}
+    chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others need a GPU"}
     assert document["attention"] == json.loads(Path(sidecar).read_text())["attention"] == chosen
     assert again_with(world, sidecar, "--out", tmp_path / "again") == 0
     capsys.readouterr()
@@ -184,12 +184,12 @@ def test_a_profile_is_asked_for_and_planned(osora):
     ("args", "code", "told"),
     [
         (["--attention", "flash2"], 4, ["needs flash-attn, which is not installed", "pip install flash-attn"]),
-        (["--attention", "cudnn"], 4, ["runs on CUDA devices alone, and this is cpu", "use auto, sdpa or math"]),
-        (["--attention", "cudnn", "--dtype", "float32"], 2, ["computes in float16 and bfloat16 alone"]),
+        (["--attention", "cudnn"], 4, ["runs on CUDA devices only, and this is cpu", "use auto, sdpa or math"]),
+        (["--attention", "cudnn", "--dtype", "float32"], 2, ["computes in float16 and bfloat16 only"]),
         (
             ["--attention", "bf16_products", "--gpus", "2", "--set", "parallel.ring_degree=2"],
             2,
-            ["has no log-sum-exp", "use auto, sdpa, cudnn, flash2, flash3, xformers or math, or parallel.ulysses"],
+            ["returns no log-sum-exp", "use auto, sdpa, cudnn, flash2, flash3, xformers or math, or parallel.ulysses"],
         ),
         (["--attention", "flash4"], 2, ["'flash4' is not one of 'auto'"]),
     ],
@@ -204,7 +204,7 @@ def test_attention_that_cannot_be_is_refused_before_weights_are_read(osora, monk
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
     plan = json.loads(stdout)
-    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/1", 80)
+    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/2", 80)
     assert not out.exists()
     assert plan["outputs"] == [
         {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json", "made_before": False}

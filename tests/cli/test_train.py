@@ -89,12 +89,12 @@ def test_dry_run_touches_nothing(
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        (["--attention", "cudnn"], 4, "train_mmdit.attention=cudnn runs on CUDA devices alone, and this is cpu"),
-        (["--attention", "cudnn", "--set", "precision.compute=fp32"], 2, "computes in float16 and bfloat16 alone"),
+        (["--attention", "cudnn"], 4, "train_mmdit.attention=cudnn runs on CUDA devices only, and this is cpu"),
+        (["--attention", "cudnn", "--set", "precision.compute=fp32"], 2, "computes in float16 and bfloat16 only"),
         (
             ["--gpus", "2", "--set", "strategy=hybrid", "--set", "parallel.ring_degree=2"],
             2,
-            "train_mmdit.attention=bf16_products has no log-sum-exp, which parallel.ring_degree=2 merges parts with",
+            "bf16_products returns no log-sum-exp, and parallel.ring_degree=2 merges parts with it",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_interrupt_resume_and_overwrite(
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert captured.err == ""
-    assert (document["schema"], document["target"]) == ("osora.train/1", "vae")
+    assert (document["schema"], document["target"]) == ("osora.train/2", "vae")
     assert (document["steps"], document["resumed_from"]) == (4, 3)
     assert document["exports"] == [str(run / "vae.safetensors")]
     resumed = (run / "vae.safetensors").read_bytes()

@@ -17,13 +17,11 @@ from wire_formulas import StepSizes, step_traffic
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.conditions import CONDITION_MODES, reference_parts
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate import chosen_attention, load
+from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import Ranks
@@ -165,25 +163,6 @@ def test_compiled_blocks_exchange_tokens_in_one_graph_of_each_kind(pool, degrees
     for computed, graphs in pool(prod(degrees.values())).run(compiled_velocity, plan_of("t2v", degrees)):
         assert_close(computed, expected)
         assert graphs == 2
-
-
-def decided_attention(plan, broken=None):
-    """Return the attention that a rank takes, where each finds another one the fastest, and a rank lacks one."""
-    rank = dist.get_rank()
-    fastest = AttentionPlan(backend=("math", "bf16_products")[rank], reason=f"by rank {rank}")
-    with (
-        mock.patch.object(chosen_attention, "timed_attention", return_value=fastest),
-        mock.patch.object(chosen_attention, "why_unusable", return_value="there is none" if rank == broken else None),
-    ):
-        attention = chosen_attention.with_timed_attention(plan, SilentReporter(), agrees=True).attention
-    return attention.backend, attention.reason
-
-
-@pytest.mark.parametrize(
-    ("broken", "taken"), [(None, ("math", "by rank 0")), (1, ("sdpa", "auto: on another rank there is none"))]
-)
-def test_all_ranks_take_what_rank_0_takes_if_all_can(pool, broken, taken):
-    assert pool(2).run(decided_attention, plan_of("t2v", {"ulysses": 2}), broken) == [taken, taken]
 
 
 @cache

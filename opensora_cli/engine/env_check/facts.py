@@ -21,7 +21,7 @@ from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.attention import (
     AttentionPlan,
     AttentionUse,
-    better_than_sdpa,
+    attention_order,
     choose_attention,
     why_unusable,
 )
@@ -224,7 +224,7 @@ def read_attention() -> AttentionFacts:
     hardware = pick_hardware("auto", "auto")
     use = AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=_HEAD_DIM)
     is_cuda = use.device.type == "cuda"
-    wanted = better_than_sdpa(use.device) if is_cuda else ()
+    wanted = attention_order(use.device)
     others = []
     for name, kind in ATTENTION_KINDS.items():
         library = kind.library

@@ -81,7 +81,7 @@ class PlannedFile(Document):
 class PlanDocument(Document):
     """Everything that is decided before a generation begins."""
 
-    SCHEMA = "osora.plan/1"
+    SCHEMA = "osora.plan/2"
 
     model: ModelName
     device: str

@@ -7,7 +7,7 @@ from math import prod
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONTINUING, condition_mode
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.attention import AttentionPlan, choose_attention
+from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.exchanges import plan_exchange
@@ -17,7 +17,6 @@ from opensora_cli.engine.components.loras import LoraRanks, open_loras
 from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes
-from opensora_cli.engine.generate.chosen_attention import attention_shape, attention_use
 from opensora_cli.engine.generate.draft import draft_settings, start_step
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
@@ -95,7 +94,7 @@ def make_plan(
         exchange = plan_exchange(
             settings.parallel, mesh, num_heads=settings.model.num_heads, itemsize=hardware.dtype.itemsize
         )
-        attention = _attention(settings, hardware, mesh, latent_shape, tries_device)
+        attention = _attention(settings, hardware, mesh, tries_device)
         require_products(
             settings.precision.linear,
             mmdit_config(settings.model),
@@ -239,19 +238,19 @@ def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> H
     return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
 
 
-def _attention(
-    settings: GenerateSettings,
-    hardware: Hardware,
-    mesh: MeshShape,
-    latent_shape: tuple[int, int, int, int],
-    tries_device: bool,
-) -> AttentionPlan:
+def attention_use(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape) -> AttentionUse:
+    """Return the requirements of one rank on its attention backend."""
+    head_dim = settings.model.hidden_size // settings.model.num_heads
+    return AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim, in_parts=mesh.ring > 1)
+
+
+def _attention(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape, tries_device: bool) -> AttentionPlan:
     choice, setting = settings.runtime.attention, "runtime.attention"
     # A ring that was not asked for is known only now.
     for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):
         raise RequestError(problem)
-    use, shape = attention_use(settings, hardware, mesh), attention_shape(settings, mesh, latent_shape)
-    return choose_attention(choice, use, setting=setting, tries_device=tries_device, shape=shape)
+    use = attention_use(settings, hardware, mesh)
+    return choose_attention(choice, use, setting=setting, tries_device=tries_device)
 
 
 def _guidance(settings: GenerateSettings) -> Guidance:

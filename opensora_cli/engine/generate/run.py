@@ -13,11 +13,11 @@ from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.attention import keep_attention
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.chosen_attention import with_timed_attention
 from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
@@ -32,7 +32,7 @@ from opensora_cli.engine.generate.outputs import (
     refuse_pictures,
     requests_of,
 )
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import attention_use, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -50,6 +50,7 @@ from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame
 from opensora_cli.engine.generate.work import Work
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
+from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     GenerateRequest,
@@ -188,7 +189,7 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     files = [dataclasses.replace(sample_files(plan.settings, 0), latents=None)]
     saved = saved_samples(plan, files, None)
     run.origins.note(reporter)
-    plan = with_timed_attention(plan.with_threads(by=run.origins.threads), reporter)
+    plan = plan.with_threads(by=run.origins.threads)
     record = RunRecord(reporter, keeps_results=False)
     with computing(plan, reporter):
         [[video]] = make_videos([Work(plan, files, references, saved)], models, record, finish=finish)
@@ -307,17 +308,20 @@ def begin(plan: ExecutionPlan, run: Run, claims: Claims) -> Begun:
     if run.is_main:
         refuse_pictures(plan, files)
     saved = saved_samples(plan, files, run.ranks)
-    plan = plan.with_threads(by=run.origins.threads)
-    if files:
-        before = _attention_before(files) if run.is_main else None
-        plan = with_timed_attention(plan, run.reporter, before=before, agrees=run.ranks is not None)
+    plan = _with_attention_before(plan.with_threads(by=run.origins.threads), files, run.ranks)
     return Begun(Work(plan, files, references, saved, run.embeds, run.picture_embeds), chosen, tuple(kept))
 
 
-def _attention_before(files: Sequence[SampleFiles]) -> str | None:
-    """Return what computed the attention of the first latents that the run goes on from; None: of none, or unknown."""
+def _with_attention_before(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> ExecutionPlan:
+    """Return the plan with the attention backend of the first unfinished latents; all ranks use what rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
-    return open_latents(begun[0]).attention if begun else None
+    if not begun or plan.attention is None or plan.settings.runtime.attention is not AttentionChoice.AUTO:
+        return plan
+    backend = open_latents(begun[0]).attention if ranks is None or ranks.is_main else None
+    if ranks is not None:
+        backend = broadcast_json(backend)
+    use = attention_use(plan.settings, plan.hardware, plan.mesh)
+    return dataclasses.replace(plan, attention=keep_attention(plan.attention, backend, use))
 
 
 def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:

@@ -15,7 +15,6 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import find_weights, needed_components, stamp_of
-from opensora_cli.engine.generate.chosen_attention import with_timed_attention
 from opensora_cli.engine.generate.draft import draft_settings
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
@@ -96,7 +95,7 @@ class Shape:
             raise RequestError("; ".join(explain(error))) from error
 
     def plan(self, row: Row, models: LoadedModels | None, reporter: Reporter) -> ExecutionPlan:
-        """Return the plan of a row, with the threads of the first, and its attention; errors are those of `generate`.
+        """Return the plan of a row, with the threads of the first; errors are those of `generate`.
 
         `models` are those of a run; None: it is only planned.
         """
@@ -104,8 +103,7 @@ class Shape:
         mode = settings.condition.mode
         if mode not in self._plans:
             clips = len(self.rows) * num_samples(settings)
-            plan = plan_here(settings, models, clips=clips, device=self.device).with_threads()
-            self._plans[mode] = plan if models is None else with_timed_attention(plan, reporter)
+            self._plans[mode] = plan_here(settings, models, clips=clips, device=self.device).with_threads()
         return _of_row(self._plans[mode], settings)
 
     def key(self, row: Row) -> str:

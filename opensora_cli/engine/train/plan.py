@@ -43,7 +43,7 @@ from opensora_cli.settings.train_loop import WeightOffload
 class TrainPlan(Document):
     """Everything that is decided before a run begins."""
 
-    SCHEMA = "osora.train-plan/1"
+    SCHEMA = "osora.train-plan/2"
 
     target: TrainTarget
     parameters: int

@@ -64,7 +64,7 @@ _SMALLER = "take smaller batches or sizes: --dry-run has what each rank needs"
 class TrainResult(Document):
     """What a finished run has written."""
 
-    SCHEMA = "osora.train/1"
+    SCHEMA = "osora.train/2"
 
     target: TrainTarget
     output: Path

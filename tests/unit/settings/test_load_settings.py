@@ -206,7 +206,7 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
         (b"[" * 100_000, "is broken: JSON that is nested too deep"),
         (b"[]", "is broken: JSON that is no object"),
         (b"{}", "has the schema None"),
-        (b'{"schema": "osora.plan/1"}', "has the schema 'osora.plan/1', and must have 'osora.generate/1'"),
+        (b'{"schema": "osora.plan/2"}', "has the schema 'osora.plan/2', and must have 'osora.generate/1'"),
         (b'{"schema": "osora.generate/1", "settings": 3}', "has no settings in it"),
     ],
 )

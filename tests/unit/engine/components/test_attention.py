@@ -1,4 +1,4 @@
-"""Which attention a run computes with, and what makes a backend count as there."""
+"""Choice of the attention backend of a run, and what makes a backend usable."""
 
 import json
 from dataclasses import replace
@@ -15,6 +15,7 @@ from opensora_cli.engine.components.attention import (
     AttentionUse,
     attention_stand_in,
     choose_attention,
+    keep_attention,
     why_unusable,
 )
 from opensora_cli.engine.estimate.fake_tensors import fake_device
@@ -49,7 +50,7 @@ def choose(name, use=CPU, **options):
 
 def test_auto_on_a_cpu_is_torchs_own():
     plan = choose("auto")
-    assert (plan.backend, plan.line()) == ("sdpa", "sdpa (auto: torch's fused kernels; the others are for GPUs)")
+    assert (plan.backend, plan.line()) == ("sdpa", "sdpa (auto: torch's fused kernels; the others need a GPU)")
     assert choose("math").line() == "math (as set)"
 
 
@@ -70,13 +71,13 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
         choose(name, use, tries_device=False)
     assert error.value.exit_code == 4
     assert install in error.value.hint
-    assert ("CUDA devices alone" in error.value.message) is (use is CPU)
+    assert ("CUDA devices only" in error.value.message) is (use is CPU)
 
 
 def test_kernels_for_gpus_are_refused_on_a_cpu(monkeypatch):
     fake_flash2(monkeypatch)
     for name in ("cudnn", "flash2"):
-        with pytest.raises(HardwareError, match=f"{SETTING}={name} runs on CUDA devices alone, and this is cpu"):
+        with pytest.raises(HardwareError, match=f"{SETTING}={name} runs on CUDA devices only, and this is cpu"):
             choose(name)
 
 
@@ -163,44 +164,73 @@ def test_a_library_that_cannot_be_imported_says_why(monkeypatch):
     assert why_unusable("flash2", CPU).startswith("flash2: cannot import name 'flash_attn_func'")
 
 
+LIBRARIES = {"flash3", "flash2", "xformers", "cudnn", "sdpa"}
+
+
 @pytest.mark.parametrize(
     ("capability", "has_flash", "works", "backend"),
     [
-        ((9, 0), True, {"flash3", "flash2", "xformers", "cudnn"}, "flash3"),
-        ((9, 0), True, {"flash2", "xformers", "cudnn"}, "sdpa"),
-        ((8, 0), True, {"flash3", "flash2", "xformers", "cudnn"}, "sdpa"),
-        ((10, 0), True, {"cudnn"}, "sdpa"),
-        ((8, 9), False, {"flash2", "xformers"}, "flash2"),
-        ((8, 9), False, {"xformers"}, "xformers"),
-        ((8, 9), False, set(), "sdpa"),
+        ((9, 0), True, LIBRARIES, "flash3"),
+        ((9, 0), True, LIBRARIES - {"flash3"}, "sdpa"),
+        ((8, 0), True, LIBRARIES, "sdpa"),
+        ((10, 0), True, {"cudnn", "sdpa"}, "sdpa"),
+        ((8, 9), False, LIBRARIES, "flash2"),
+        ((8, 9), False, {"xformers", "sdpa"}, "xformers"),
+        ((8, 9), False, {"sdpa"}, "sdpa"),
     ],
 )
-def test_what_auto_takes_on_a_gpu(monkeypatch, capability, has_flash, works, backend):
+def test_auto_uses_the_first_backend_of_the_order_that_works(monkeypatch, capability, has_flash, works, backend):
+    tried = gpu_on_which(monkeypatch, works, capability=capability, has_flash=has_flash)
+    plan = choose("auto", GPU)
+    assert plan.backend == tried[-1] == backend
+    assert plan.reason.startswith("auto: ")
+    assert [name for name in tried if f"{name} fails" in plan.reason] == tried[:-1]
+    assert "cudnn" not in tried
+
+
+def test_auto_where_nothing_agrees_with_math_names_every_cause(monkeypatch):
+    gpu_on_which(monkeypatch, set(), capability=(9, 0), has_flash=True)
+    with pytest.raises(HardwareError, match=f"{SETTING}=auto finds no backend .* on cuda:0: flash3 fails; sdpa fails"):
+        choose("auto", GPU)
+
+
+def gpu_on_which(monkeypatch, works, *, capability, has_flash):
+    """Fake a GPU on which only the backends `works` agree with math; return the list of those that are tried."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: has_flash)
     tried = []
-    monkeypatch.setattr(attention, "why_unusable", lambda name, use: tried.append(name) or _unless(name in works, name))
-    plan = choose("auto", GPU)
-    assert plan.backend == backend
-    assert plan.reason.startswith("auto: ")
-    # What was tried in vain is told.
-    assert all((f"{name} is not there" in plan.reason) is (backend == "sdpa") for name in tried if name not in works)
-    assert "cudnn" not in tried
+
+    def why(name, use):
+        tried.append(name)
+        return None if name in works else f"{name} fails"
+
+    monkeypatch.setattr(attention, "why_unusable", why)
+    return tried
 
 
-def _unless(works, name):
-    return None if works else f"{name} is not there"
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        ("math", "math (auto: the backend of the run that this one continues)"),
+        ("sdpa", choose("auto").line()),
+        ("flash2", choose("auto").line()),
+        ("flash9", choose("auto").line()),
+        (None, choose("auto").line()),
+    ],
+)
+def test_a_continued_run_keeps_its_backend_if_it_works(before, line):
+    assert keep_attention(choose("auto"), before, CPU).line() == line
 
 
 def test_a_process_that_starts_ranks_leaves_their_devices_alone(monkeypatch):
     fake_flash2(monkeypatch)
     monkeypatch.setattr(attention, "why_unusable", lambda name, use: pytest.fail("tried"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pytest.fail("asked"))
-    # Nor are those of a machine that is only planned for.
+    # Devices of a machine that is only planned for are not tried either.
     assert choose("auto", GPU).backend == "sdpa"
     assert choose("flash2", GPU, tries_device=False).line() == "flash2 (as set)"
-    assert choose("auto", GPU, tries_device=False).line() == "sdpa (auto: unless something faster works on the device)"
+    assert choose("auto", GPU, tries_device=False).line() == "sdpa (auto: unless the device has a faster one)"
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(ring=2), MeshShape(ulysses=2)])

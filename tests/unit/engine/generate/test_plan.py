@@ -348,7 +348,7 @@ def test_height_and_width_win_over_resolution(world, tmp_path):
 def test_documents(world, tmp_path):
     made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
     document = json.loads(json.dumps(PlanDocument.of(made).to_json(), allow_nan=False))
-    assert document["schema"] == "osora.plan/1"
+    assert document["schema"] == "osora.plan/2"
     assert document["model_evaluations"] == 3 * made.evaluations_per_sample
     assert document["missing_weights"] == []
     assert document["settings"]["sampling"]["num_samples"] == 3

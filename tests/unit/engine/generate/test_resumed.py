@@ -11,6 +11,7 @@ from stopping import stop_after, stopped
 from tiny_world import RecordingReporter, demo_settings, released_settings, weights_of
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.engine.components import attention
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
@@ -63,6 +64,17 @@ def test_what_is_stopped_after_a_step_goes_on_to_the_same_bytes(world, tmp_path,
     assert f"going on from latents of the same request: {state}, after step {steps}" in reporter.notes
     assert result.model_evaluations == reporter.totals["denoise"] == 2 * (STEPS - steps)
     assert names(folder) == [f"{NAME}.mp4", f"{NAME}.mp4.json"]
+
+
+def test_a_resumed_run_keeps_the_attention_backend_of_its_state(world, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "attention_order", lambda device: ("math",))
+        video = generate(demo_settings(world, tmp_path / "whole", **T2V)).videos[0].path.read_bytes()
+        stopped(demo_settings(world, tmp_path, **T2V), 2)
+    result, _ = go_on(tmp_path / STATE)
+    assert result.attention is not None
+    assert result.attention.line() == "math (auto: the backend of the run that this one continues)"
+    assert result.videos[0].path.read_bytes() == video
 
 
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 3])
