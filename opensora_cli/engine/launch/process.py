@@ -147,9 +147,9 @@ class RankProcess:
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket
     ) -> "subprocess.Popen[bytes]":
-        self.log.write_bytes(b"")
         # The rank's link writes to it too: each appends.
-        with self.log.open("ab") as log:
+        with open(self.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            log.truncate(0)
             output = None if self.rank == 0 else log
             return subprocess.Popen(
                 command,
