@@ -28,6 +28,7 @@ from opensora_cli.cli import (
 )
 from opensora_cli.cli.command import Command, Group
 from opensora_cli.cli.streams import guard_streams
+from opensora_cli.core.compiled_code import name_eager_cache
 
 app = typer.Typer(
     name="osora",
@@ -99,5 +100,6 @@ def main(args: Sequence[str] | None = None) -> int:
         _wait_without_spinning(os.environ)
     # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    name_eager_cache(os.environ)
     _silence_pillow()
     return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

@@ -158,12 +158,11 @@ def init_with_retry(
 
 
 def _file_store(path: Path, rank: int) -> FileStore:
-    try:
-        # Without the number of ranks: the last rank would remove the file, which the launcher does.
-        return FileStore(str(path))
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise HardwareError(f"rank {rank}: cannot open the ranks' store {path}: {reason}", hint=RETRY_HINT) from error
+    # Torch would wait for it, for minutes in which signals have no effect.
+    if not path.parent.is_dir():
+        raise HardwareError(f"rank {rank}: the folder of the ranks' store is gone: {path.parent}", hint=RETRY_HINT)
+    # Without the number of ranks, with which the last of them would remove the file: the launcher does.
+    return FileStore(str(path))
 
 
 def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
