@@ -12,8 +12,8 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
-# `-P` leaves out of `sys.path` what the installed script leaves out, too.
-OSORA = [sys.executable, "-P", "-c", "import sys; from opensora_cli.__main__ import main; sys.exit(main())"]
+# As in the script that is installed. Not with `-P`, which processes would inherit.
+SCRIPT = "import sys\nfrom opensora_cli.__main__ import main\nsys.exit(main())\n"
 CPU = ["--device", "cpu"]
 SMALL = ["--steps", "1", "--num-frames", "1", "--height", "64", "--width", "64"]
 RANKS = ["--gpus", "2", *CPU]
@@ -42,9 +42,13 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["generate", "bench-comm", "env-check with a variable that torch refuses", "env-check"],
 )
-def test_no_code_of_the_working_folder_runs(arguments: list[str], environment: dict[str, str], planted: Path) -> None:
+def test_no_code_of_the_working_folder_runs(
+    arguments: list[str], environment: dict[str, str], planted: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    script = tmp_path_factory.mktemp("bin") / "osora"
+    script.write_text(SCRIPT)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    command = [*OSORA, *arguments]
+    command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env={**variables, **environment}, capture_output=True, text=True, timeout=300)
     assert not planted.exists(), planted.read_text()
     # env-check judges the machine, too.
