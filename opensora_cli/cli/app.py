@@ -29,6 +29,7 @@ from opensora_cli.cli import (
 from opensora_cli.cli.command import Command, Group
 from opensora_cli.cli.output import readable
 from opensora_cli.cli.streams import guard_streams
+from opensora_cli.core.compiled_code import name_eager_cache
 from opensora_cli.core.exceptions import OsoraWarning
 
 app = typer.Typer(
@@ -111,6 +112,7 @@ def main(args: Sequence[str] | None = None) -> int:
         _wait_without_spinning(os.environ)
     # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    name_eager_cache(os.environ)
     _silence_pillow()
     warnings.formatwarning = _format_warning
     return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

@@ -4,6 +4,7 @@ The attention of a block may be that of several ranks, or of a library that the 
 gradient is recorded, such attention is one operator of the graph, so that it does not break it in two.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.compiled_code import use_private_caches
+from opensora_cli.core.python_processes import safe_environment
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 
@@ -33,7 +36,10 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
     their layers exchange nothing with other ranks; the attention may, where no gradient is recorded. A kind of block
     that cannot be compiled as a whole runs as before, and so do calls in which blocks compute fewer tokens at a time
     than there are (`set_sequence_chunk`): compiled, that would take the memory of all. `warn` is called once for each.
+
+    What the compiler keeps for the next run lies in `private_folder`s. Raises OutputError if others may write to them.
     """
+    _keep_private(backend)
     for stack in repeated_blocks(transformer.config):
         blocks = list(transformer.get_submodule(stack.module_path).children())
         for plain in {type(block) for block in blocks}:
@@ -42,6 +48,21 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
             for block in blocks:
                 if type(block) is plain:
                     block.__class__ = compiled
+
+
+def _keep_private(backend: Backend) -> None:
+    """Have the compiler load no code that another account may have written, and its processes none from the working
+    folder.
+    """
+    os.environ.update(safe_environment({}))
+    folder = use_private_caches(os.environ)
+    if backend == "inductor":
+        # Not at the top: it takes seconds, and few runs need it.
+        from torch._inductor import codecache
+
+        # Torch keeps these in its own folder whatever the variable says. Without them, each kernel takes seconds more.
+        codecache._HEADER_DIR = str(folder / "precompiled_headers")
+        codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
 
 
 @cache

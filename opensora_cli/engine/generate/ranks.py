@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat, device_is_gpu
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
@@ -25,7 +24,7 @@ from opensora_cli.engine.generate.plan import make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
     DeviceType,
     agreed,
@@ -243,8 +242,8 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = (), comman
     """
     with log_folder(command) as log_dir:
         request = _ranks_to_start(settings, log_dir)
-        saved, values = log_dir / "settings.json", settings.model_dump(mode="json")
-        write_json_atomic(saved, {"schema": SIDECAR_SCHEMA, "settings": values})
+        values = settings.model_dump(mode="json")
+        saved = write_settings(log_dir, {"schema": SIDECAR_SCHEMA, "settings": values})
         launch(request, [command, "--from", str(saved), *flags])
 
 

@@ -102,6 +102,7 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
         device_type,
         host=context.master_addr,
         port=context.master_port,
+        store_file=context.store,
         rank=context.rank,
         world_size=context.world_size,
         timeout_s=timeout_s,
