@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
@@ -18,6 +18,7 @@ from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 
 SHARD_BYTES = 4096 * 2**20
@@ -253,9 +254,7 @@ def _is_text_by_text(value: object) -> TypeGuard[dict[str, str]]:
 
 def _refuse_unsafe_name(index: Path, name: str) -> None:
     """Refuse a shard's name that points elsewhere by itself, on whatever system."""
-    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
-    rooted = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or PureWindowsPath(name).root
-    if not parts or ".." in parts or rooted or not name.isprintable():
+    if not stays_inside(name):
         raise CheckpointError(f"{index} names a shard outside its folder: {shown(name)}", hint="don't trust its source")
 
 

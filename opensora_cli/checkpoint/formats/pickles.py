@@ -206,7 +206,8 @@ class _Objects:
             self._new_tuple = _Object(items=size, depth=depth, tensor_depth=_around(items), parts=parts)
             return self._new_tuple
         if name in ("REDUCE", "NEWOBJ"):
-            return self._called(*items, new_tuple)
+            called, arguments = items
+            return self._called(called, arguments, new_tuple)
         if name == "BUILD":
             target, state = items
             if state.tensor_depth == 0 or (target.tensor_depth > 0 and state.tensor_depth == 1):
