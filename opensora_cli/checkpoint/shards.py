@@ -43,14 +43,14 @@ class ShardIndex:
         weight_map: the name of each tensor's shard.
         metadata: its other values that are text.
         total_size: bytes of all tensors, if given.
-        sha256: of the shards it has one for, in hexadecimal digits.
+        sha256: of the shards it has one for, in hexadecimal digits; None: something else is in their place.
     """
 
     path: Path
     weight_map: Mapping[str, str]
     metadata: Mapping[str, str]
     total_size: int | None
-    sha256: Mapping[str, str]
+    sha256: Mapping[str, str] | None
 
     @property
     def shard_names(self) -> list[str]:
@@ -103,7 +103,7 @@ def read_index(path: Path) -> ShardIndex:
         weight_map=weight_map,
         metadata={key: value for key, value in metadata.items() if isinstance(value, str)},
         total_size=total_size if type(total_size) is int else None,
-        sha256=sha256 if _is_text_by_text(sha256) else {},
+        sha256={} if _SHA256 not in metadata else sha256 if _is_text_by_text(sha256) and sha256 else None,
     )
 
 
