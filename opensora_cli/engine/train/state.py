@@ -92,7 +92,7 @@ def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
 def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
     """Return the small files of a checkpoint that this rank writes: its random state, or also the shared ones."""
     rank = trainer.distribution.rank
-    files = {f"{RANDOM_FOLDER}/rank{rank}.pt": _pickled(_random_states())}
+    files = {f"{RANDOM_FOLDER}/rank{rank}.pt": _pickled(random_states())}
     if trainer.distribution.is_main:
         whole_name = trainer.distribution.whole_name
         counts = {
@@ -117,7 +117,7 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
         _restore_tensors(trainer, folder)
         _restore_moments(trainer, folder)
         trainer.batches.load_state_dict(load_torch(folder / SAMPLER_FILE, max_bytes=_MAX_STATE_BYTES))
-        _restore_random_states(folder / RANDOM_FOLDER / f"rank{trainer.distribution.rank}.pt")
+        restore_random_states(folder / RANDOM_FOLDER / f"rank{trainer.distribution.rank}.pt")
         trainer.precision.load_state_dict(running.precision)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
@@ -164,7 +164,7 @@ def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
 
 
 def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
-    counts = _read_counts(folder / UPDATES_FILE)
+    counts = read_update_counts(folder / UPDATES_FILE)
     distribution = trainer.distribution
     for name, learner in trainer.learners.items():
         path = folder / _MOMENTS_OF[name]
@@ -179,7 +179,7 @@ def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
         restore_moments(learner.module, learner.optimizers, own_counts, find)
 
 
-def _read_counts(path: Path) -> dict[str, dict[str, int]]:
+def read_update_counts(path: Path) -> dict[str, dict[str, int]]:
     """Return how many updates each parameter of each learner has had."""
     counts = read_json_object(path, problem=CheckpointError)
     for each in counts.values():
@@ -192,7 +192,8 @@ def _is_count(value: object, most: int = 2**31) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Return the states of the global generators, as `torch.save` takes them."""
     version, numbers, gauss = random.getstate()
     bit_generator, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -209,7 +210,7 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _restore_random_states(path: Path) -> None:
+def restore_random_states(path: Path) -> None:
     """Set the global generators; a rank that did not exist keeps its own, which no step uses."""
     if not path.exists():
         return
