@@ -102,7 +102,7 @@ def _read_cache(path: Path) -> None:
         path="a", caption="a", motion_score=None, start=0, interval=1, num_frames=1, height=8, width=8, fps=1
     )
     cache.names(request, file=(1, 2))
-    is_cache_of(path.parent, {"VAE": "a"})
+    is_cache_of(path.parent, CLIPS)
 
 
 def _read_manifest(path: Path) -> None:
@@ -160,6 +160,7 @@ def _listing(folder: Path) -> dict[str, Any]:
     return {"a/b": asdict(repo)}
 
 
+CLIPS = {"k": {"names": ["b"], "file": [1, 2]}}
 RUNNING = {
     "schema": "osora.running-states/1",
     "epoch": 0,
@@ -232,7 +233,7 @@ KINDS = {
         lambda path: read_listing(path.parents[3], "a"),
         ".cache/huggingface/download/a.listing.json",
     ),
-    "clips of a cache": Kind({"k": {"names": ["b"], "file": [1, 2]}}, _read_cache, "clips-a.safetensors", _write_cache),
+    "clips of a cache": Kind(CLIPS, _read_cache, "clips-a.safetensors", _write_cache),
     "preview map": Kind(
         PreviewMap(torch.zeros(4, 3), torch.zeros(3)).to_json(),
         lambda path: PreviewMap.of_json(read_json_object(path)),

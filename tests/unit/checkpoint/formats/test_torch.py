@@ -335,6 +335,16 @@ class TestBrokenFiles:
         with little_memory():
             assert reason in refused(lambda: open_torch(path))
 
+    def test_records_that_lie_over_each_other_are_refused(self, tmp_path):
+        path = with_pickle(tmp_path / "a", b"\x80\x02}.", **{f"data/{number}": bytes(4000) for number in range(3)})
+        content = bytearray(path.read_bytes())
+        # In the directory, all records are made as long as the rest of the file.
+        for start in (at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"):
+            if b"data/" in content[start + 46 : start + 80]:
+                content[start + 20 : start + 28] = struct.pack("<II", 9000, 9000)
+        path.write_bytes(content)
+        assert "longer than the file" in refused(lambda: open_torch(path))
+
     def test_a_key_that_would_overflow_the_stack_is_refused(self, tmp_path):
         path = with_pickle(tmp_path / "a", b"\x80\x02](" + b"N" * 200_000 + b"e}N" + b"\x85" * 300_000 + b"K\x01s.")
         assert "nests tuples too deep" in refused(lambda: open_torch(path))
