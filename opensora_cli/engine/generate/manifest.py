@@ -11,6 +11,7 @@ from opensora_cli.checkpoint.stream import write_all
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.folder_lock import locked_file
+from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.media.results import result_bytes
@@ -101,11 +102,13 @@ class Manifest:
         try:
             values: Any = json.loads(line)
             key, status = values["key"], values["status"]
-            results = [(str(each["path"]), int(each["bytes"])) for each in values.get("outputs", ())]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            results = [(each["path"], each["bytes"]) for each in values.get("outputs", ())]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
         if status == DONE and isinstance(key, str):
-            self._done[key] = results
+            self._done.pop(key, None)
+            if results and all(stays_inside(path) and type(size) is int for path, size in results):
+                self._done[key] = results
 
     def _whole_lines(self, path: Path) -> Iterator[bytes]:
         """Yield the lines of a manifest; what a crash cut off in this process's own is removed from it."""
