@@ -15,7 +15,7 @@ DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
 
 MAX_WIDTH = 65_536
 """Channels or features of a layer, and heads, groups and latent channels."""
-MAX_DEPTH = 100
+MAX_DEPTH = 32
 """Blocks in a row at one width of an autoencoder."""
 MAX_STAGES = 16
 """Widths of an autoencoder, each half the resolution of the one before."""
@@ -65,7 +65,7 @@ class ModelSettings(Section):
     vec_in_dim: PositiveInt = Field(default=768, le=MAX_WIDTH, description="width of the pooled CLIP embedding")
     context_in_dim: PositiveInt = Field(default=4096, le=MAX_WIDTH, description="width of the T5 embeddings")
     hidden_size: PositiveInt = Field(default=3072, le=MAX_WIDTH, description="width of the transformer")
-    mlp_ratio: float = Field(default=4.0, gt=0, le=1024, description="width of the MLPs over hidden_size")
+    mlp_ratio: float = Field(default=4.0, ge=0.001, le=1024, description="width of the MLPs over hidden_size")
     num_heads: PositiveInt = Field(default=24, le=MAX_WIDTH, description="attention heads; divides hidden_size")
     depth: int = Field(default=19, ge=0, le=1000, description="double-stream blocks")
     depth_single_blocks: int = Field(default=38, ge=0, le=1000, description="single-stream blocks")
@@ -73,7 +73,7 @@ class ModelSettings(Section):
         default=(16, 56, 56),
         description="rotary widths of time, height and width; even, with the width of a head as their sum",
     )
-    theta: float = Field(default=10_000, gt=0, le=10**9, description="base of the rotary frequencies")
+    theta: float = Field(default=10_000, ge=0.001, le=10**9, description="base of the rotary frequencies")
     qkv_bias: bool = Field(default=True, description="whether the attention projections have a bias")
     guidance_embed: bool = Field(default=False, description="whether the model is guidance-distilled")
     cond_embed: bool = Field(default=True, description="whether the model takes reference latents")
