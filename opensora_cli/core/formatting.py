@@ -21,6 +21,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 _LISTED = 3
 _LONGEST = 200
 _LONGEST_PATH = 1000
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _JOINERS = "\u200c\u200d"
 """They format text, as what could harm does, but emoji and whole languages need them."""
 
@@ -83,6 +84,11 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 def escaped(text: str) -> str:
     """Return `text` with all that breaks lines or steers terminals in backslash form: text of any language stays."""
     return text if text.isprintable() else "".join(map(_escaped_character, text))
+
+
+def without_credentials(text: str) -> str:
+    """Return `text` with the user and password of each address in it hidden: `https://<hidden>@host`."""
+    return _CREDENTIALS.sub("<hidden>@", text)
 
 
 def _escaped_character(character: str) -> str:
