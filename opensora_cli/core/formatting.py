@@ -91,6 +91,10 @@ def without_credentials(text: str) -> str:
     return _CREDENTIALS.sub("<hidden>@", text)
 
 
+def is_harmful(character: str) -> bool:
+    """Return whether a character breaks lines, steers terminals, or changes the direction in which text is shown."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
+
+
 def _escaped_character(character: str) -> str:
-    is_harmful = unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
-    return character.encode("unicode_escape").decode() if is_harmful else character
+    return character.encode("unicode_escape").decode() if is_harmful(character) else character
