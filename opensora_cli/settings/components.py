@@ -14,13 +14,15 @@ DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
 """The line that fetches the released weights to where they are looked for."""
 
 MAX_WIDTH = 65_536
-"""Channels or features of a layer, and heads, groups and latent channels."""
+"""Features of a layer of the transformer, and its heads."""
+MAX_CHANNELS = 8192
+"""Channels of a layer or a latent of an autoencoder, and groups of them."""
 MAX_DEPTH = 32
 """Blocks in a row at one width of an autoencoder."""
 MAX_STAGES = 16
 """Widths of an autoencoder, each half the resolution of the one before."""
 
-_Width = Annotated[PositiveInt, Field(le=MAX_WIDTH)]
+_Channels = Annotated[PositiveInt, Field(le=MAX_CHANNELS)]
 _Depth = Annotated[PositiveInt, Field(le=MAX_DEPTH)]
 
 _WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
@@ -69,7 +71,7 @@ class ModelSettings(Section):
     num_heads: PositiveInt = Field(default=24, le=MAX_WIDTH, description="attention heads; divides hidden_size")
     depth: int = Field(default=19, ge=0, le=1000, description="double-stream blocks")
     depth_single_blocks: int = Field(default=38, ge=0, le=1000, description="single-stream blocks")
-    axes_dim: tuple[_Width, ...] = Field(
+    axes_dim: tuple[Annotated[PositiveInt, Field(le=MAX_WIDTH)], ...] = Field(
         default=(16, 56, 56),
         description="rotary widths of time, height and width; even, with the width of a head as their sum",
     )
@@ -93,6 +95,10 @@ class ModelSettings(Section):
                 f"model.axes_dim={axes} must be three even numbers (time, height, width) that add up to {head}, "
                 f"the width of a head (model.hidden_size={self.hidden_size} / model.num_heads={self.num_heads})"
             )
+        if not int(self.hidden_size * self.mlp_ratio):
+            raise ValueError(
+                f"model.mlp_ratio={self.mlp_ratio:g} must give the MLPs of model.hidden_size={self.hidden_size} a width"
+            )
         return self
 
 
@@ -100,7 +106,7 @@ class DCAESettings(Section):
     """Sizes of the video DC-AE. The defaults are those of the released one; lists go from the pixels inwards."""
 
     latent_channels: PositiveInt = Field(
-        default=128, le=MAX_WIDTH, description="channels of the latents; divides the last width"
+        default=128, le=MAX_CHANNELS, description="channels of the latents; divides the last width"
     )
     block_types: tuple[Literal["res", "efficientvit"], ...] = Field(
         default=("res", "res", "res", "efficientvit", "efficientvit", "efficientvit"),
@@ -108,7 +114,7 @@ class DCAESettings(Section):
         max_length=MAX_STAGES,
         description="what each stage is made of: res or efficientvit",
     )
-    width_list: tuple[_Width, ...] = Field(
+    width_list: tuple[_Channels, ...] = Field(
         default=(128, 256, 512, 512, 1024, 1024), description="widths; multiples of 32 in efficientvit stages"
     )
     encoder_depth_list: tuple[_Depth, ...] = Field(
@@ -159,8 +165,8 @@ class DCAESettings(Section):
 class FluxAESettings(Section):
     """Sizes of the 2D autoencoder. The defaults are those of the released one."""
 
-    z_channels: PositiveInt = Field(default=16, le=MAX_WIDTH, description="channels of the latents")
-    ch: PositiveInt = Field(default=128, le=MAX_WIDTH, description="base of the widths; a multiple of 32")
+    z_channels: PositiveInt = Field(default=16, le=MAX_CHANNELS, description="channels of the latents")
+    ch: PositiveInt = Field(default=128, le=MAX_CHANNELS, description="base of the widths; a multiple of 32")
     ch_mult: tuple[_Depth, ...] = Field(
         default=(1, 2, 4, 4), min_length=1, max_length=MAX_STAGES, description="widths over ch, from the pixels inwards"
     )
@@ -193,13 +199,13 @@ class VAESettings(Section):
     """
 
     kind: VAEKind = Field(default=VAEKind.HUNYUAN, description="which autoencoder: hunyuan, dc_ae or flux_ae")
-    latent_channels: PositiveInt = Field(default=16, le=MAX_WIDTH, description="channels of the latents")
-    block_out_channels: tuple[_Width, ...] = Field(
+    latent_channels: PositiveInt = Field(default=16, le=MAX_CHANNELS, description="channels of the latents")
+    block_out_channels: tuple[_Channels, ...] = Field(
         default=(128, 256, 512, 512), min_length=1, max_length=MAX_STAGES, description="widths, from the pixels inwards"
     )
     layers_per_block: PositiveInt = Field(default=2, le=MAX_DEPTH, description="residual blocks at each width")
     norm_num_groups: PositiveInt = Field(
-        default=32, le=MAX_WIDTH, description="groups of the group norms; divides every width"
+        default=32, le=MAX_CHANNELS, description="groups of the group norms; divides every width"
     )
     sample_size: PositiveInt = Field(default=256, le=MAX_SIDE, description="side of a spatial tile, in pixels")
     sample_tsize: PositiveInt = Field(default=64, le=MAX_FRAMES, description="length of a temporal tile, in frames")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
@@ -27,7 +27,7 @@ decodes of 256px and 768px, timed on an H100 (`benchmarks/predict.py`); of other
 _GIVEN = re.compile(r"(?:(?P<count>\d*)x)?(?P<name>.*)", re.DOTALL)
 _MOST = 1024
 
-_Figure = Annotated[PositiveFloat, Field(ge=1e-6, le=10**9)]
+_Figure = Annotated[float, Field(ge=1e-6, le=10**9)]
 _KIND = "hardware"
 
 
