@@ -36,7 +36,7 @@ from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, OutputError, osora_error
 from opensora_cli.core.files import atomic_folder
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import escaped, first_few
 from opensora_cli.core.rank_messages import broadcast_json
 
 OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
@@ -222,7 +222,7 @@ class CheckpointIO:
 
     def _report_at_exit(self) -> None:
         if self._job.error is not None:
-            print(f"error: the last checkpoint is lost: {self._job.error}", file=sys.stderr)
+            print(escaped(f"error: the last checkpoint is lost: {self._job.error}"), file=sys.stderr)
 
     def _snapshot(self, values: dict[str, Any]) -> dict[str, Any]:
         """Copy everything; tensors to the host, into the memory of the last snapshot where they fit."""

@@ -28,7 +28,7 @@ from opensora_cli.cli import (
 )
 from opensora_cli.cli.command import Command, Group
 from opensora_cli.cli.output import readable
-from opensora_cli.cli.streams import guard_streams
+from opensora_cli.cli.streams import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
 from opensora_cli.core.exceptions import OsoraWarning
 
@@ -108,6 +108,7 @@ def _command() -> Any:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; without `args` it is that of `sys.argv`."""
     guard_streams()
+    escape_foreign_texts()
     if "torch" not in sys.modules:
         _wait_without_spinning(os.environ)
     # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.

@@ -4,11 +4,15 @@ import io
 import os
 import select
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from types import TracebackType
 from typing import TextIO
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.formatting import escaped, without_credentials
 from opensora_cli.core.signals import held_back
 
 
@@ -30,6 +34,37 @@ def guard_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
     sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log, _LogText)
     sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results, io.TextIOWrapper)
+
+
+@cache
+def escape_foreign_texts() -> None:
+    """Escape what steers terminals in warnings and tracebacks, which quote files and servers; see `foreign_text`."""
+
+    def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        import traceback
+
+        print(foreign_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+    sys.excepthook = print_traceback
+    plain_warning = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **options: foreign_text(plain_warning(*args, **options))
+
+
+@cache
+def escape_foreign_logs() -> None:
+    """Do so in the log records of libraries: huggingface_hub prints the warnings of a server. Imports logging."""
+    import logging
+
+    class Record(logging.LogRecord):
+        def getMessage(self) -> str:  # noqa: N802  # logging's name
+            return foreign_text(super().getMessage())
+
+    logging.setLogRecordFactory(Record)
+
+
+def foreign_text(text: str) -> str:
+    """Return lines of a library for a terminal: without passwords in addresses, and with control characters escaped."""
+    return "\n".join(escaped(line) for line in without_credentials(text).split("\n"))
 
 
 class _Log(io.FileIO):

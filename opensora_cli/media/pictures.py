@@ -43,6 +43,9 @@ _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 _DEFAULT_DURATION_MS = 100
 """What browsers take for a GIF that gives none."""
 
+_MOST_PIXELS = 2**35
+"""Of all frames of an animation: 4142 frames of 3840 x 2160."""
+
 _GIF_COLOURS = 256
 _GIF_PALETTE_PIXELS = 1 << 14
 _GIF_SHORTEST_MS = 20
@@ -84,6 +87,7 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
     """Open an animated picture as a video; a MediaError, also while frames are read, if it is broken."""
     with _opened(path) as picture:
         with _decoding(path):
+            _require_size(picture, path)
             durations_ms = _durations_ms(picture)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
         yield VideoSource(frames=_frames(picture, path, durations_ms), fps=mean_fps)
@@ -118,6 +122,18 @@ class _PictureFrame:
 
     def to_rgb(self) -> torch.Tensor:
         return self.picture_HWC
+
+
+def _require_size(picture: Any, path: Path) -> None:
+    """Raise MediaError for an animation that takes hours to decode: a frame of a few bytes may fill any canvas."""
+    stored = picture.properties(index=...)
+    height, width = stored.shape[1:3]
+    if stored.n_images * height * width > _MOST_PIXELS:
+        raise MediaError(
+            f"{path} has {stored.n_images} frames of {width} x {height} pixels, and at most {_MOST_PIXELS:,} pixels "
+            "are read of an animated picture",
+            hint="convert it to a video",
+        )
 
 
 def _durations_ms(picture: Any) -> list[int]:

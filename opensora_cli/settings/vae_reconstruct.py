@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from pydantic import Field, PositiveInt
 
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import MAX_FRAMES, Section
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
@@ -34,7 +34,9 @@ class ClipSettings(Section):
     """How videos are cut."""
 
     num_frames: PositiveInt = Field(
-        default=33, description="longest clip that is encoded at once, a longer video in several; bounds the memory"
+        default=33,
+        le=MAX_FRAMES,
+        description="longest clip that is encoded at once, a longer video in several; bounds the memory",
     )
 
 
