@@ -70,6 +70,11 @@ def locked_file(path: Path) -> Iterator[bool]:
         _close(lock)
 
 
+def lock_holder(path: Path) -> str:
+    """Return who has a lock file, for people: `process N on HOST`."""
+    return _holder(path)
+
+
 def remove_locks_of(pids: Iterable[int], folder: Path) -> None:
     """Remove from `folder` the lock files of processes that this one has started and seen end.
     Without effect where that is not possible.

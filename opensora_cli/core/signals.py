@@ -1,8 +1,9 @@
 """Requests to end a process: who sends them, what waits for them, and how the processes that it started end.
 
 Ctrl-C is SIGINT. Schedulers, containers and `timeout` send SIGTERM, and often to all processes of a group; Slurm's
-`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. Some send twice: `timeout` signals the
-command and then its group, and torchrun hands on what the terminal has already sent to its ranks.
+`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. A terminal that goes away, as at a lost
+ssh connection, sends SIGHUP; nohup has it ignored. Some send twice: `timeout` signals the command and then its group,
+a shell hands SIGHUP on to its jobs, and torchrun hands on what the terminal has already sent to its ranks.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 END_REQUESTS = tuple(
-    signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
+    signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
 )
 """What asks a process to end, besides Ctrl-C."""
 REPEAT_S = 0.3

@@ -126,6 +126,19 @@ def test_what_is_ignored_stays_so():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_with_nohup_the_end_of_the_terminal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with requests_as_interrupts(), deferred_interrupts(lambda: None) as is_interrupted:
+            signal.raise_signal(signal.SIGHUP)
+            assert not is_interrupted()
+            signal.raise_signal(signal.SIGTERM)
+            assert is_interrupted()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_elsewhere_than_in_the_main_thread_nothing_is_noted():
     before, found = signal.getsignal(signal.SIGINT), []
 
