@@ -1,6 +1,5 @@
 """The names of results: which are free, claimed, or made before by the same request. Needs no torch."""
 
-import hashlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from safetensors import SafetensorError, safe_open
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.folder_lock import lock_holder, locked_file
+from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import in_the_way, is_there, read_sidecar, refuse_existing, result_bytes, sidecar_path
@@ -151,7 +150,7 @@ class Claims:
 
         Raises OutputError if another process has it, unless this one repeats.
         """
-        lock = _lock_beside(sample, f"{sample.request_sha256} {sample.media.name}")
+        lock = lock_beside(sample.media, f"{sample.request_sha256} {sample.media.name}")
         with ExitStack() as here:
             if not here.enter_context(locked_file(lock)) and not self._repeats:
                 raise OutputError(
@@ -163,14 +162,7 @@ class Claims:
 
 def _name_lock(sample: SampleFiles) -> Path:
     """Return the lock file of a sample's name: results of one name in several formats have the same latents."""
-    return _lock_beside(sample, sample.target.stem)
-
-
-def _lock_beside(sample: SampleFiles, locked: str) -> Path:
-    """Return the lock file beside a sample of what is `locked`."""
-    # Not that itself: a name may already be as long as the file system allows.
-    digest = hashlib.sha256(locked.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return sample.media.with_name(f".osora-{digest}.lock")
+    return lock_beside(sample.media, sample.target.stem)
 
 
 def find_target(
