@@ -1,5 +1,6 @@
 """One process at a time in a folder, or at a file."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +74,38 @@ def locked_file(path: Path) -> Iterator[bool]:
         with suppress(OSError):
             path.unlink()
         _close(lock)
+
+
+@contextmanager
+def sole_run(lock: Path, *, doing: str, hint: str) -> Iterator[None]:
+    """Keep other processes that ask for the same lock file out of the block, as `locked_file` does.
+
+    A folder that was made for the lock is removed again if nothing else is in it at the end.
+
+    Raises:
+        OutputError: another process has it: `another run DOING: process N on HOST`; or the file cannot be made.
+    """
+    is_new = not lock.parent.exists()
+    try:
+        with locked_file(lock) as is_ours:
+            if not is_ours:
+                raise OutputError(f"another run {doing}: {_holder(lock)}", hint=hint)
+            yield
+    finally:
+        if is_new:
+            with suppress(OSError):
+                lock.parent.rmdir()
+
+
+def lock_beside(path: Path, of: str) -> Path:
+    """Return the lock file beside `path` of what `of` names, which may be as long as a file's name can be."""
+    digest = hashlib.sha256(of.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return path.with_name(f".osora-{digest}.lock")
+
+
+def lock_holder(path: Path) -> str:
+    """Return who has a lock file, for people: `process N on HOST`."""
+    return _holder(path)
 
 
 def remove_locks_of(pids: Iterable[int], folder: Path) -> None:

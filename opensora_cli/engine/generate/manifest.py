@@ -10,7 +10,7 @@ from typing import Any, Self
 from opensora_cli.checkpoint.stream import write_all
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
-from opensora_cli.core.folder_lock import locked_file
+from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.generate.prompts import Row, Shard
@@ -48,10 +48,13 @@ class Manifest:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise self._problem(error) from error
-            if not self._open.enter_context(locked_file(folder / f".osora-{self.path.name}.lock")):
-                raise OutputError(
-                    f"another run writes {self.path}", hint="wait until it ends, or give each run its --shard"
+            self._open.enter_context(
+                sole_run(
+                    folder / f".osora-{self.path.name}.lock",
+                    doing=f"writes {self.path}",
+                    hint="wait until it ends, or give each run its --shard",
                 )
+            )
             for path in sorted(folder.glob("manifest*.jsonl")):
                 for line in self._whole_lines(path):
                     self._read(line)

@@ -1,6 +1,5 @@
 """The names of results: which are free, claimed, or made before by the same request. Needs no torch."""
 
-import hashlib
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, Self
 from safetensors import SafetensorError, safe_open
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, OutputError
-from opensora_cli.core.folder_lock import locked_file
+from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import in_the_way, is_there, read_sidecar, refuse_existing, result_bytes, sidecar_path
@@ -140,26 +139,51 @@ def sheet_path(first: Path) -> Path:
 
 
 class Claims:
-    """Names that this process has to itself until the block ends; of other processes of osora only one gets each."""
+    """Names and requests that this process has to itself until the block ends; one process of osora gets each.
 
-    def __init__(self) -> None:
-        self._locks = ExitStack()
+    Args:
+        repeats: whether a request that another process has is made here, too, under the next name. Several devices may
+            meet rows of one file that ask for the same.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._repeats = repeats
+        self._names, self._requests = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        self._locks.close()
+        # In this order: who gets a request finds the names of those that have finished it.
+        with self._requests:
+            self._names.close()
 
     @contextmanager
     def looking_at(self, sample: SampleFiles) -> Iterator[Callable[[], object] | None]:
         """Yield what keeps the names of a sample beyond the block; None where another process has them."""
-        # Not the name itself, which may already be as long as the file system allows.
-        # Results of one name in several formats have the same latents.
-        digest = hashlib.sha256(sample.target.stem.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         with ExitStack() as here:
-            is_ours = here.enter_context(locked_file(sample.media.with_name(f".osora-{digest}.lock")))
-            yield (lambda: self._locks.push(here.pop_all())) if is_ours else None
+            is_ours = here.enter_context(locked_file(_name_lock(sample)))
+            yield (lambda: self._names.push(here.pop_all())) if is_ours else None
+
+    @contextmanager
+    def requesting(self, sample: SampleFiles) -> Iterator[Callable[[], object]]:
+        """Yield what keeps the request of a sample, by the first of its names, beyond the block.
+
+        Raises OutputError if another process has it, unless this one repeats.
+        """
+        lock = lock_beside(sample.media, f"{sample.request_sha256} {sample.media.name}")
+        with ExitStack() as here:
+            if not here.enter_context(locked_file(lock)) and not self._repeats:
+                raise OutputError(
+                    f"another run is making the same result in {sample.media.parent}: {lock_holder(lock)}",
+                    hint="wait until it ends, or use another --out",
+                )
+            yield lambda: self._requests.push(here.pop_all())
+
+
+def _name_lock(sample: SampleFiles) -> Path:
+    """Return the lock file of a sample's name: results of one name in several formats have the same latents."""
+    return lock_beside(sample.media, sample.target.stem)
 
 
 def find_target(
@@ -170,17 +194,35 @@ def find_target(
     What it has begun are saved latents. A name in a folder that another request has taken gives way to the next one; a
     file that was named is never given another name. To overwrite replaces what the same request has made, else the
     first name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims` are
-    given, and their folder is there then. With `remake` nothing counts as made before or begun.
+    given, and in a folder the request is, too; the folder is there then. With `remake` nothing counts as made before or
+    begun.
 
     Raises:
         CheckpointError: what is to be resumed is of another request.
-        OutputError: a named file, its sidecar, or its latents are there from another request; or no file can have such
-            a name.
+        OutputError: a named file, its sidecar, or its latents are there from another request; or another process makes
+            them; or no file can have such a name.
     """
-    output = settings.output
-    is_named = output.named_format is not None or output.name_from is NameFrom.PROMPT
-    has_one_name = is_named or output.overwrite
     request = request_sha256(settings.sampling.seed + index)
+    if claims is None or _is_named(settings):
+        return _find_target(settings, index, request, claims=claims, remake=remake)
+    first = replace(sample_files(settings, index), request_sha256=request)
+    with claims.requesting(first) as keep:
+        sample = _find_target(settings, index, request, claims=claims, remake=remake)
+        if not sample.made_before:
+            keep()
+        return sample
+
+
+def _is_named(settings: GenerateSettings) -> bool:
+    return settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
+
+
+def _find_target(
+    settings: GenerateSettings, index: int, request: str, *, claims: Claims | None, remake: bool
+) -> SampleFiles:
+    output = settings.output
+    is_named = _is_named(settings)
+    has_one_name = is_named or output.overwrite
     names: Iterator[SampleFiles] = (sample_files(settings, index, number=number) for number in count(1))
     if output.overwrite and not is_named:
         names = iter([_own_files(settings, index, request)])
@@ -190,7 +232,8 @@ def find_target(
             if keep is None:
                 if has_one_name:
                     raise OutputError(
-                        f"{sample.media} is being made by another run", hint="wait until it ends, or use another --out"
+                        f"{sample.media} is being made by another run: {lock_holder(_name_lock(sample))}",
+                        hint="wait until it ends, or use another --out",
                     )
                 continue
             if settings.resume is not None:

@@ -556,13 +556,21 @@ def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
     assert names(tmp_path) == before
 
 
-def test_a_name_that_another_run_has_claimed_is_not_taken(world, tmp_path):
+def test_what_another_run_has_claimed_is_not_taken(world, tmp_path):
+    """Another request in the same folder has the next name, and the same one is not made twice."""
     settings = released_settings(world, tmp_path)
+    other = settings.replace({"sampling.num_inference_steps": 3})
     with Claims() as claims:
         [first] = choose_outputs(make_plan(with_mode(settings, SilentReporter())), claims=claims)
-        assert generate(settings).videos[0].path.name == "raining-sea_seed42_2.mp4"
-        with pytest.raises(OutputError, match="is being made by another run"):
-            generate(settings.replace({"output.path": str(first.media)}))
+        for same in (settings, settings.replace({"output.overwrite": True})):
+            with pytest.raises(
+                OutputError, match=rf"another run is making the same result in .*: process {os.getpid()} on "
+            ):
+                generate(same)
+        assert generate(other).videos[0].path.name == "raining-sea_seed42_2.mp4"
+        for request in (settings, other):
+            with pytest.raises(OutputError, match=rf"is being made by another run: process {os.getpid()} on "):
+                generate(request.replace({"output.path": str(first.media)}))
     assert names(tmp_path) == ["raining-sea_seed42_2.mp4", "raining-sea_seed42_2.mp4.json"]
     assert generate(settings).videos[0].path == first.media
 

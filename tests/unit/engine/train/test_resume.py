@@ -150,6 +150,8 @@ def _stop() -> None:
         (signal.SIGINT, 2, False),
         # As Slurm's --signal=USR1.
         (signal.SIGUSR1, 2, True),
+        # As a shell whose terminal is gone.
+        (signal.SIGHUP, 2, False),
     ],
 )
 def test_a_run_whose_group_was_asked_to_end_is_resumed_bit_for_bit(tmp_path, whole, number, times, in_background):
