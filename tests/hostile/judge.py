@@ -97,7 +97,7 @@ def faults_of_files(
         if _TEMPORARY.search(Path(path).name) or is_elsewhere:
             found.append(Fault(LEFT, path))
     for path, content in after.items():
-        if before.get(path) != content and (reason := broken(root / path)):
+        if before.get(path) != content and not path.startswith(_CACHES) and (reason := broken(root / path)):
             found.append(Fault(HALF, f"{path}: {reason}"))
     return found
 

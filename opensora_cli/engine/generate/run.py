@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
@@ -249,6 +250,8 @@ def _agreed(
 def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
     """Return the result of a run that has nothing to compute."""
     for sample in files:
+        # Its run may have been killed right after it.
+        remove_left(sample.media.parent)
         _note_made(plan, sample, reporter, " (--overwrite makes it again)")
     return _result_of(plan, [GeneratedVideo.of_earlier_run(plan, sample) for sample in files])
 

@@ -17,6 +17,7 @@ from media_tags import read_metadata
 from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, flux_settings, moving_frames, released_settings
 
+from opensora_cli.core import folder_lock
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, ReferenceLengths, Source
 from opensora_cli.core.exceptions import MediaError, OsoraError, OsoraWarning, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
@@ -885,6 +886,17 @@ def test_latents_that_cannot_be_removed_do_not_end_a_run_whose_video_is_there(wo
     assert video.path.exists()
     [again] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
     assert again.made_before
+
+
+def test_what_a_killed_run_left_beside_a_whole_result_is_removed_by_the_next(world, tmp_path, monkeypatch):
+    settings = demo_settings(world, tmp_path / "a.mp4")
+    generate(settings)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / ".osora-762069bc07a6e1b5.lock").touch()
+    monkeypatch.setattr(folder_lock, "_looked_through", set())  # as in another process
+    [again] = generate(settings).videos
+    assert again.made_before
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_last_frame_that_is_missing_beside_a_video_made_before_is_warned_of(world, tmp_path, reporter):
