@@ -517,7 +517,7 @@ FromSidecar = Annotated[
     typer.Option(
         "--from",
         metavar="SIDECAR",
-        help="The video of an earlier run again, as its .json file describes it. Give --out, --weights and --lora again.",
+        help="Make the video of an earlier run, as its .json file describes it; give --out, --weights, --lora again.",
         rich_help_panel=_SETTINGS,
     ),
 ]

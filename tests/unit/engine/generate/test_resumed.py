@@ -276,6 +276,25 @@ def test_steps_that_the_run_does_not_have(state, steps):
         go_on(state)
 
 
+def test_a_state_names_no_place(state, tmp_path, whole):
+    """It goes on beside itself, under its own name, and replaces nothing, whatever its settings say."""
+    mine = tmp_path / "mine.mp4"
+    mine.write_bytes(b"mine")
+    with safe_open(state, "pt") as file:
+        settings = json.loads(file.metadata()["settings"])
+    settings["output"] |= {"path": str(mine), "overwrite": True}
+    rewritten(state, settings=json.dumps(settings))
+    beside = state.with_name(f"{NAME}.mp4")
+    beside.write_bytes(b"mine, too")
+    with pytest.raises(OutputError, match="exists already"):
+        go_on(state)
+    assert (mine.read_bytes(), beside.read_bytes()) == (b"mine", b"mine, too")
+    beside.unlink()
+    result, _ = go_on(state)
+    assert (result.videos[0].path, mine.read_bytes()) == (beside, b"mine")
+    assert beside.read_bytes() == whole
+
+
 def test_torn_and_foreign_files(state, tmp_path):
     whole = state.read_bytes()
     for content in (b"", whole[:20], whole[:-1]):
