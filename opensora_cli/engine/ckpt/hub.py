@@ -120,7 +120,8 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
             hint="unset HF_ENDPOINT, or export HF_ENDPOINT=https://HOST",
         )
     with _explained(name), _like_the_hub():
-        info = huggingface_hub.ModelInfo(**_metadata(name, f"{constants.ENDPOINT}/api/models/{name}?blobs=true"))
+        found = _metadata(name, f"{constants.ENDPOINT}/api/models/{name}?blobs=true")
+        info = huggingface_hub.ModelInfo(**found)  # type: ignore[no-untyped-call]  # its **kwargs have no types
     commit, card = info.sha or "main", info.card_data or huggingface_hub.ModelCardData()
     if not (isinstance(commit, str) and _COMMIT.fullmatch(commit) and isinstance(card, huggingface_hub.ModelCardData)):
         raise _unlike_the_hub()

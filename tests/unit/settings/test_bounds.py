@@ -72,18 +72,11 @@ def test_every_number_of_every_section_has_a_lower_and_an_upper_bound() -> None:
     assert lacking == []
 
 
-def test_no_bound_is_over_what_torch_counts_with() -> None:
-    """Bytes and seeds alone reach far; a seed has that of the sample added to it, and stays within 64 bits."""
+def test_bytes_seeds_and_factors_alone_may_be_over_a_billion() -> None:
+    """A seed has the number of the sample added to it, and stays within 64 bits."""
     far = {name for name, numbers in _all_numbers().items() if any(min(high) > 1e9 for _, high in numbers)}
-    bytes_or_seeds = ("seed", "bytes", "limit", "memory", "size", "reserved", "buffer", "tol")
-    assert [name for name in sorted(far) if not name.endswith(bytes_or_seeds)] == []
-    assert all(
-        abs(bound) < 2**63
-        for numbers in _all_numbers().values()
-        for _, high in numbers
-        for bound in high
-        if bound != 1e38
-    )
+    endings = ("seed", "bytes", "limit", "memory", "shard_size", "reserved", "buffer", "tol", "grad_norm", "loss_scale")
+    assert [name for name in sorted(far) if not name.endswith(endings)] == []
     assert MAX_SEED + 10_000 < 2**63
 
 
