@@ -12,7 +12,7 @@ import pytest
 
 from opensora_cli.core import folder_lock
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.folder_lock import LOCK_FILE, locked_file, locked_folder, remove_locks_of
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_file, locked_folder, remove_locks_of, sole_run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 
@@ -144,3 +144,16 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("fcntl.flock", flock)
     with locked_folder(tmp_path), locked_folder(tmp_path):
         pass
+
+
+def test_a_sole_run_names_the_other_and_leaves_no_new_folder(tmp_path):
+    lock = tmp_path / "new" / ".osora-d.lock"
+    with sole_run(lock, doing="writes it", hint="wait"):
+        assert lock.is_file()
+        with (
+            pytest.raises(OutputError, match=rf"^another run writes it: process {os.getpid()} on ") as refused,
+            sole_run(lock, doing="writes it", hint="wait"),
+        ):
+            pass
+        assert refused.value.hint == "wait"
+    assert not lock.parent.exists()
