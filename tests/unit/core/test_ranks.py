@@ -57,6 +57,12 @@ class TestTorchrun:
         assert context.rank == 7
         assert context.master_addr == "node0"
 
+    def test_ranks_of_our_launcher_meet_by_a_file_and_need_no_address(self):
+        environment = without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT") | {"OSORA_RANK_STORE": "/private/store"}
+        context = find_context(environment)
+        assert context.store == Path("/private/store")
+        assert find_context({**environment, "MASTER_ADDR": "node0", "MASTER_PORT": "no number"}) == context
+
     def test_of_our_launcher(self):
         context = find_context({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "OSORA_RANK_LOG": "/logs/rank0.log"})
         assert context.log == Path("/logs/rank0.log")
