@@ -31,10 +31,10 @@ from hostile.kills import (
 from hostile.sandbox import Folder, NotPossibleError, Outcome
 
 _LOG = "calls.log"
-_NO_CODE = frozenset({0, 3, 4, 5})
+_CODES = frozenset({0, 3, 4, 5})
 """Exit codes of a command of which a call fails."""
 
-
+_LAST = "--save-last-frame"
 _SHORT = ("--num-frames", "5", "--steps", "1")
 _TINY = ("generate", "raining sea", "--config", "generate.yaml", *_SHORT)
 _MADE = ("made.mp4", "made.mp4.json")
@@ -46,8 +46,6 @@ def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
     reads = ("generate.yaml", "tiny", *replaces)
     return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
 
-
-_LAST = "--save-last-frame"
 
 CALLED: tuple[Ended, ...] = (
     *ENDED,
@@ -137,7 +135,7 @@ class Calls:
             if breakage is Breakage.KILL and outcome.signal == signal.SIGKILL:
                 found = []
             else:
-                found = judge.faults_of_outcome(outcome, codes=_NO_CODE if broken else frozenset({0}))
+                found = judge.faults_of_outcome(outcome, codes=_CODES if broken else frozenset({0}))
             after = judge.tree(folder)
             kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
             found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
@@ -154,7 +152,8 @@ class Calls:
                 results = {**whole, **{name: content for name, content in results.items() if ".preview." not in name}}
             found += faults_of_next(judge.tree(folder), results, whole)
             if found:
-                found.append(Fault(judge.UNCLEAR, f"(said) {outcome}: {outcome.stderr[-600:]}"))
+                said = f"  which ended: {outcome}\n{outcome.stderr[-600:]}"
+                found[-1] = Fault(found[-1].kind, f"{found[-1].text}\n{said}")
         return title, found
 
     def _run(self, argv: Sequence[str], folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:

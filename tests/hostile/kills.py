@@ -172,7 +172,7 @@ class Kills:
             found = _faults_of_end(outcome, sent, is_done=is_done)
             after = judge.tree(folder)
             kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
-            found += judge.faults_offiles_of(before, kept, folder.root, may_change=ended.base.replaces)
+            found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
             found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/osora-"))]
             age(folder)
             for argv in ended.go_on(folder, ended.base) if outcome.code != 0 else ():
