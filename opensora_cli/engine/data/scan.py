@@ -89,7 +89,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     check_table_name(table)
     journal = ScanJournal(table)
     if settings.overwrite:
-        journal.path.unlink(missing_ok=True)
+        journal.discard()
     journal.read()
     if os.path.lexists(table) and not settings.overwrite and not journal.is_of_table():
         raise OutputError(
