@@ -27,6 +27,7 @@ from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
 from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, write_all
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import replace_folder, write_bytes_atomic
+from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.strict_json import parse_object
 
 SHA256 = "sha256"
@@ -154,7 +155,7 @@ def _write(share: Share, folder: Path) -> None:
         entries: dict[str, Entry] = {key: HeldEntry(tensor) for key, tensor in tensors.items()}
         placement = place_tensors(entries, metadata={})
         # Opened without cutting it off: others write to it at the same time.
-        with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666), "wb", buffering=0) as file:
+        with open(open_regular(path, os.O_CREAT | os.O_WRONLY), "wb", buffering=0) as file:
             os.truncate(file.fileno(), placement.size)
             if share.process == 0:
                 write_all(file, placement.header)
@@ -192,7 +193,7 @@ def _finish(share: Share, temporary: Path, target: Path) -> None:
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    with open(path, "wb", opener=open_regular) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -120,8 +120,8 @@ def replace_folder(temporary: Path, target: Path) -> None:
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
     """Make `content` the whole of `path`, through `atomic_path`. Raises OutputError as `atomic_path`."""
-    with atomic_path(path, replace=replace) as temporary:
-        temporary.write_bytes(content)
+    with atomic_path(path, replace=replace) as temporary, open(temporary, "xb") as file:
+        file.write(content)
 
 
 def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:

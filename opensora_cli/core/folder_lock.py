@@ -8,9 +8,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.left_overs import remove_abandoned
+from opensora_cli.core.regular_files import hint_for, open_regular
 
 LOCK_FILE = ".lock"
+
+_LONGEST_BYTES = 300
 
 _held: set[int] = set()
 
@@ -108,10 +112,11 @@ def remove_locks_of(pids: Iterable[int], folder: Path) -> None:
     Without effect where that is not possible.
     """
     owners = {_owner(pid) for pid in pids}
-    with suppress(OSError, OutputError):
+    with suppress(OSError):
         for path in folder.glob(".osora-*.lock"):
             if _holder(path) in owners:
-                with locked_file(path):  # another process may have just taken it
+                # Another process may have just taken it.
+                with suppress(OSError, OutputError), locked_file(path):
                     pass
 
 
@@ -120,9 +125,9 @@ def _open_locked(path: Path) -> int | None:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            lock = open_regular(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+            raise _problem(path, error) from error
         _held.add(lock)
         try:
             if not _lock(lock):
@@ -130,7 +135,8 @@ def _open_locked(path: Path) -> int | None:
                 return None
             # The previous holder may have removed the file after it was opened here.
             with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(lock)):
+                if os.path.samestat(path.lstat(), os.fstat(lock)):
+                    _write_owner(lock, path)
                     return lock
         except BaseException:
             _close(lock)
@@ -147,9 +153,21 @@ def _lock(lock: int) -> bool:
         return False
     except OSError:
         return True  # a file system without locks
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{_owner(os.getpid())}\n".encode(), 0)
     return True
+
+
+def _write_owner(lock: int, path: Path) -> None:
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{_owner(os.getpid())}\n".encode(), 0)
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        raise _problem(path, error) from error
+
+
+def _problem(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write the lock file {path}: {error.strerror or error}", hint=hint_for(error))
 
 
 def _owner(pid: int) -> str:
@@ -157,9 +175,9 @@ def _owner(pid: int) -> str:
 
 
 def _holder(path: Path) -> str:
-    with suppress(OSError):
-        if holder := path.read_text("utf-8", "replace").strip():
-            return holder
+    with suppress(OSError), open(path, "rb", opener=open_regular) as file:
+        if holder := file.read(_LONGEST_BYTES).decode("utf-8", "replace").strip():
+            return plain(holder)
     return "one that has just begun"
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
 
-_NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{6}\.tmp")
+_NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{6,16}\.tmp")
 _LEAST_AGE_S = 60.0
 _OUT_OF_SIGHT_S = 24 * 3600.0
 """Without a change, after which nobody writes to what a process made that cannot be seen from here."""
@@ -31,7 +31,8 @@ _looked_through: set[tuple[int, Path]] = set()
 def temporary_name() -> str:
     """Return an unused name for what this process makes and removes again, or renames."""
     # Without the name that it gets: that may already be as long as the file system allows.
-    return f".osora-{_place()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(3)}.tmp"
+    # Sixteen random digits: nobody can make links under all possible names in advance.
+    return f".osora-{_place()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}.tmp"
 
 
 def remove_abandoned(folder: Path) -> None:

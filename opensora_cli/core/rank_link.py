@@ -25,6 +25,7 @@ from typing import IO, Literal
 from opensora_cli.core.exceptions import HardwareError, OsoraError, OutputError, RequestError
 from opensora_cli.core.formatting import plain, shown_path
 from opensora_cli.core.ranks import LOG_VARIABLE, RankContext
+from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.signals import end_with_parent, held_back
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
@@ -147,7 +148,7 @@ def _channel(number: str) -> socket.socket:
 
 def _opened_log(path: Path) -> IO[bytes]:
     try:
-        return path.open("ab", buffering=0)
+        return open(path, "ab", buffering=0, opener=open_regular)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OutputError(

@@ -46,6 +46,19 @@ def test_from_a_folder_to_checked_data(folder: Path, capsys: pytest.CaptureFixtu
     assert "bucket 64px x 9 frames is empty" in err
 
 
+def test_a_journal_that_is_a_link_is_refused_and_nothing_is_written_through_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, journal = tmp_path / "kept", tmp_path / "clips.csv.scan.jsonl"
+    kept.write_bytes(b"kept")
+    journal.symlink_to(kept)
+    code, out, err = run(capsys, "data", "scan", folder)
+    assert (code, out) == (3, "")
+    assert f"error: cannot write {journal}: it is a link\n" in err
+    assert kept.read_bytes() == b"kept"
+    assert not folder.with_suffix(".csv").exists()
+
+
 def test_broken_files_end_with_5_after_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "broken.mp4").write_bytes(b"nothing")
     code, out, err = run(capsys, "data", "scan", folder, "--json", "--out", folder / "table.csv")

@@ -1,6 +1,7 @@
 """`osora generate` from the command line to the file: exit codes, what goes where, and Ctrl-C."""
 
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -85,6 +86,24 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
 
 
 @pytest.mark.usefixtures("every_stage_takes_time")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osora, out, tmp_path, is_batch):
+    kept, prompts = tmp_path / "kept", tmp_path / "prompts.txt"
+    kept.write_bytes(b"kept\n" * 2000)
+    prompts.write_text("raining, sea\n")
+    name = "manifest.jsonl" if is_batch else hashlib.sha256(b"x").hexdigest()[:16]
+    out.mkdir()
+    lock = out / f".osora-{name}.lock"
+    lock.symlink_to(kept)
+    code, stdout, stderr = osora(*(["--prompts", str(prompts)] if is_batch else ["x", "--out", str(out / "x.mp4")]))
+    assert (code, stdout) == (3, "")
+    assert f"error: cannot write the lock file {lock}: it is a link\n" in stderr
+    assert "move it away, or choose another folder" in stderr
+    assert kept.read_bytes() == b"kept\n" * 2000
+    assert list(out.iterdir()) == [lock]
+
+
 def test_a_video_is_written_and_its_path_printed(osora, out):
     code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
     assert code == 0

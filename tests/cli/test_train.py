@@ -229,6 +229,13 @@ def test_interrupt_resume_and_overwrite(
         patched.setattr(plan, "estimate_ranks", lambda settings, reporter: ())
         assert main([*recipe, "--dry-run", "--resume"]) == 0
     assert f"resumed from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
+    if sys.platform != "win32":  # Windows has no flock
+        (tmp_path / "kept").write_bytes(b"kept\n" * 20)
+        (run / ".lock").symlink_to(tmp_path / "kept")
+        assert main([*recipe, "--quiet", "--resume"]) == 3
+        assert capsys.readouterr().err.startswith(f"error: cannot write the lock file {run / '.lock'}: it is a link\n")
+        assert (tmp_path / "kept").read_bytes() == b"kept\n" * 20
+        (run / ".lock").unlink()
     assert main([*recipe, "--quiet", "--resume", "--json"]) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out)

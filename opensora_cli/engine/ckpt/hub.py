@@ -26,6 +26,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.formatting import format_bytes, plain
+from opensora_cli.core.regular_files import hint_for, open_regular
 
 RETRY_AFTER_S = 1.0
 _MAX_FAILURES = 5
@@ -178,7 +179,7 @@ def fetch(file: HubFile, target: Path, *, advance: Advance, report: Callable[[st
     part = part_of(file, target)
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("r+b" if part.exists() else "w+b") as out:
+        with open(part, "r+b" if part.exists() else "w+b", opener=open_regular) as out:
             hasher = file.hasher()
             _receive(file, out, hasher, advance, report)
             out.flush()
@@ -191,7 +192,7 @@ def fetch(file: HubFile, target: Path, *, advance: Advance, report: Callable[[st
             )
         part.replace(target)
     except OSError as error:
-        raise OutputError(f"cannot write {part}: {error.strerror or error}") from error
+        raise OutputError(f"cannot write {part}: {error.strerror or error}", hint=hint_for(error)) from error
     finally:
         if part.is_file() and part.stat().st_size == 0:
             part.unlink()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.strict_json import parse_object
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, is_digest
 
@@ -21,6 +22,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 # File systems keep times more coarsely than clocks.
 _SLACK_S = 1.0
 _MAX_BYTES = 10_000_000
+_MAX_RECORD_BYTES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ def write_record(folder: Path, name: str, *, commit: str, digest: str) -> None:
 def read_record(folder: Path, name: str) -> Record | None:
     """Return the record of `name` below `folder`; None if there is none that can be read."""
     try:
-        commit, digest, written = (folder / _FOLDER / f"{name}.metadata").read_text(encoding="utf-8").split()
+        with open(folder / _FOLDER / f"{name}.metadata", "rb", opener=open_regular) as file:
+            commit, digest, written = file.read(_MAX_RECORD_BYTES).decode().split()
         return Record(commit, digest, float(written))
     except (OSError, ValueError):
         return None
@@ -91,7 +94,7 @@ def write_listing(folder: Path, name: str, repos: Sequence[HubRepo]) -> None:
 def read_listing(folder: Path, name: str) -> dict[str, HubRepo]:
     """Return the listing of a download by the names of the repositories; empty if none can be read."""
     try:
-        with _path(folder, name).open("rb") as file:
+        with open(_path(folder, name), "rb", opener=open_regular) as file:
             document = parse_object(file.read(_MAX_BYTES))
         return {repo: _repo(fields) for repo, fields in document.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

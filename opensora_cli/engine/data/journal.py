@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.core.regular_files import hint_for, open_regular
 from opensora_cli.media.containers import MediaFacts
 
 _FACTS = ("num_frames", "height", "width", "fps")
@@ -63,7 +64,8 @@ class ScanJournal:
     def read(self) -> None:
         """Read what earlier scans wrote, but for a line that a crash cut off."""
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            with open(self.path, encoding="utf-8", opener=open_regular) as file:
+                lines = file.read().splitlines()
         except (OSError, UnicodeDecodeError):
             return
         for line in lines:
@@ -77,9 +79,16 @@ class ScanJournal:
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
 
+    def discard(self) -> None:
+        """Remove the journal of earlier scans, if there is one; an OutputError if that is not possible."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot remove {self.path}: {error.strerror or error}", hint=hint_for(error)) from error
+
     def is_of_table(self) -> bool:
         """Return whether the table is as the last scan wrote it, also if that was ended right before or after."""
-        return bool(self._table_sha256s) and _sha256(self._table) in self._table_sha256s
+        return bool(self._table_sha256s) and self._table.is_file() and _sha256(self._table) in self._table_sha256s
 
     def find(self, path: str, *, size: int, mtime_ns: int) -> Finding | None:
         """Return what is known of a file, unless it has changed since."""
@@ -91,11 +100,13 @@ class ScanJournal:
         """Open the journal to add lines to it, without what a crash cut off; an OutputError if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-                yield file
+            with open(self.path, "a+b", opener=open_regular) as file:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            with open(self.path, "a", encoding="utf-8", opener=open_regular) as lines:
+                yield lines
         except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+            raise OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint_for(error)) from error
 
     def expect(self, written: Path) -> None:
         """Note a hash of the table's next content before it is there: a scan may be ended between the two.

@@ -98,7 +98,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
 def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Reporter) -> ScanResult:
     journal = ScanJournal(table)
     if settings.overwrite:
-        journal.path.unlink(missing_ok=True)
+        journal.discard()
     journal.read()
     if os.path.lexists(table) and not settings.overwrite and not journal.is_of_table():
         raise OutputError(

@@ -5,6 +5,7 @@ one is encoded again and replaced. What is wrong with the folder is warned of on
 """
 
 import hashlib
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class PromptCache:
                 reporter.warn(f"{path} is broken: its prompt is encoded again ({_reason(error)})")
             return None
         with suppress(OSError):  # where the folder is only for reading
-            path.touch()
+            os.utime(path)
         return found
 
     def keep(self, name: str, embeds: TextEmbeds, *, limit: int, reporter: Reporter) -> None:

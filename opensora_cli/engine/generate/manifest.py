@@ -11,10 +11,13 @@ from opensora_cli.checkpoint.stream import write_all
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.folder_lock import sole_run
+from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.media.results import result_bytes
 
 DONE, FAILED = "done", "failed"
+
+_ANOTHER_FOLDER = "choose another folder with --out"
 
 
 class Manifest:
@@ -110,9 +113,10 @@ class Manifest:
     def _whole_lines(self, path: Path) -> Iterator[bytes]:
         """Yield the lines of a manifest; what a crash cut off in this process's own is removed from it."""
         try:
-            content = path.read_bytes()
+            with open(path, "rb", opener=open_regular) as file:
+                content = file.read()
         except OSError as error:
-            raise self._problem(error) from error
+            raise OutputError(f"cannot read {path}: {error.strerror or error}", hint=_ANOTHER_FOLDER) from error
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content and path == self.path:
             write_bytes_atomic(path, whole)
@@ -120,11 +124,9 @@ class Manifest:
 
     def _appending(self) -> Any:
         try:
-            return self.path.open("ab", buffering=0)
+            return open(self.path, "ab", buffering=0, opener=open_regular)
         except OSError as error:
             raise self._problem(error) from error
 
     def _problem(self, error: OSError) -> OutputError:
-        return OutputError(
-            f"cannot write {self.path}: {error.strerror or error}", hint="choose another folder with --out"
-        )
+        return OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=_ANOTHER_FOLDER)

@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 
 from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, OwnTime, Pulse, RankReport
 from opensora_cli.core.ranks import LOG_VARIABLE
+from opensora_cli.core.regular_files import open_regular
 
 _CHUNK = 2**16
 _SHOW_CURSOR = "\x1b[?25h"
@@ -147,9 +148,10 @@ class RankProcess:
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket
     ) -> "subprocess.Popen[bytes]":
-        self.log.write_bytes(b"")
+        with open(self.log, "wb", opener=open_regular):
+            pass  # what was there is gone
         # The rank's link writes to it too: each appends.
-        with self.log.open("ab") as log:
+        with open(self.log, "ab", opener=open_regular) as log:
             output = None if self.rank == 0 else log
             return subprocess.Popen(
                 command,

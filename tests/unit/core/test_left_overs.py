@@ -47,6 +47,13 @@ def test_the_next_write_beside_it_removes_it(tmp_path, of_the_dead, is_folder):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
+def test_a_name_has_too_many_digits_to_guess_and_one_with_fewer_is_removed_too(tmp_path, of_the_dead):
+    digits = PARTS.fullmatch(of_the_dead)[4]
+    assert len(digits) == 16
+    shorter = of_the_dead.replace(f"-{digits}.", f"-{digits[:6]}.")  # as of earlier versions
+    assert is_abandoned(left(tmp_path / shorter, age_s=TWO_MINUTES))
+
+
 def test_a_young_one_is_kept(tmp_path, of_the_dead):
     left(tmp_path / of_the_dead, age_s=30.0)
     write_bytes_atomic(tmp_path / "a.bin", b"content")

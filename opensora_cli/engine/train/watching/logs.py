@@ -11,6 +11,7 @@ from opensora_cli.core.exceptions import OutputError, missing_library
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
+from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.train.watching.lines import Line
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class JsonLog:
         """Return why it cannot be done; None: it is."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as log:
+            with open(self._path, "ab", opener=open_regular) as log:
                 end = log.tell()
                 self._whole = end if self._whole is None else min(self._whole, end)
                 # A full disk may hold half of the lines that are written again now.

@@ -1,7 +1,6 @@
 """Sample videos of the model in training."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 import opensora_cli
 from opensora_cli.core.conditions import T2V
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.files import remove
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
@@ -197,11 +197,16 @@ def open_samples(
 
 
 def remove_later(folder: Path, *, step: int) -> None:
-    """Remove the videos of later steps than `step` from a folder of samples, which need not be there."""
+    """Remove the videos of later steps than `step` from a folder of samples, which need not be there.
+    A link in it is removed, and what it points to stays. Raises OutputError if that is not possible.
+    """
     for each in folder.glob("step*"):
         found = re.fullmatch(r"step(\d+)", each.name)
         if found and int(found[1]) > step:
-            shutil.rmtree(each)
+            try:
+                remove(each)
+            except OSError as error:
+                raise OutputError(f"cannot remove {each}: {error.strerror or error}") from error
 
 
 def _placed(embeds: PromptEmbeds, device: torch.device) -> PromptEmbeds:

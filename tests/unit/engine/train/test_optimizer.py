@@ -168,7 +168,9 @@ class TestKernelMuon:
                     other.grad = weight.grad.clone()
                 for muon in muons:
                     muon.step()
-        assert all(torch.equal(weight, other) for weight, other in zip(ours, alone, strict=True))
+        for weight, other in zip(ours, alone, strict=True):
+            # A CPU may round a batched product in another order, and in bfloat16.
+            assert (weight - other).norm() < 0.03 * (other - 1).norm()
 
     @pytest.mark.parametrize("has_bf16", [True, False])
     def test_products_are_in_bfloat16_where_the_cpu_has_them(self, has_bf16):

@@ -1,0 +1,139 @@
+"""Links and pipes under the names that osora writes: the command ends at once, and their targets stay unchanged."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_world import RecordingReporter
+
+from opensora_cli.checkpoint.shared_folder import Share, temporary_folder, write_share
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.rank_link import linked
+from opensora_cli.core.ranks import find_context
+from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
+from opensora_cli.engine.ckpt.hub_records import read_listing, read_record
+from opensora_cli.engine.data.journal import ScanJournal
+from opensora_cli.engine.generate.manifest import Manifest
+from opensora_cli.engine.generate.prompts import Shard
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch
+from opensora_cli.engine.train.watching.logs import JsonLog
+from opensora_cli.engine.train.watching.samples import remove_later
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
+
+_FILE = HubFile(repo="a/b", commit="0" * 40, name="x", size=3, digest="0" * 64)
+
+
+def _manifest(folder: Path) -> None:
+    with Manifest(folder, Shard()):
+        pass
+
+
+def _journal(folder: Path) -> None:
+    journal = ScanJournal(folder / "clips.csv")
+    journal.read()
+    with journal.appending() as lines:
+        lines.write("{}\n")
+
+
+def _rank_log(folder: Path) -> None:
+    request = LaunchRequest(gpus=1, device_type="cpu", log_dir=folder)
+    launch(request, [], command=(sys.executable, "-c", "print('started')"))
+
+
+def _log_of_this_rank(folder: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OSORA_RANK_LOG")
+    values = ("0", "0", "2", "2", "127.0.0.1", "1", str(folder / "rank0.log"))
+    with linked(find_context(dict(zip(names, values, strict=True)))):
+        pass
+
+
+def _part(folder: Path) -> None:
+    fetch(_FILE, folder / "x", advance=lambda count: None, report=lambda line: None)
+
+
+def _checkpoint(folder: Path) -> None:
+    tensors = {"model.safetensors": {"a": torch.zeros(3)}}
+    share = Share(tensors=tensors, files={}, running_states={}, process=0, processes=2)
+    write_share(share, temporary_folder(folder / "last", token="x"), folder / "last")
+
+
+def _checkpoint_file(folder: Path) -> None:
+    share = Share(tensors={}, files={"settings.json": b"{}"}, running_states={}, process=0, processes=2)
+    write_share(share, temporary_folder(folder / "last", token="x"), folder / "last")
+
+
+PLACES = {
+    ".osora-manifest.jsonl.lock": _manifest,
+    "manifest.jsonl": _manifest,
+    "manifest-2of3.jsonl": _manifest,
+    "clips.csv.scan.jsonl": _journal,
+    "rank0.log": _rank_log,
+    "rank0.log of itself": _log_of_this_rank,
+    part_of(_FILE, Path("x")).name: _part,
+    ".saving-x-last/model.safetensors": _checkpoint,
+    ".saving-x-last/settings.json": _checkpoint_file,
+}
+"""Predictable name of a file -> function that writes or reads it."""
+
+
+@pytest.mark.parametrize("is_pipe", [False, True], ids=["link", "pipe"])
+@pytest.mark.parametrize("name", PLACES)
+def test_what_lies_under_a_name_of_osora_keeps_what_it_has(name: str, is_pipe: bool, tmp_path: Path) -> None:
+    kept, path = tmp_path / "kept", tmp_path / "shared" / name.removesuffix(" of itself")
+    kept.write_bytes(b"kept\n" * 100)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path) if is_pipe else path.symlink_to(kept)
+    with pytest.raises(OutputError, match=r"cannot (write|read|start) .*: it is a (link|pipe)"):
+        PLACES[name](tmp_path / "shared")
+    assert kept.read_bytes() == b"kept\n" * 100
+    assert os.path.lexists(path)
+
+
+def test_a_folder_in_place_of_a_journal_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "clips.csv.scan.jsonl"
+    path.mkdir()
+    with pytest.raises(OutputError, match=r"cannot remove .*clips\.csv\.scan\.jsonl: "):
+        ScanJournal(tmp_path / "clips.csv").discard()
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["manifest.jsonl", "clips.csv.scan.jsonl"])
+def test_a_linked_folder_is_written_to(name: str, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "linked").symlink_to("real")
+    PLACES[name](tmp_path / "linked")
+    assert [path.name for path in (tmp_path / "real").iterdir()] == [name]
+
+
+def test_a_log_of_training_that_became_a_link_is_kept_back(tmp_path: Path) -> None:
+    kept, reporter = tmp_path / "kept", RecordingReporter()
+    kept.write_bytes(b"kept")
+    (tmp_path / "log.jsonl").symlink_to(kept)
+    JsonLog(tmp_path / "log.jsonl", reporter=reporter).write({"step": 1})
+    assert kept.read_bytes() == b"kept"
+    [warning] = reporter.warnings
+    assert f"cannot write {tmp_path / 'log.jsonl'}: it is a link" in warning
+
+
+@pytest.mark.parametrize("read", [lambda folder: read_record(folder, "x"), lambda folder: read_listing(folder, "x")])
+def test_a_record_of_a_download_that_is_a_pipe_is_none(read: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = tmp_path / ".cache" / "huggingface" / "download"
+    folder.mkdir(parents=True)
+    for name in ("x.metadata", "x.listing.json"):
+        os.mkfifo(folder / name)
+    assert not read(tmp_path)
+
+
+def test_later_samples_that_are_links_go_and_what_they_point_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.mp4").touch()
+    (tmp_path / "samples" / "step1").mkdir(parents=True)
+    (tmp_path / "samples" / "step2").symlink_to(tmp_path / "kept")
+    (tmp_path / "samples" / "step3").touch()
+    remove_later(tmp_path / "samples", step=1)
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step1"]
+    assert (tmp_path / "kept" / "a.mp4").exists()
