@@ -47,6 +47,11 @@ def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
     return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
 
 
+def _again_without_sidecar(folder: Folder, base: Base) -> Commands:
+    """Return the same command; it may replace a video that is there, which by itself never counts as made before."""
+    return [(*base.argv, "--overwrite") if (folder.work / "out.mp4").exists() else base.argv]
+
+
 CALLED: tuple[Ended, ...] = (
     *ENDED,
     Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
@@ -60,7 +65,9 @@ CALLED: tuple[Ended, ...] = (
         files_of("made.*[4g]"),
     ),
     Ended(
-        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"), generate_on, files_of("out.*[4g]")
+        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"),
+        _again_without_sidecar,
+        files_of("out.*[4g]"),
     ),
     Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
     Ended(
