@@ -68,7 +68,7 @@ def test_dry_run_touches_nothing(
     # It takes seconds, and would find the same.
     memory = tuple(map(plan.RankMemory.model_validate, document["memory"]))
     monkeypatch.setattr(plan, "estimate_ranks", lambda settings, reporter: memory)
-    assert document["schema"] == "osora.train-plan/1"
+    assert document["schema"] == "osora.train-plan/2"
     assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
     assert document["parameters"] > 1000
     [rank] = document["memory"]
@@ -192,7 +192,7 @@ def test_packaged_recipes_by_name(
         (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one GPU"),
         (["--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], 2, "contradicts --device"),
         (["--config", "demo_short"], 3, "has no vae.safetensors, t5, clip"),
-        (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write file/run"),
+        (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write in file/run"),
     ],
 )  # fmt: skip
 def test_bad_requests(
