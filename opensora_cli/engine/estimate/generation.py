@@ -25,7 +25,7 @@ from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
-from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.velocity import (
     GuidedVelocity,
     PromptEmbeds,
@@ -87,7 +87,7 @@ class GenerationSizes:
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
-    loras: LoraRanks = field(default_factory=LoraRanks)
+    loras: LoraRanks = ()
     attention: str = "sdpa"
     """The backend."""
     has_draft: bool = False
@@ -334,7 +334,12 @@ def _encoding(
 def _on_rank(transformer: MMDiT, sizes: GenerationSizes) -> MMDiT:
     if sizes.mesh.tensor > 1:
         keep_largest_share(transformer, sizes.mesh.tensor)
-    add_fake_loras(transformer, sizes.loras.of_one_block())
+    # The first block of each stack stands for all of them: it has the largest rank of each layer.
+    ranks: dict[str, int] = {}
+    for path, rank in sizes.loras:
+        first = in_first_block(path)
+        ranks[first] = max(ranks.get(first, 0), rank)
+    add_fake_loras(transformer, ranks.items())
     return transformer
 
 

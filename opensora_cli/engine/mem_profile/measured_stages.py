@@ -15,8 +15,8 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
-from opensora_cli.engine.components.linear_products import int8_largest, use_in_block
-from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.linear_products import use_in_block
+from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -161,7 +161,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
     """Return what `load.load_transformer` returns, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
-    add_fake_loras(transformer, LoraRanks.of(plan.loras))
+    add_fake_loras(transformer, lora_ranks(plan.loras))
     for layer in load.waiting_modulation(transformer, offload):
         fill_randomly(layer, torch.device("cpu"))
     streams = offload.mode is OffloadMode.BLOCKS
@@ -170,7 +170,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
             for block in transformer.get_submodule(stack.module_path).children():
                 fill_randomly(block, torch.device("cpu"))
                 if offload.linear is not LinearProducts.EXACT:
-                    use_in_block(block, stack, offload.linear, largest=int8_largest(device))
+                    use_in_block(block, stack, offload.linear, device=device)
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:

@@ -7,8 +7,8 @@ import torch
 
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.components.exchanges import plan_exchange
 from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.precision import DTYPES
