@@ -1,4 +1,4 @@
-"""The program itself: `osora`, and `python -m opensora_cli`, by which torchrun starts workers."""
+"""The program itself: `osora`, and `python -m opensora_cli`."""
 
 # Nothing else: until Ctrl-C has its handler, it prints the traceback of an import.
 import os
@@ -12,6 +12,8 @@ def main() -> int:
     Compiled modules that are interrupted while they are imported fail in ways of their own. Until all are there,
     nothing has been begun that would have to be left in order.
     """
+    # For the Python processes that libraries start: the working folder is no place to import from.
+    os.environ["PYTHONSAFEPATH"] = "1"
     before = signal.getsignal(signal.SIGINT)
     try:
         if callable(before):

@@ -34,9 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "osora", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("osora")
-    # A shell has what it starts in the background ignore Ctrl-C, which programs under test would inherit.
+    # A shell has what it starts in the background ignore Ctrl-C, and nohup SIGHUP, which programs under test would
+    # inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(optionalhook=True)

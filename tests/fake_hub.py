@@ -7,11 +7,12 @@ are redirected to another host, which must not be given the token.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -49,6 +50,10 @@ class FakeHub:
     speaks_html: bool = False
     listing: bytes | None = None
     """Sent in place of the information on a repository."""
+    listing_status: int = 200
+    """That of `listing`."""
+    listing_headers: dict[str, str] = field(default_factory=dict)
+    """Sent with the information on a repository."""
     changes: Callable[[dict[str, Any]], None] = lambda document: None
     """Done to the information on a repository before it is sent."""
     locations: dict[str, str] = field(default_factory=dict)
@@ -144,9 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
         if repo is None:
             self._refuse(401, "RepoNotFound")  # as the Hub answers to people that it does not know
         elif self.hub.listing is not None:
-            self._send(200, self.hub.listing, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", **self.hub.listing_headers}
+            self._send(self.hub.listing_status, self.hub.listing, headers)
         else:
-            self._give_json(self.hub.info(name, repo, blobs=blobs and self.hub.lists_sizes))
+            self._give_json(self.hub.info(name, repo, blobs=blobs and self.hub.lists_sizes), self.hub.listing_headers)
 
     def _resolve(self, name: str, file: str) -> None:
         repo = self.hub.repos.get(name)
@@ -184,8 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         breaks = self.hub.breaks.get(name) if self.command == "GET" else None
         return self._send(206 if start else 200, content[start:], headers, most=breaks.pop(0) if breaks else None)
 
-    def _give_json(self, document: object) -> None:
-        self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
+    def _give_json(self, document: object, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json", **headers})
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": "refused"} if code else {})

@@ -4,10 +4,8 @@
 """
 
 import argparse
-import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -96,14 +94,15 @@ def share_weights(asked: argparse.Namespace, context: RankContext) -> None:
         copies.hold(torch.ones(10))
 
 
-def print_ports() -> None:
-    """Print what reaches the store: at its own address, and at another of this machine; and where this rank listens."""
-    port = int(os.environ["MASTER_PORT"])
-    for host in ("127.0.0.1", "127.0.0.2"):
-        with socket.socket() as client:
-            print(host, errno.errorcode.get(client.connect_ex((host, port)), "reached"))
-    listening = [each for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN]
-    print(sorted({each.laddr.ip for each in listening}))
+def print_ports(context: RankContext) -> None:
+    """Print where the launcher and this rank listen, and who may use the file by which the ranks meet."""
+    for process in (psutil.Process().parent(), psutil.Process()):
+        assert process is not None
+        listening = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+        print(sorted({each.laddr.ip for each in listening}))
+    assert context.store is not None
+    folder = context.store.parent.stat()
+    print(f"{folder.st_mode & 0o777:o}", folder.st_uid == os.getuid(), context.store.stat().st_size > 0)
 
 
 def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
@@ -117,7 +116,7 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
         time.sleep(0.01)
     match asked.act:
         case "ports":
-            print_ports()
+            print_ports(context)
         case "kill":
             report_left(lambda: [f"left by rank {context.rank}"])
             (asked.mark / temporary_name()).touch()

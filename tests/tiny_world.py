@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -263,6 +264,16 @@ def moving_frames(count: int, *, height: int = 24, width: int = 40) -> torch.Ten
     t, y, x = torch.meshgrid(torch.arange(count), torch.arange(height), torch.arange(width), indexing="ij")
     channels = [torch.sin((x + 2 * t) / 9), torch.cos(y / 7), torch.sin((x + y + t) / 11)]
     return ((torch.stack(channels, dim=-1) + 1) * 127.5).to(torch.uint8)
+
+
+def weights_of(latents: Path) -> dict[str, Given]:
+    """Return the weights that made saved latents as they are given again; nothing where the file does not say."""
+    try:
+        with safe_open(latents, "pt") as file:
+            settings = json.loads(file.metadata()["settings"])
+        return {"runtime.weights": Given(settings["runtime"]["weights"], "--weights")}
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def save_weights(

@@ -1,6 +1,7 @@
 """What a Python program generates with: a model that stays loaded, and makes one video after the other."""
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,8 @@ class Pipeline:
     `threads`. Text encoders, transformer and autoencoder all stay where there is room for them; else as many as fit.
     Warnings go to `logging`, by the name `opensora_cli`.
 
+    Threads may share a pipeline: it makes one video at a time, and the other calls wait, as does `close`.
+
     Args:
         model: auto, demo or a released model.
         config: a preset by name, or a file of settings.
@@ -72,6 +75,8 @@ class Pipeline:
         self._config = None if config is None else Path(config)
         self._reporter: Reporter = LoggingReporter(progress)
         self._models = LoadedModels(stay=True)
+        # A function that is called with the progress of a call may make another one.
+        self._turn = threading.RLock()
 
     def __call__(
         self,
@@ -85,7 +90,7 @@ class Pipeline:
 
         Args:
             prompt: what it shows; it may be in the settings already.
-            from_: the sidecar of an earlier video, whose settings are used again.
+            from_: the sidecar of an earlier video, which describes it. Weights and adapters must be given again.
             set: settings by key that have no option.
             flags: the other options.
 
@@ -93,12 +98,16 @@ class Pipeline:
             RequestError: an option or setting is unknown, or breaks a rule.
             FileProblem: a reference, weights or settings are missing or broken.
             HardwareError: there is no such device, or not enough memory.
+
+        In a process that was forked from one that has computed with several threads, a RequestError says so: start it
+        with multiprocessing's method "spawn".
         """
         given = _layer(flags, set) | ({} if prompt is None else {"prompt": Given(prompt, "prompt")})
         request = generate_request(
             given, below=self._given, sidecar=None if from_ is None else Path(from_), config=self._config
         )
-        return Video(engine.hold_from_request(request, self._models, reporter=self._reporter))
+        with self._turn:
+            return Video(engine.hold_from_request(request, self._models, reporter=self._reporter))
 
     @classmethod
     def reporting_to(cls, reporter: Reporter, *, stay: bool) -> Self:
@@ -137,7 +146,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Release the models; a later call loads them again."""
-        self._models.release()
+        with self._turn:
+            self._models.release()
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, collect_overrides
@@ -25,7 +26,7 @@ def generate_request(
         given: the options, and the prompt.
         below: what gives way to them and to the assignments, and wins over all else.
         assignments: as in `collect_overrides`.
-        sidecar: the settings of an earlier run.
+        sidecar: of an earlier run, whose description of the video is taken.
         config: a preset by name, or a file of settings.
         profiled_runs: as in `GenerateRequest`.
 
@@ -35,7 +36,7 @@ def generate_request(
     """
     return GenerateRequest(
         overrides={**(below or {}), **collect_overrides(GenerateSettings, given, assignments)},
-        saved=read_sidecar(sidecar) if sidecar else None,
+        saved=read_sidecar(sidecar, is_own=is_of_launcher(sidecar, os.environ)) if sidecar else None,
         config=config,
         environment=os.environ,
         others=_other_settings(),

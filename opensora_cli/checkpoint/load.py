@@ -20,7 +20,7 @@ from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.file_states import FileStates
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import first_few, plain, without_credentials
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
@@ -338,7 +338,7 @@ def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
             return Path(hf_hub_download(repo, file, cache_dir=cache_dir))
         folder = snapshot_download(repo, cache_dir=cache_dir, allow_patterns=_WEIGHTS, ignore_patterns=_SUBFOLDERS)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = plain(without_credentials(str(error).strip().splitlines()[0]))
         raise CheckpointError(
             f"{name} does not exist here, and cannot be fetched from the Hugging Face Hub: {reason}"
         ) from error

@@ -24,10 +24,11 @@ from opensora_cli.checkpoint.formats.colossal import (
     OPTIMIZER_FOLDER,
     RUNNING_STATES_FILE,
     checkpoint_folder_name,
+    read_running_document,
 )
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.formats.torch import save_whole
+from opensora_cli.checkpoint.formats.torch import load_saved, load_torch, save_whole
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.sharding import model_gathering, rank_and_count, record_model_param_shape
@@ -35,7 +36,7 @@ from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, OutputError, osora_error
 from opensora_cli.core.files import atomic_folder
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import escaped, first_few
 from opensora_cli.core.rank_messages import broadcast_json
 
 OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
@@ -221,7 +222,7 @@ class CheckpointIO:
 
     def _report_at_exit(self) -> None:
         if self._job.error is not None:
-            print(f"error: the last checkpoint is lost: {self._job.error}", file=sys.stderr)
+            print(escaped(f"error: the last checkpoint is lost: {self._job.error}"), file=sys.stderr)
 
     def _snapshot(self, values: dict[str, Any]) -> dict[str, Any]:
         """Copy everything; tensors to the host, into the memory of the last snapshot where they fit."""
@@ -253,8 +254,7 @@ def _copy_plain(leaves: list[tuple[str, Any]]) -> list[Any]:
 def _written_and_read(values: list[Any]) -> list[Any]:
     buffer = BytesIO()
     torch.save(values, buffer)
-    buffer.seek(0)
-    read: list[Any] = torch.load(buffer, weights_only=True)
+    read: list[Any] = load_saved(buffer)
     return read
 
 
@@ -337,25 +337,17 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, HeldEntry]:
 
 
 def _read_running_states(folder: Path) -> dict[str, Any]:
-    path = folder / RUNNING_STATES_FILE
-    try:
-        states = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {RUNNING_STATES_FILE} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(states, dict):
-        raise CheckpointError(f"{path} is broken: it holds no object")
-    return states
+    if not (folder / RUNNING_STATES_FILE).is_file():
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {RUNNING_STATES_FILE} is missing")
+    return read_running_document(folder)
 
 
 def _load_state(target: Stateful, path: Path) -> None:
     # The reference has no endings there.
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
+    state = load_torch(path)
     try:
-        target.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
+        target.load_state_dict(state)
     except Exception as error:
         raise CheckpointError(f"{path} is broken or of another run: {' '.join(str(error).split())[:300]}") from error

@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
@@ -18,6 +18,7 @@ from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 
 SHARD_BYTES = 4096 * 2**20
@@ -42,14 +43,14 @@ class ShardIndex:
         weight_map: the name of each tensor's shard.
         metadata: its other values that are text.
         total_size: bytes of all tensors, if given.
-        sha256: of the shards it has one for, in hexadecimal digits.
+        sha256: of the shards it has one for, in hexadecimal digits; None: something else is in their place.
     """
 
     path: Path
     weight_map: Mapping[str, str]
     metadata: Mapping[str, str]
     total_size: int | None
-    sha256: Mapping[str, str]
+    sha256: Mapping[str, str] | None
 
     @property
     def shard_names(self) -> list[str]:
@@ -102,7 +103,7 @@ def read_index(path: Path) -> ShardIndex:
         weight_map=weight_map,
         metadata={key: value for key, value in metadata.items() if isinstance(value, str)},
         total_size=total_size if type(total_size) is int else None,
-        sha256=sha256 if _is_text_by_text(sha256) else {},
+        sha256={} if _SHA256 not in metadata else sha256 if _is_text_by_text(sha256) and sha256 else None,
     )
 
 
@@ -253,9 +254,7 @@ def _is_text_by_text(value: object) -> TypeGuard[dict[str, str]]:
 
 def _refuse_unsafe_name(index: Path, name: str) -> None:
     """Refuse a shard's name that points elsewhere by itself, on whatever system."""
-    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
-    rooted = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or PureWindowsPath(name).root
-    if not parts or ".." in parts or rooted or not name.isprintable():
+    if not stays_inside(name):
         raise CheckpointError(f"{index} names a shard outside its folder: {shown(name)}", hint="don't trust its source")
 
 

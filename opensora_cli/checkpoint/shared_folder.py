@@ -10,28 +10,32 @@ it for a checkpoint; that one has the SHA-256 of all others.
 
 import json
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, read_running_document
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
-from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
 from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, write_all
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import replace_folder, write_bytes_atomic
+from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
-from opensora_cli.core.strict_json import parse_object
+from opensora_cli.core.strict_json import shown
 
 SHA256 = "sha256"
 """Key of the hashes in `running_states.json`."""
+
+_HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
+_READ_SUFFIXES = (".safetensors", ".pt", ".bin", ".json")
 
 _PREFIX = ".saving-"
 _POLL_S = 0.02
@@ -118,7 +122,9 @@ def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
         hashes = recorded_hashes(folder)
     except CheckpointError as error:
         return [error.message]
-    problems = []
+    if not hashes:
+        return [f"{folder / RUNNING_STATES_FILE} is broken: it lacks {SHA256}, the hashes of the files"]
+    problems = [f"{path} has no hash in {RUNNING_STATES_FILE}" for path in unhashed_files(folder, hashes)]
     for path in list(hashes)[share[0] :: share[1]]:
         try:
             if sha256_of(path) != hashes[path]:
@@ -132,20 +138,30 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
     """Return the SHA-256 of the files of a checkpoint, as they were written with it; none where they were not.
 
     Raises:
-        CheckpointError: what was written with it is broken.
+        CheckpointError: what was written with it is broken, or names no file or no hash.
     """
     path = folder / RUNNING_STATES_FILE
     if not path.is_file():
         return {}
-    with reading(path):
-        content = path.read_bytes()
-    try:
-        hashes = parse_object(content).get(SHA256, {})
-    except ValueError as error:
-        raise CheckpointError(f"{path} is broken: {error}") from None
-    if not isinstance(hashes, dict) or not all(isinstance(digest, str) for digest in hashes.values()):
+    document = read_running_document(folder)
+    if SHA256 not in document:
+        return {}
+    hashes = document[SHA256]
+    if not isinstance(hashes, dict) or not hashes:
         raise CheckpointError(f"{path} is broken: {SHA256} is no mapping of file to hash")
+    for name, digest in hashes.items():
+        if not stays_inside(name):
+            raise CheckpointError(f"{path} is broken: {shown(name)} is no file of its folder")
+        if not isinstance(digest, str) or not _HEX_SHA256.fullmatch(digest):
+            raise CheckpointError(f"{path} is broken: {shown(str(digest))} is no hash of {shown(name)}")
     return {refuse_outside(folder / name, folder): digest for name, digest in sorted(hashes.items())}
+
+
+def unhashed_files(folder: Path, hashes: Collection[Path]) -> list[Path]:
+    """Return the files of a checkpoint that readers open and that are not among those with a hash."""
+    files = (path for path in folder.rglob("*") if path.suffix in _READ_SUFFIXES and path.is_file())
+    known = {*hashes, folder / RUNNING_STATES_FILE}
+    return sorted(path for path in files if path not in known and not path.name.startswith("."))
 
 
 def _write(share: Share, folder: Path) -> None:

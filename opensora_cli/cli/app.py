@@ -27,7 +27,8 @@ from opensora_cli.cli import (
     vae,
 )
 from opensora_cli.cli.command import Command, Group
-from opensora_cli.cli.streams import guard_streams
+from opensora_cli.cli.streams import escape_foreign_texts, guard_streams
+from opensora_cli.core.compiled_code import name_eager_cache
 
 app = typer.Typer(
     name="osora",
@@ -95,9 +96,11 @@ def _command() -> Any:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; without `args` it is that of `sys.argv`."""
     guard_streams()
+    escape_foreign_texts()
     if "torch" not in sys.modules:
         _wait_without_spinning(os.environ)
     # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    name_eager_cache(os.environ)
     _silence_pillow()
     return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

@@ -16,6 +16,7 @@ from types import FrameType
 import typer
 
 from opensora_cli.cli import output
+from opensora_cli.cli.streams import escape_foreign_logs
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.formatting import plain
@@ -95,11 +96,12 @@ def uninterrupted() -> Iterator[None]:
     """For the import of torch and what needs it: interrupted, that can abort the program.
 
     What torch brings stays: the collector of garbage is off meanwhile, and never looks at it, which takes a tenth of a
-    second each time.
+    second each time. What libraries log from then on is escaped.
 
     Raises RequestError if a library refuses an environment variable meanwhile.
     """
     is_first = "torch" not in sys.modules
+    escape_foreign_logs()
     with held_back(), _uncollected() if is_first else nullcontext():
         try:
             yield

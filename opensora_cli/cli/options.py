@@ -515,7 +515,10 @@ Assignments = Annotated[
 FromSidecar = Annotated[
     Path | None,
     typer.Option(
-        "--from", metavar="SIDECAR", help="Settings of an earlier run, from its .json file.", rich_help_panel=_SETTINGS
+        "--from",
+        metavar="SIDECAR",
+        help="Make the video of an earlier run, as its .json file describes it; give --out, --weights, --lora again.",
+        rich_help_panel=_SETTINGS,
     ),
 ]
 FromLatents = Annotated[

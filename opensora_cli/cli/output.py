@@ -60,12 +60,12 @@ def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     for line in lines:
-        console.print(Text.assemble(("error: ", "bold red"), _readable(line)))
+        console.print(Text.assemble(("error: ", "bold red"), readable(line)))
     for line in hint.split("\n") if hint else ():
-        console.print(Text(f"       {_readable(line)}"))
+        console.print(Text(f"       {readable(line)}"))
 
 
-def _readable(line: str) -> str:
+def readable(line: str) -> str:
     """Return a line for people, of which a value that was given, however long, leaves what is wrong with it."""
     kept = _LONGEST_LINE // 2
     return escaped(as_unicode(line if len(line) <= _LONGEST_LINE else f"{line[:kept]} ... {line[-kept:]}"))

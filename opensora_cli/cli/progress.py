@@ -145,7 +145,7 @@ class BarReporter:
         """Run a stage; one that fails ends without a line, since the error will follow, and one of no time, too."""
         pace = Pace(total, clock=self._clock)
         progress = self._started()
-        task = progress.add_task(name, total=total, pace=pace, unit=unit)
+        task = progress.add_task(escaped(name), total=total, pace=pace, unit=unit)
         try:
             yield _BarStage(progress, task, pace)
         finally:

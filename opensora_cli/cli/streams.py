@@ -4,11 +4,15 @@ import io
 import os
 import select
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO
+from functools import cache
+from types import TracebackType
+from typing import Any, TextIO
 
-from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.exceptions import OsoraWarning, OutputError
+from opensora_cli.core.formatting import escaped, without_credentials
 from opensora_cli.core.signals import held_back
 
 
@@ -30,6 +34,43 @@ def guard_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
     sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log, _LogText)
     sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results, io.TextIOWrapper)
+
+
+@cache
+def escape_foreign_texts() -> None:
+    """Escape what steers terminals in warnings and tracebacks, which quote files and servers; see `foreign_text`."""
+
+    def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        import traceback
+
+        print(foreign_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+    sys.excepthook = print_traceback
+    python_format = warnings.formatwarning
+
+    def format_warning(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> str:
+        if issubclass(category, OsoraWarning):  # one line, without its place in the code
+            return f"warning: {foreign_text(str(message))}\n"
+        return foreign_text(python_format(message, category, *place, **options))
+
+    warnings.formatwarning = format_warning
+
+
+@cache
+def escape_foreign_logs() -> None:
+    """Do so in the log records of libraries: huggingface_hub prints the warnings of a server. Imports logging."""
+    import logging
+
+    class Record(logging.LogRecord):
+        def getMessage(self) -> str:  # noqa: N802  # logging's name
+            return foreign_text(super().getMessage())
+
+    logging.setLogRecordFactory(Record)
+
+
+def foreign_text(text: str) -> str:
+    """Return lines of a library for a terminal: without passwords in addresses, and with control characters escaped."""
+    return "\n".join(escaped(line) for line in without_credentials(text).split("\n"))
 
 
 class _Log(io.FileIO):

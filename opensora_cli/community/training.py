@@ -45,8 +45,15 @@ def setup_device() -> tuple[torch.device, Coordinator]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if context is not None and not dist.is_initialized():
-        host, port, rank, ranks = context.master_addr, context.master_port, context.rank, context.world_size
-        init_with_retry(kind, host=host, port=port, rank=rank, world_size=ranks, report=log_wait)
+        init_with_retry(
+            kind,
+            host=context.master_addr,
+            port=context.master_port,
+            store_file=context.store,
+            rank=context.rank,
+            world_size=context.world_size,
+            report=log_wait,
+        )
     is_alone = not dist.is_initialized()
     return device, Coordinator(0, 1) if is_alone else Coordinator(dist.get_rank(), dist.get_world_size())
 

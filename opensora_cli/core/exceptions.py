@@ -23,6 +23,10 @@ def osora_error(kind: str, message: str, hint: str | None) -> Exception:
     return RuntimeError(f"the first rank failed: {kind}: {message}")
 
 
+class OsoraWarning(UserWarning):
+    """A failure that changes no result. The command line shows it as one line."""
+
+
 class RequestError(OsoraError):
     """What was asked for makes no sense or contradicts itself."""
 

@@ -6,13 +6,15 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.exceptions import OsoraWarning, OutputError
+from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.left_overs import remove_abandoned, temporary_name
+from opensora_cli.core.left_overs import temporary_name
 from opensora_cli.core.reading import reading
 
 _MAKE_ROOM = "make room there, or write to another disk"
@@ -21,6 +23,9 @@ _ANOTHER_PLACE = "choose another name, or another folder"
 
 # For indexes, folders and whatever else a file system keeps beside the data.
 _HEADROOM = 2**20
+
+_NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of file systems on which a folder cannot be flushed."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
@@ -58,39 +63,62 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
 @contextmanager
 def temporary_beside(target: Path) -> Iterator[Path]:
     """Yield an unused name beside `target`, whose folder is made, and at the end remove what is there.
+
+    What cannot be removed stays for the next run, see `remove_left`.
     Raises OutputError for an operating system error in the block, with `target`, or if that is a device or such.
     """
-    try:
+    with writing(target):
         refuse_special(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(target.parent)
+        remove_left(target.parent)
         temporary = target.parent / temporary_name()
         try:
             yield temporary
         finally:
-            remove(temporary)
+            with suppress(OSError):
+                remove(temporary)
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Raise operating system errors of the block as OutputError that names `target`."""
+    try:
+        yield
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}", hint=_hint(error)) from error
 
 
-def take_name(temporary: Path, target: Path, *, replace: bool) -> None:
+def take_name(temporary: Path, target: Path, *, replace: bool, swap: bool = False) -> None:
     """Let a file or folder that is on the disk have the name `target` beside it.
+
+    With `swap`, a file that is replaced has the name `temporary` afterwards, where the file system can swap names.
 
     A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
     in one step, and the caller removes the old one. Elsewhere the old one is renamed first, and a crash in that instant
     leaves it under the name `.osora-*.old`, which no run removes. A link to a folder is replaced by a folder of its
-    own; what it points to stays. Raises OSError, or OutputError where `target` is there and must not be replaced.
+    own; what it points to stays. Where the folder of both cannot be flushed to the disk, that is a warning.
+    Raises OSError, or OutputError where `target` is there and must not be replaced.
     """
     is_folder = temporary.is_dir()
     if replace and is_folder and target.is_dir():
         _swap_names(temporary, target)
     elif replace:
-        temporary.replace(target)
+        # Unlike renaming, swapping would put a file in the place of a folder.
+        if not swap or target.is_dir() or not _swap_in_one_step(temporary, target):
+            temporary.replace(target)
     else:
         with _no_replacing(target):
             # The system renames a folder over nothing but an empty one.
             temporary.rename(target) if is_folder else _link_or_rename(temporary, target)
-    _flush_to_disk(target.parent)
+    try:
+        _flush_to_disk(target.parent)
+    except OSError as error:
+        warnings.warn(
+            f"{target} is written, but a power failure may lose it: its folder cannot be flushed to the disk: "
+            f"{error.strerror or error}",
+            OsoraWarning,
+            stacklevel=2,
+        )
 
 
 def flush(written: Path) -> None:
@@ -114,8 +142,7 @@ def replace_folder(temporary: Path, target: Path) -> None:
     for folder in [*sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _flush_to_disk(folder)
     take_name(temporary, target, replace=True)
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
@@ -259,6 +286,9 @@ def _flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NO_FLUSH):
+            raise
     finally:
         os.close(descriptor)
 

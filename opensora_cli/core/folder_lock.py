@@ -1,8 +1,9 @@
 """One process at a time in a folder, or at a file."""
 
+import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ LOCK_FILE = ".lock"
 _LONGEST_BYTES = 300
 
 _held: set[int] = set()
+_looked_through: set[tuple[int, Path]] = set()
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
             f"{folder} is in use by another run: {_holder(path)}",
             hint="wait until it ends or end it, or give another folder: --set output=FOLDER",
         )
-    remove_abandoned(folder)
+    remove_left(folder)
     try:
         yield
     finally:
@@ -65,7 +67,7 @@ def locked_file(path: Path) -> Iterator[bool]:
     if lock is None:
         yield False
         return
-    remove_abandoned(path.parent)
+    remove_left(path.parent)
     try:
         yield True
     finally:
@@ -74,14 +76,61 @@ def locked_file(path: Path) -> Iterator[bool]:
         _close(lock)
 
 
+@contextmanager
+def sole_run(lock: Path, *, doing: str, hint: str) -> Iterator[None]:
+    """Keep other processes that ask for the same lock file out of the block, as `locked_file` does.
+
+    A folder that was made for the lock is removed again if nothing else is in it at the end.
+
+    Raises:
+        OutputError: another process has it: `another run DOING: process N on HOST`; or the file cannot be made.
+    """
+    is_new = not lock.parent.exists()
+    try:
+        with locked_file(lock) as is_ours:
+            if not is_ours:
+                raise OutputError(f"another run {doing}: {_holder(lock)}", hint=hint)
+            yield
+    finally:
+        if is_new:
+            with suppress(OSError):
+                lock.parent.rmdir()
+
+
+def lock_beside(path: Path, of: str) -> Path:
+    """Return the lock file beside `path` of what `of` names, which may be as long as a file's name can be."""
+    digest = hashlib.sha256(of.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return path.with_name(f".osora-{digest}.lock")
+
+
+def lock_holder(path: Path) -> str:
+    """Return who has a lock file, for people: `process N on HOST`."""
+    return _holder(path)
+
+
 def remove_locks_of(pids: Iterable[int], folder: Path) -> None:
     """Remove from `folder` the lock files of processes that this one has started and seen end.
     Without effect where that is not possible.
     """
     owners = {_owner(pid) for pid in pids}
+    _remove_locks(folder, lambda path: _holder(path) in owners)
+
+
+def remove_left(folder: Path) -> None:
+    """Remove from `folder` what processes that are gone would have removed: see `remove_abandoned`, and lock files that
+    nobody holds. Once for each process and folder; without effect where that is not possible.
+    """
+    remove_abandoned(folder)
+    asked = (os.getpid(), folder.absolute())
+    if sys.platform != "win32" and asked not in _looked_through:
+        _looked_through.add(asked)
+        _remove_locks(folder, lambda path: True)
+
+
+def _remove_locks(folder: Path, is_wanted: Callable[[Path], bool]) -> None:
     with suppress(OSError):
         for path in folder.glob(".osora-*.lock"):
-            if _holder(path) in owners:
+            if is_wanted(path):
                 # Another process may have just taken it.
                 with suppress(OSError, OutputError), locked_file(path):
                     pass
@@ -94,7 +143,9 @@ def _open_locked(path: Path) -> int | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = open_regular(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise _problem(path, error) from error
+            if hint_for(error) is not None:  # the fault lies with the lock file itself
+                raise _problem(path, error) from error
+            raise OutputError(f"cannot write in {path.parent}: {error.strerror or error}") from error
         _held.add(lock)
         try:
             if not _lock(lock):

@@ -21,6 +21,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 _LISTED = 3
 _LONGEST = 200
 _LONGEST_PATH = 1000
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _JOINERS = "\u200c\u200d"
 """They format text, as what could harm does, but emoji and whole languages need them."""
 
@@ -85,6 +86,15 @@ def escaped(text: str) -> str:
     return text if text.isprintable() else "".join(map(_escaped_character, text))
 
 
+def without_credentials(text: str) -> str:
+    """Return `text` with the user and password of each address in it hidden: `https://<hidden>@host`."""
+    return _CREDENTIALS.sub("<hidden>@", text)
+
+
+def is_harmful(character: str) -> bool:
+    """Return whether a character breaks lines, steers terminals, or changes the direction in which text is shown."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
+
+
 def _escaped_character(character: str) -> str:
-    is_harmful = unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
-    return character.encode("unicode_escape").decode() if is_harmful else character
+    return character.encode("unicode_escape").decode() if is_harmful(character) else character

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError, OutputError, RequestError
-from opensora_cli.core.formatting import plain, shown_path
+from opensora_cli.core.formatting import escaped, plain, shown_path
 from opensora_cli.core.ranks import LOG_VARIABLE, RankContext
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.signals import end_with_parent, held_back
@@ -344,7 +344,7 @@ class _Link:
 
     def _end(self, pulse: Pulse) -> None:
         where = f"rank {self._context.rank} on {socket.gethostname()}, in the stage {self.stage}"
-        print(f"error: {where}: no progress for {pulse.still_s:.0f} s", file=sys.stderr, flush=True)
+        print(escaped(f"error: {where}: no progress for {pulse.still_s:.0f} s"), file=sys.stderr, flush=True)
         os._exit(HardwareError.exit_code)
 
     def send(self, message: object) -> None:

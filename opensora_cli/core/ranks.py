@@ -10,7 +10,11 @@ from opensora_cli.core.exceptions import RequestError
 LOG_VARIABLE = "OSORA_RANK_LOG"
 """Set by our launcher: the log file of a rank."""
 
+STORE_VARIABLE = "OSORA_RANK_STORE"
+"""Set by our launcher: the file by which its ranks meet."""
+
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 # Below the ports that Linux hands out by itself, from 32768 on.
 _FIRST_PORT, _PORTS = 12_000, 20_000
@@ -27,9 +31,11 @@ class RankContext:
     world_size: int
     nnodes: int
     """Number of machines."""
-    master_addr: str
-    """Host of the store through which the ranks find each other."""
-    master_port: int
+    master_addr: str = ""
+    """Host of the store through which the ranks find each other; empty where they have a `store` file."""
+    master_port: int = 0
+    store: Path | None = None
+    """File that takes the place of that store; None where our launcher did not start this rank."""
     log: Path | None = None
     """This rank's log file; None where our launcher did not start it."""
 
@@ -56,6 +62,12 @@ def find_context(environment: Mapping[str, str]) -> RankContext | None:
     return _of_slurm(environment) if is_slurm_step else None
 
 
+def is_of_launcher(path: Path, environment: Mapping[str, str]) -> bool:
+    """Return whether our launcher wrote a file for this rank: it lies beside the log of the rank."""
+    log = environment.get(LOG_VARIABLE)
+    return log is not None and Path(log).absolute().parent == path.absolute().parent
+
+
 def first_host(nodelist: str) -> str:
     """Return the first host that Slurm's short form of a list of hosts means: `node01` of `node[01-04,7],login`.
     Raises RequestError if it is no such list.
@@ -68,7 +80,9 @@ def first_host(nodelist: str) -> str:
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
-    missing = [name for name in _TORCHRUN if not environment.get(name)]
+    store, log = (_path(environment, name) for name in (STORE_VARIABLE, LOG_VARIABLE))
+    needed = [name for name in _TORCHRUN if store is None or name not in _MEETING]
+    missing = [name for name in needed if not environment.get(name)]
     if missing:
         there = [name for name in _TORCHRUN[:3] if name in environment]
         raise RequestError(
@@ -76,22 +90,22 @@ def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
             f"all of {', '.join(_TORCHRUN)}",
             hint=f"start with torchrun or --gpus; to run alone: unset {' '.join(there)}",
         )
-    rank, local_rank, world_size, port = (_number(environment, name) for name in _TORCHRUN if name != "MASTER_ADDR")
+    rank, local_rank, world_size = (_number(environment, name) for name in _TORCHRUN[:3])
     nnodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else 1
     _require_even(world_size, nnodes)
     if "LOCAL_WORLD_SIZE" in environment and _number(environment, "LOCAL_WORLD_SIZE") * nnodes != world_size:
         raise _uneven(f"{world_size} on {nnodes}, and {environment['LOCAL_WORLD_SIZE']} on this one")
     _require_below(("RANK", rank), ("WORLD_SIZE", world_size))
     _require_below(("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size))
-    log = environment.get(LOG_VARIABLE)
     return RankContext(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         nnodes=nnodes,
-        master_addr=environment["MASTER_ADDR"],
-        master_port=_port(port),
-        log=Path(log) if log else None,
+        master_addr="" if store else environment["MASTER_ADDR"],
+        master_port=0 if store else _port(_number(environment, "MASTER_PORT")),
+        store=store,
+        log=log,
     )
 
 
@@ -136,6 +150,10 @@ def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
 def _first_set(environment: Mapping[str, str], *names: str) -> str:
     """Return the first name that is set, or the best-known one of them for a message."""
     return next((name for name in names if name in environment), names[1])
+
+
+def _path(environment: Mapping[str, str], name: str) -> Path | None:
+    return Path(environment[name]) if environment.get(name) else None
 
 
 def _is(names: list[str]) -> str:

@@ -7,14 +7,14 @@ deeply or does not fit into memory. Everything else that happens while a file is
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import shown_path
-from opensora_cli.core.strict_json import parse_object
+from opensora_cli.core.strict_json import parse_object, shown
 
 MAX_TEXT_BYTES = 10_000_000
 """Of a file of settings, a sidecar or a caption: 10 MB. Written by hand or by osora, none is near it."""
@@ -142,6 +142,32 @@ def read_json_object(
         return parse_object(content)
     except ValueError as error:
         raise problem(f"{shown_path(path)} is broken: {error}", hint=hint) from error
+
+
+def require_schema(
+    document: Mapping[str, object],
+    known: str,
+    path: str | os.PathLike[str],
+    *,
+    problem: type[FileProblem] = FileProblem,
+    hint: str | None = None,
+) -> None:
+    """Raise FileProblem, or the subclass `problem`, unless `document` has the one schema that is read here."""
+    schema = document.get("schema")
+    if schema != known:
+        raise problem(
+            f"{shown_path(path)} has the schema {shown(str(schema))}, and this version of osora reads {known!r}",
+            hint=hint,
+        )
+
+
+def stays_inside(name: object) -> bool:
+    """Return whether a document names a file of its own folder, or of one below, on whatever system."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
+    is_rooted = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or PureWindowsPath(name).root
+    return bool(parts) and ".." not in parts and not is_rooted
 
 
 def _explained(

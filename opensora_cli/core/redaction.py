@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
+from opensora_cli.core.formatting import without_credentials
+
 _RELEVANT = re.compile(
     r"(CUBLAS|CUDA|CUDNN|GLOO|HF|HUGGING_FACE|MKL|NCCL|NVIDIA|OMP|OSORA|PYTORCH|TORCH|TRANSFORMERS)_\w+|LD_LIBRARY_PATH"
 )
@@ -26,7 +28,6 @@ _SERIALS = re.compile(
     r"\b(GPU-|MIG-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\b(GPU|MIG)-[0-9a-fA-F]{8,}\b"
 )
 """Of GPUs, as CUDA_VISIBLE_DEVICES may name them, whole or shortened."""
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
 _ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)=(\S+)")
 _PART = r"[^\s/:,;'\"()<>]+"
 # Folders may have blanks in their names; before the last slash they are distinct from words that follow.
@@ -50,7 +51,7 @@ def shown_value(name: str, value: str) -> str:
     """Return the value of an environment variable as it may be printed: never a secret."""
     if _SECRET_NAME.search(name):
         return _HIDDEN
-    return _CREDENTIALS.sub(f"{_HIDDEN}@", _TOKENS.sub(_HIDDEN, value))
+    return without_credentials(_TOKENS.sub(_HIDDEN, value))
 
 
 class Redactor:
@@ -83,7 +84,7 @@ class Redactor:
     def text(self, text: str) -> str:
         """Return `text` without anything that should stay here."""
         text = _ASSIGNED.sub(self._assigned, text)
-        text = _SERIALS.sub(_HIDDEN, _CREDENTIALS.sub(f"{_HIDDEN}@", _TOKENS.sub(_HIDDEN, text)))
+        text = _SERIALS.sub(_HIDDEN, without_credentials(_TOKENS.sub(_HIDDEN, text)))
         for folder in self._folders:
             text = re.sub(rf"(?<![\w/]){re.escape(folder)}(?:/(?:{_PART}/?)*|(?!\w))", "<path>", text)
         text = _PATH.sub(self._path, text)

@@ -1,8 +1,9 @@
 """Requests to end a process: who sends them, what waits for them, and how the processes that it started end.
 
 Ctrl-C is SIGINT. Schedulers, containers and `timeout` send SIGTERM, and often to all processes of a group; Slurm's
-`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. Some send twice: `timeout` signals the
-command and then its group, and torchrun hands on what the terminal has already sent to its ranks.
+`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. A terminal that goes away, as at a lost
+ssh connection, sends SIGHUP; nohup has it ignored. Some send twice: `timeout` signals the command and then its group,
+a shell hands SIGHUP on to its jobs, and torchrun hands on what the terminal has already sent to its ranks.
 """
 
 import ctypes
@@ -16,9 +17,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 END_REQUESTS = tuple(
-    signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
+    signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
 )
 """What asks a process to end, besides Ctrl-C."""
+_TERMINAL_GONE = getattr(signal, "SIGHUP", None)
 REPEAT_S = 0.3
 """A second Ctrl-C within so many seconds is the first one sent twice: nobody presses keys so fast."""
 
@@ -107,15 +109,16 @@ def requests_as_interrupts() -> Iterator[None]:
     """Let a request to end do what Ctrl-C does at that time, inside the block.
 
     Where Ctrl-C is ignored, as in the background of a script, a request to end raises KeyboardInterrupt. One that is
-    repeated at once changes nothing. SIGTERM always counts, the others unless they were ignored, or handled, before the
-    block.
+    repeated at once changes nothing, nor does SIGHUP after another request. SIGTERM always counts, the others unless
+    they were ignored, or handled, before the block.
     """
     last: float | None = None
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal last
         now = time.monotonic()
-        if last is not None and now - last < REPEAT_S:
+        # The terminal goes away once: a second SIGHUP comes of the end of its shell, whenever that is.
+        if last is not None and (now - last < REPEAT_S or number == _TERMINAL_GONE):
             return
         last = now
         if callable(signal.getsignal(signal.SIGINT)):

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from opensora_cli.core.cgroups import cgroup_folders, read_words
 from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 
@@ -25,6 +26,9 @@ RANK_VARIABLE = "OSORA_RANK_THREADS"
 """Set by our launcher: the OMP_NUM_THREADS of a rank that no user chose."""
 VALUES_PER_THREAD = 2**15
 """Torch itself splits element-wise operations into pieces of at least so many values (`at::internal::GRAIN_SIZE`)."""
+
+_computed_in: int | None = None
+"""The process that has computed with several threads; a forked one inherits its number."""
 
 _LOOK_S = 0.2
 _IDLE = 0.25
@@ -161,9 +165,21 @@ def read_quota(root: Path) -> float | None:
 
 @contextmanager
 def threads_used(choice: ThreadChoice, reporter: Reporter) -> Iterator[None]:
-    """Let torch compute with so many threads inside the block, and note how many and why."""
+    """Let torch compute with so many threads inside the block, and note how many and why.
+
+    Raises RequestError if this process was forked from one that has computed with several: OpenMP would wait for ever
+    for threads that a fork does not copy.
+    """
+    global _computed_in
     import torch
 
+    if choice.count > 1:
+        if _computed_in not in (None, os.getpid()):
+            raise RequestError(
+                f"this process was forked from one that has computed, and cannot compute with {choice.count} threads",
+                hint='start it by multiprocessing.get_context("spawn"), or let it compute with one thread',
+            )
+        _computed_in = os.getpid()
     reporter.note(f"threads: {choice.line()}")
     before = torch.get_num_threads()
     torch.set_num_threads(choice.count)

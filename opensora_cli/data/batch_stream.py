@@ -26,6 +26,12 @@ _LOCKS = 8
 """More than torch makes for each worker, and for all of them together."""
 
 
+_MAX_COUNT = 2**31
+_NO_SAMPLER_STATE = (
+    "the checkpoint does not record where in the data the run was: {} of its sampler is missing or wrong"
+)
+
+
 class WorkerEnded(HardwareError):
     """A process that reads clips was killed, or crashed."""
 
@@ -120,13 +126,12 @@ class BatchStream(Generic[T]):
         position = {"epoch": self._epoch, "position": self._position, "number": self._number}
         return {**position, "data": self._fingerprint}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Continue from a state (with the next epoch, if the data have changed); a CheckpointError if it is none."""
-        try:
-            epoch, position, number = (int(state_dict[name]) for name in ("epoch", "position", "number"))
-            fingerprint = str(state_dict["data"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError("the checkpoint does not record where in the data the run was") from error
+        epoch, position, number = (_count_in(state_dict, name) for name in ("epoch", "position", "number"))
+        fingerprint = state_dict.get("data")
+        if not isinstance(fingerprint, str):
+            raise CheckpointError(_NO_SAMPLER_STATE.format("data"))
         self.close()
         if fingerprint != self._fingerprint:
             self._warn(f"the data have changed since the checkpoint: training goes on with epoch {epoch + 1} of them")
@@ -214,14 +219,11 @@ class PicturesFirst(Generic[T]):
             "clips": self._clips.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Continue from a state; a CheckpointError if it is none."""
-        try:
-            updates, pictures, clips = int(state_dict["updates"]), state_dict["pictures"], state_dict["clips"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError("the checkpoint does not record where in the data the run was") from error
-        self._pictures.load_state_dict(pictures)
-        self._clips.load_state_dict(clips)
+        updates = _count_in(state_dict, "updates")
+        self._pictures.load_state_dict(state_dict.get("pictures"))
+        self._clips.load_state_dict(state_dict.get("clips"))
         self._handed_out = updates * self._batches_of_update
 
     def close(self) -> None:
@@ -267,6 +269,14 @@ class _Sharing(pickle.Pickler):
         except RuntimeError as error:
             raise _no_shared_memory(error) from error
         return "shared"
+
+
+def _count_in(state: object, name: str) -> int:
+    """Return a number of a state; a CheckpointError if that is no state, or has no such number."""
+    value = state.get(name) if isinstance(state, dict) else None
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise CheckpointError(_NO_SAMPLER_STATE.format(name))
+    return value
 
 
 def _require_locks(count: int) -> None:

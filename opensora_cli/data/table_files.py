@@ -26,6 +26,12 @@ _BROKEN: Mapping[str, tuple[type[Exception], ...]] = {
 """What broken files of each kind raise: pyarrow has errors of all these kinds, and of cells without a value in Python.
 """
 
+_FEW_ROWS = 1_000_000
+"""What a parquet file may hold besides a row for each of its bytes."""
+_LITTLE_BYTES = 2**30
+_MOST_UNPACKED = 100
+"""Bytes of cells for each of a parquet file, besides the bytes above."""
+
 _LOOKED_AT = 4096
 """Bytes at the beginning of a table in which text of two bytes a character shows."""
 
@@ -72,6 +78,7 @@ def _rows_of(path: Path, kind: str) -> Iterator[list[Any]]:
     """Yield the header, then the rows."""
     with _reading(path):
         if kind == PARQUET:
+            _parquet_rows(path)
             table = _pyarrow().parquet.read_table(path)
             yield table.column_names
             yield from map(list, zip(*(column.to_pylist() for column in table.columns), strict=True))
@@ -124,9 +131,7 @@ def split_table(path: Path, targets: Sequence[Path]) -> list[int]:
     """
     kind = check_table_name(path)
     with _reading(path):
-        num_rows = (
-            sum(1 for _ in _csv_rows(path)) - 1 if kind == CSV else _pyarrow().parquet.read_metadata(path).num_rows
-        )
+        num_rows = sum(1 for _ in _csv_rows(path)) - 1 if kind == CSV else _parquet_rows(path)
     if num_rows < len(targets):
         raise FileProblem(f"{path} has {max(num_rows, 0)} rows, too few for {len(targets)} parts")
     ends = [num_rows * (part + 1) // len(targets) for part in range(len(targets))]
@@ -199,9 +204,24 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
 
 def _read_parquet(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dict[str, list[Any]]:
     parquet = _pyarrow().parquet
+    _parquet_rows(path)
     present = _present(path, parquet.read_schema(path).names, wanted, optional)
     table = parquet.read_table(path, columns=present)
     return {name: table.column(name).to_pylist() for name in present}
+
+
+def _parquet_rows(path: Path) -> int:
+    """Return the number of rows; a FileProblem where the columns take far more memory than any table of this size."""
+    metadata, size = _pyarrow().parquet.read_metadata(path), path.stat().st_size
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    unpacked = sum(
+        group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns)
+    )
+    if metadata.num_rows > _FEW_ROWS + size or unpacked > _LITTLE_BYTES + _MOST_UNPACKED * size:
+        raise FileProblem(
+            f"{path} claims {metadata.num_rows:,} rows and {unpacked:,} bytes in a file of {size:,} bytes"
+        )
+    return int(metadata.num_rows)
 
 
 def _present(path: Path, header: Sequence[str], wanted: Sequence[str], optional: Sequence[str]) -> list[str]:

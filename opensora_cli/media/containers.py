@@ -37,6 +37,9 @@ EXACT_COLOURS = (
 """How colours are converted, in both directions: without it every round trip darkens a picture by one level, and the
 result depends on the processor."""
 
+_MOST_PIXELS = 2**28
+"""Of a frame: 16,384 x 16,384."""
+
 _FALLBACK_FPS = 24.0
 
 _MOST_DRIFT = 0.25
@@ -167,6 +170,11 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
             track = container.streams.video[0]
             if track.codec_context is None:  # of a codec that this FFmpeg has not
                 raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
+            # As the container says, and as each frame does: a few bytes may claim any size.
+            if track.codec_context.width * track.codec_context.height > _MOST_PIXELS:
+                size = f"{track.codec_context.width} x {track.codec_context.height}"
+                raise MediaError(f"{path} has frames of {size} pixels, and at most {_MOST_PIXELS:,} are read")
+            track.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             if threads is None:
                 track.thread_type = "AUTO"
             else:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import imageio.v3 as iio
@@ -41,6 +42,9 @@ _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 
 _DEFAULT_DURATION_MS = 100
 """What browsers take for a GIF that gives none."""
+
+_MOST_PIXELS = 2**35
+"""Of all frames of an animation: 4142 frames of 3840 x 2160."""
 
 _GIF_COLOURS = 256
 _GIF_PALETTE_PIXELS = 1 << 14
@@ -83,6 +87,7 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
     """Open an animated picture as a video; a MediaError, also while frames are read, if it is broken."""
     with _opened(path) as picture:
         with _decoding(path):
+            _require_size(picture, path)
             durations_ms = _durations_ms(picture)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
         yield VideoSource(frames=_frames(picture, path, durations_ms), fps=mean_fps)
@@ -117,6 +122,18 @@ class _PictureFrame:
 
     def to_rgb(self) -> torch.Tensor:
         return self.picture_HWC
+
+
+def _require_size(picture: Any, path: Path) -> None:
+    """Raise MediaError for an animation that takes hours to decode: a frame of a few bytes may fill any canvas."""
+    stored = picture.properties(index=...)
+    height, width = stored.shape[1:3]
+    if stored.n_images * height * width > _MOST_PIXELS:
+        raise MediaError(
+            f"{path} has {stored.n_images} frames of {width} x {height} pixels, and at most {_MOST_PIXELS:,} pixels "
+            "are read of an animated picture",
+            hint="convert it to a video",
+        )
 
 
 def _durations_ms(picture: Any) -> list[int]:
@@ -159,17 +176,16 @@ def _broken(path: Path, error: Exception) -> MediaError:
 
 
 def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a frame, lossless, with `metadata` as text chunks."""
+    """Write what `png_bytes` returns."""
+    path.write_bytes(png_bytes(frame_HWC, metadata))
+
+
+def png_bytes(frame_HWC: torch.Tensor, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """Return a uint8 RGB frame as a PNG file, lossless, with `metadata` as text chunks."""
     info = PngInfo()
     for key, value in metadata.items():
         info.add_text(key, value)
-    with path.open("wb") as file:
-        iio.imwrite(file, frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info)
-
-
-def png_bytes(frame_HWC: torch.Tensor) -> bytes:
-    """Return a uint8 RGB frame as a PNG file."""
-    return bytes(iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".png"))
+    return bytes(iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info))
 
 
 def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:

@@ -20,6 +20,9 @@ from opensora_cli.media.files import readable_file
 _VIDEOS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv", ".wmv", ".gif"}
 _PICTURES = {".png", ".apng", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".jp2", ".ppm"}
 
+_MOST_RESAMPLED = 10_000_000
+"""Frames that a video has at another rate: 115 hours at 24 a second."""
+
 
 @dataclass(frozen=True)
 class VideoClip:
@@ -97,7 +100,7 @@ def read_video(
         raise MediaError(f"{file} is a picture, not a video", hint="give a video, or choose a mode for pictures")
     source = pictures.open_animation(file) if num_pictures else containers.open_video(file)
     with source as video:
-        shown = video.frames if fps is None else _resampled(video.frames, fps)
+        shown = video.frames if fps is None else _resampled(video.frames, fps, file)
         wanted: Iterable[StoredFrame]
         # Converted to RGB only afterwards: most frames that pass through the queue are never used.
         wanted = deque(shown, maxlen=num_frames) if from_end else islice(shown, num_frames)
@@ -160,20 +163,35 @@ def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Ite
         raise MediaError(f"{file} ends after {found} of {num_frames} frames that were to be read")
 
 
-def _resampled(frames: Iterable[StoredFrame], fps: float) -> Iterator[StoredFrame]:
-    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first."""
+def _resampled(frames: Iterable[StoredFrame], fps: float, file: Path) -> Iterator[StoredFrame]:
+    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first.
+
+    Raises MediaError where the file, which may claim any time, has more than `_MOST_RESAMPLED` frames at this rate.
+    """
     # Times are rounded by the file; a frame that is due a thousandth of a step later is meant.
     tolerance = 1e-3 / fps
+
+    def require_end(seconds: float) -> None:
+        if seconds * fps > _MOST_RESAMPLED:
+            raise MediaError(
+                f"{file} shows a frame {seconds:.3g} s after its first, which is over {_MOST_RESAMPLED:,} frames at "
+                f"{fps:g} a second",
+                hint="encode it again, or use it at its own rate",
+            )
+
     shown: StoredFrame | None = None
     start = 0.0
     count = 0
     for frame in frames:
         if shown is None:
             start = frame.time
+        require_end(frame.time - start)
         while shown is not None and count / fps < frame.time - start - tolerance:
             yield shown
             count += 1
         shown = frame
+    if shown is not None:
+        require_end(shown.time + shown.duration - start)
     while shown is not None and count / fps < shown.time + shown.duration - start - tolerance:
         yield shown
         count += 1

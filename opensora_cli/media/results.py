@@ -1,16 +1,14 @@
-"""A result and its JSON sidecar: they come and go together, and a sidecar alone is an unfinished result.
+"""A result, its JSON sidecar and its extras: they come together, and a sidecar alone is an unfinished result.
 
-What is replaced gives up the name of its media first; then the new sidecar takes its name, and last the new media. So a
-process that is killed between two of these steps leaves a sidecar alone, never one beside the media of another, and
-never media without theirs. Needs no torch.
+Needs no torch.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opensora_cli.core.exceptions import OsoraError, OutputError
 from opensora_cli.core.files import (
@@ -20,15 +18,23 @@ from opensora_cli.core.files import (
     remove,
     take_name,
     temporary_beside,
-    write_bytes_atomic,
+    writing,
 )
-from opensora_cli.core.left_overs import temporary_name
 from opensora_cli.core.reading import read_text
 from opensora_cli.core.signals import held_back
 
 Describe = Callable[[int], Mapping[str, object] | None]
 """Returns the document of a sidecar, with `schema` and `bytes`, from the `result_bytes` of its media; None: there shall
 be no sidecar."""
+
+
+class Extra(NamedTuple):
+    """A small file that is kept beside a result."""
+
+    path: Path
+    content: bytes
+    replace: bool
+    """Whether a file that has its name is replaced; else that is an OutputError."""
 
 
 def sidecar_path(media: Path) -> Path:
@@ -86,12 +92,15 @@ def is_there(path: Path) -> bool:
 
 
 @contextmanager
-def published(media: Path, *, replace: bool, describe: Describe | None) -> Iterator[Path]:
+def published(
+    media: Path, *, replace: bool, describe: Describe | None, extras: Callable[[], Sequence[Extra]] = tuple
+) -> Iterator[Path]:
     """Yield a temporary name beside `media`; on leaving, the file or folder there becomes `media`, with its sidecar.
 
-    Both or neither: if one cannot be written, what was there before is there again. Where there shall be no sidecar, an
-    old one goes. Without `replace`, what is in the way, or comes there meanwhile, is kept. Without `describe` this is a
-    kind of result that never has a sidecar, and nothing but `atomic_path`.
+    All or nothing: if one file cannot be written, what was there before is there again. Where there shall be no
+    sidecar, an old one goes. Without `replace`, what is in the way, or comes there meanwhile, is kept. Without
+    `describe` this is a kind of result that never has a sidecar, and nothing but `atomic_path`. `extras` is called
+    after `describe`.
 
     Raises:
         OutputError: one of them cannot be written, or must not be replaced.
@@ -100,41 +109,84 @@ def published(media: Path, *, replace: bool, describe: Describe | None) -> Itera
         with atomic_path(media, replace=replace) as temporary:
             yield temporary
         return
-    sidecar = sidecar_path(media)
     with temporary_beside(media) as temporary:
         yield temporary
         flush(temporary)
-        with temporary_beside(sidecar) as description:
-            document = describe(result_bytes(temporary))
-            if document is not None:
-                description.write_bytes(json_bytes(document))
-                flush(description)
-            if not replace:
-                refuse_existing(media, None if document is None else sidecar)
-            with held_back():
-                _take_names(temporary, media, description, sidecar, replace=replace)
+        num_bytes = result_bytes(temporary)
+        document = describe(num_bytes)
+        if not replace:
+            refuse_existing(media, None if document is None else sidecar_path(media))
+        with ExitStack() as written:
+            _publish(temporary, media, num_bytes, document, extras(), written, replace=replace)
 
 
-def _take_names(temporary: Path, media: Path, description: Path, sidecar: Path, *, replace: bool) -> None:
-    aside = media.with_name(temporary_name())
-    before = sidecar.read_bytes() if sidecar.exists() else None
+def _publish(
+    temporary: Path,
+    media: Path,
+    num_bytes: int,
+    document: Mapping[str, object] | None,
+    extras: Sequence[Extra],
+    written: ExitStack,
+    *,
+    replace: bool,
+) -> None:
+    """Give all files their names.
+
+    A process may be killed between two of them, so the last one makes the result whole, and until then nothing that is
+    there looks like a whole result that it is not:
+
+    - Nothing is replaced: sidecar, extras, media. A sidecar alone is an unfinished result, and the same command
+      finishes it.
+    - Media are replaced: media, extras, sidecar. The old result is whole until the new media are. An old sidecar does
+      not fit the new media, since it gives another size; where it gives the same one, it loses that number first.
+    """
+
+    def beside(path: Path, content: bytes) -> Path:
+        unnamed = written.enter_context(temporary_beside(path))
+        with writing(path):
+            unnamed.write_bytes(content)
+            flush(unnamed)
+        return unnamed
+
+    sidecar = sidecar_path(media)
+    old = read_sidecar(sidecar)
     is_replaced = replace and os.path.lexists(media)
-    if is_replaced:
-        if media.is_dir() != temporary.is_dir():
-            raise OutputError(f"{media} exists already, and is no result of this format", hint="choose another --out")
-        media.rename(aside)
+    if is_replaced and media.is_dir() != temporary.is_dir():
+        raise OutputError(f"{media} exists already, and is no result of this format", hint="choose another --out")
+    names = [(temporary, media, is_replaced)]
+    names += [(beside(extra.path, extra.content), extra.path, extra.replace) for extra in extras]
+    if document is not None:
+        names.append((beside(sidecar, json_bytes(document)), sidecar, True))
+    if not is_replaced:
+        names.reverse()
+    if old.get("bytes") == num_bytes and (is_replaced or document is None):
+        names.insert(0, (beside(sidecar, json_bytes({**old, "bytes": None})), sidecar, True))
+    with held_back(), _undone_on_error() as take:
+        for unnamed, target, may_replace in names:
+            take(unnamed, target, may_replace)
+        if old and document is None:
+            with writing(sidecar):
+                sidecar.unlink()
+
+
+@contextmanager
+def _undone_on_error() -> Iterator[Callable[[Path, Path, bool], None]]:
+    """Yield what gives a file its name; if the block fails, all names are as before, where the system allows it."""
+    taken: list[tuple[Path, Path, bool]] = []
+
+    def take(unnamed: Path, target: Path, replace: bool) -> None:
+        was_there = os.path.lexists(target)
+        with writing(target):
+            take_name(unnamed, target, replace=replace, swap=True)
+        taken.append((unnamed, target, was_there))
+
     try:
-        if description.exists():
-            description.replace(sidecar)
-        elif read_sidecar(sidecar):
-            sidecar.unlink()
-        take_name(temporary, media, replace=False)
+        yield take
     except BaseException:
-        if before is None:
-            sidecar.unlink(missing_ok=True)
-        else:
-            write_bytes_atomic(sidecar, before)
-        if is_replaced:
-            aside.rename(media)
+        for unnamed, target, was_there in reversed(taken):
+            with suppress(OSError):
+                if not was_there:
+                    remove(target)
+                elif os.path.lexists(unnamed):  # now the name of the old one; where names cannot be swapped it is gone
+                    take_name(unnamed, target, replace=True)
         raise
-    remove(aside)

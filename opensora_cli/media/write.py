@@ -7,6 +7,7 @@ from enum import StrEnum
 from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import av
 import torch
@@ -15,8 +16,8 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media.containers import EXACT_COLOURS
 from opensora_cli.media.files import media_path
-from opensora_cli.media.pictures import gif_bytes, save_png, webp_bytes
-from opensora_cli.media.results import Describe, published
+from opensora_cli.media.pictures import gif_bytes, png_bytes, save_png, webp_bytes
+from opensora_cli.media.results import Describe, Extra, published
 
 
 class MediaFormat(StrEnum):
@@ -26,6 +27,14 @@ class MediaFormat(StrEnum):
     GIF = "gif"
     WEBP = "webp"
     PNG = "png"
+
+
+class LastFrame(NamedTuple):
+    """Where the last frame of a video is kept as a picture."""
+
+    path: Path
+    replace: bool
+    """Whether a file that has its name is replaced."""
 
 
 KNOWN_ENDINGS: Mapping[str, MediaFormat] = {f".{format_}": format_ for format_ in MediaFormat}
@@ -48,6 +57,7 @@ def write_media(
     metadata: Mapping[str, str] | None = None,
     replace: bool = True,
     describe: Describe | None = None,
+    last_frame: LastFrame | None = None,
 ) -> Path:
     """Write exactly these frames, whole or not at all, and return the file or folder; same frames, same bytes.
 
@@ -67,12 +77,25 @@ def write_media(
             also the title, and the rest the comment, unless given.
         replace: whether what is there gives way; else it is kept, also if it appears meanwhile.
         describe: called once all frames are written, and returns the sidecar; both or neither, see `published`.
+        last_frame: where the last frame is kept, too; only with `describe`.
 
     Raises:
         OutputError: one of them cannot be written or must not be replaced, or H.264 cannot have this size.
     """
     if not fps > 0:
         raise ValueError(f"fps={fps} must be over 0")
+    last_HWC: list[torch.Tensor] = []
+
+    def watched() -> Iterator[torch.Tensor]:
+        for frame_HWC in chain(start, frames):
+            if last_frame is not None:
+                last_HWC[:] = [frame_HWC]
+            yield frame_HWC
+            del frame_HWC
+
+    def extras() -> list[Extra]:
+        return [] if last_frame is None else [Extra(last_frame.path, png_bytes(last_HWC[0], tags), last_frame.replace)]
+
     tags = {key: _storable(value) for key, value in (metadata or {}).items()}
     kind = MediaFormat(format)
     try:
@@ -81,8 +104,8 @@ def write_media(
         start = [*islice(frames, 2 if kind == MediaFormat.PNG else 1)]
         target = media_path(path, format=kind, num_frames=len(start))
         _refuse(target, kind, start)
-        with published(target, replace=replace, describe=describe) as temporary:
-            _write(chain(start, frames), temporary, fps=fps, kind=kind, tags=tags, is_sequence=len(start) > 1)
+        with published(target, replace=replace, describe=describe, extras=extras) as temporary:
+            _write(watched(), temporary, fps=fps, kind=kind, tags=tags, is_sequence=len(start) > 1)
         return target
     except _PiecesError as failed:
         error = failed.error

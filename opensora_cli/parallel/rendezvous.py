@@ -7,9 +7,10 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import first_few
@@ -110,6 +111,7 @@ def init_with_retry(
     port: int,
     rank: int,
     world_size: int,
+    store_file: Path | None = None,
     timeout_s: float = 600.0,
     connect_s: float = 10.0,
     first_pause_s: float = 1.0,
@@ -119,17 +121,21 @@ def init_with_retry(
 
     Rank 0 opens the store at `host` and `port` once, unless the launcher keeps it. The others retry to reach it, each
     time for `connect_s`, after pauses that double, up to five seconds. What fails after that is not retried: keys that
-    the first try left would confuse the second. `device_type` chooses gloo or NCCL. `timeout_s` is the limit of
-    collectives, and for all ranks to come. `report` gets a line on who is missing after ten seconds, and again after
-    twenty, forty and so on; None: whoever started the ranks watches them.
+    the first try left would confuse the second. Ranks with a `store_file` meet by that file, and ignore `host` and
+    `port`. `device_type` chooses gloo or NCCL. `timeout_s` is the limit of collectives, and for all ranks to come.
+    `report` gets a line on who is missing after ten seconds, and again after twenty, forty and so on; None: whoever
+    started the ranks watches them.
 
     Raises:
         HardwareError: the store cannot be reached, or not all ranks came.
     """
     notices = _Notices(f"rank {rank} of {world_size}", timeout_s=timeout_s, report=report)
     limit = timedelta(seconds=timeout_s)
-    # Set by torchrun and by our launcher, which keep a store.
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    store: Store
+    if store_file is not None:
+        store = _file_store(store_file, rank)
+    # Set by torchrun, which keeps a store.
+    elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = _opened_store(host, port, limit)
     else:
         store = _reached_store(host, port, rank, notices, connect_s=connect_s, pause_s=first_pause_s)
@@ -149,6 +155,14 @@ def init_with_retry(
         raise HardwareError(
             f"rank {rank} of {world_size}: the ranks did not meet: {reason}", hint=RETRY_HINT
         ) from error
+
+
+def _file_store(path: Path, rank: int) -> FileStore:
+    # Torch would wait for it, for minutes in which signals have no effect.
+    if not path.parent.is_dir():
+        raise HardwareError(f"rank {rank}: the folder of the ranks' store is gone: {path.parent}", hint=RETRY_HINT)
+    # Without the number of ranks, with which the last of them would remove the file: the launcher does.
+    return FileStore(str(path))
 
 
 def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
@@ -183,7 +197,7 @@ class _Notices:
             self._report(f"{self._who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
 
 
-def _wait_for_all(store: TCPStore, rank: int, world_size: int, notices: _Notices) -> None:
+def _wait_for_all(store: Store, rank: int, world_size: int, notices: _Notices) -> None:
     """Return when all ranks are here. HardwareError names those that are not when the time is up, RuntimeError if the
     store is lost.
     """

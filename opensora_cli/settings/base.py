@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     PositiveInt,
     ValidationInfo,
     field_validator,
@@ -22,6 +23,11 @@ from opensora_cli.core.strict_json import is_unicode
 # The ways to write "no value" in a place where only text can stand: YAML, the environment and --set.
 NO_VALUE = frozenset({"", "~", "none", "null"})
 
+MAX_SIDE = 65_536
+"""Pixels of a tile, along each side."""
+MAX_FRAMES = 100_000
+"""Frames of a video, a clip or a tile: an hour at 24 a second is 86,400."""
+
 _LARGEST = 2**63 - 1
 """Of whole numbers: Python's go on, but its floats and torch's numbers do not."""
 
@@ -33,7 +39,7 @@ def _read_bytes(value: object, info: ValidationInfo) -> object:
         raise ValueError(f"{info.field_name}={error}") from error
 
 
-ByteSize = Annotated[PositiveInt, BeforeValidator(_read_bytes)]
+ByteSize = Annotated[PositiveInt, Field(le=_LARGEST), BeforeValidator(_read_bytes)]
 """Bytes; as text also with a unit: `4GB` (powers of 1000), `4GiB` (powers of 1024)."""
 
 
@@ -94,14 +100,19 @@ class Section(BaseModel):
 
         Raises pydantic.ValidationError if a key is unknown, or the new settings break a rule.
         """
-        values: dict[str, Any] = self.model_dump()
-        for key, value in changes.items():
-            *sections, name = key.split(".")
-            place = values
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-        return type(self).model_validate(values)
+        return type(self).model_validate(nested(changes, into=self.model_dump()))
+
+
+def nested(values: Mapping[str, object], *, into: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return values that are given by dotted keys as nested sections, those of `into` if it is given."""
+    into = {} if into is None else into
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = into
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return into
 
 
 def split_list(text: str, *, separator: str) -> tuple[str, ...]:

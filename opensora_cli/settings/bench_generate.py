@@ -1,4 +1,4 @@
-"""Settings of `osora bench-generate`: which settings are compared with the exact run, and what is written."""
+"""Settings of `osora bench-generate`: the settings that are compared with the exact run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.base import PlotFile, Section
+from opensora_cli.settings.base import Section
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import check_key
@@ -15,10 +15,12 @@ from opensora_cli.settings.load import GenerateRequest, few_evaluations, given_f
 from opensora_cli.settings.output import OutputSettings
 
 Changes = Mapping[str, object]
-"""By dotted key, what a run has other than the exact one."""
+"""Settings that differ from the exact run, by dotted key."""
+Tries = Mapping[str, Changes] | None
+"""Changes by name; None means the standard set."""
 
 EXACT = "exact"
-"""What the run is called with which the others are compared: that of the settings as they are given."""
+"""Name of the run with the settings as they are given, with which the others are compared."""
 
 
 def _sampled(solver: str, steps: int) -> Changes:
@@ -26,7 +28,7 @@ def _sampled(solver: str, steps: int) -> Changes:
 
 
 STANDARD: Mapping[str, Changes] = {
-    # Fewer steps of the same kind, which every other setting is to be better than.
+    # Every other setting must be better than fewer Euler steps.
     "euler-30": _sampled("euler", 30),
     "euler-15": _sampled("euler", 15),
     "ab2-30": _sampled("ab2", 30),
@@ -34,62 +36,48 @@ STANDARD: Mapping[str, Changes] = {
     "heun-15": _sampled("heun", 15),
     "fast": {"sampling.fast": True},
 }
-"""What is compared where nothing else is asked for, by name."""
+"""Settings that are compared if no `--try` is given."""
 
 _ANY_PROMPT = "raining, sea"
-_SHOWN = "decides what the video shows, and the runs must differ in how it is made alone"
-_ONCE = "is the same for all runs"
-_NOT_COMPARED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("prompt", "prompts_at", "negative_prompt", "refine", "prompt_suffix", "text", "loras", "model", "files"),
-            *("video", "condition", "picture", "draft", "from_latents", "resume"),
-            *("sampling.seed", "sampling.num_samples", "sampling.stop_at"),
-        ),
-        _SHOWN,
-    ),
-    **dict.fromkeys(
-        (
-            *("output", "runtime.weights", "runtime.model_choice", "runtime.device", "runtime.prompt_cache"),
-            *("runtime.prompt_cache_limit", "sampling.batch_size", "parallel.gpus", "parallel.devices"),
-            *("parallel.nnodes", "parallel.data_parallel_degree", "parallel.watch", "parallel.watch_limit_s"),
-        ),
-        _ONCE,
-    ),
-}
-"""Why a setting, or one of a section, is not tried."""
+_SAME_FOR_ALL = frozenset(
+    {
+        *("prompt", "prompts_at", "negative_prompt", "refine", "prompt_suffix", "text", "loras", "model", "files"),
+        *("video", "condition", "picture", "draft", "from_latents", "resume", "output"),
+        *("sampling.seed", "sampling.num_samples", "sampling.stop_at", "sampling.batch_size"),
+        *("runtime.weights", "runtime.model_choice", "runtime.device"),
+        *("runtime.prompt_cache", "runtime.prompt_cache_limit"),
+        *("parallel.gpus", "parallel.devices", "parallel.nnodes", "parallel.data_parallel_degree"),
+        *("parallel.watch", "parallel.watch_limit_s"),
+    }
+)
+"""Settings and sections that decide what the video shows or where it is made, not how."""
 
 
 class BenchGenerateSettings(Section):
-    """How often each setting runs, and what is written."""
+    """How often each setting runs."""
 
-    repeats: int = Field(
-        default=1, ge=1, le=1000, description="runs of each setting that are timed, in turn; the median counts"
-    )
-    plot: PlotFile | None = Field(default=None, description="file for a chart: .png, .svg or .pdf")
-    overwrite: bool = Field(default=False, description="replace an existing file")
+    repeats: int = Field(default=1, ge=1, le=1000, description="timed runs of each setting")
 
 
-def read_tries(texts: Sequence[str]) -> dict[str, Changes]:
-    """Return what each `--try` changes, by what it is called: a name of the standard set, or settings as they are
-    typed, `KEY=VALUE,KEY=VALUE`.
+def read_tries(texts: Sequence[str]) -> Tries:
+    """Return the changes of each `--try`: `exact` for none, a name of the standard set, or KEY=VALUE,KEY=VALUE.
+
+    No text means the standard set.
 
     Raises:
-        RequestError: there is no such name or key, the setting decides what is compared, or one is tried twice.
+        RequestError: there is no such name or key, a setting must be the same for all runs, or one is tried twice.
     """
     tries: dict[str, Changes] = {}
-    for text in texts:
-        name = text.strip()
+    for name in map(str.strip, texts):
         if name in tries:
             raise RequestError(f"--try {name} is given twice", hint="drop one of them")
-        tries[name] = _changes(name)
-    return tries
+        tries[name] = {} if name == EXACT else STANDARD.get(name) or _changes(name)
+    tries.pop(EXACT, None)  # The exact run is always made.
+    return tries if texts else None
 
 
 def benched_request(request: GenerateRequest) -> GenerateRequest:
-    """Return a request of which no file is made, and whose prompt, where it has none, is any that the demo knows.
-    Errors are those of `given_for`.
-    """
+    """Return a request that names no result, with a prompt. Errors are those of `given_for`."""
     overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
     if given_for(request, "prompt") is None:
         overrides["prompt"] = Given(_ANY_PROMPT, "bench-generate")
@@ -98,7 +86,7 @@ def benched_request(request: GenerateRequest) -> GenerateRequest:
 
 def refuse_unfit(settings: GenerateSettings) -> None:
     """Raise RequestError if settings ask for something other than one whole video from noise."""
-    sampling, what = settings.sampling, "bench-generate makes one whole video with each setting"
+    sampling = settings.sampling
     for key, is_asked in {
         f"sampling.num_samples={sampling.num_samples}": sampling.num_samples > 1,
         f"sampling.stop_at={sampling.stop_at}": sampling.stop_at is not None,
@@ -107,11 +95,13 @@ def refuse_unfit(settings: GenerateSettings) -> None:
         "output.explore=true": settings.output.explore,
     }.items():
         if is_asked:
+            what = "bench-generate makes one whole video with each setting"
             raise RequestError(f"{key} cannot be compared: {what}", hint="drop it")
 
 
 def tried_settings(exact: GenerateSettings, changes: Changes) -> GenerateSettings:
-    """Return the settings of the exact run with `changes`, and with all that `sampling.fast` stands for.
+    """Return the settings of the exact run with `changes`, and with everything that `sampling.fast` stands for.
+
     Raises pydantic.ValidationError if they break a rule.
     """
     tried = exact.replace(changes)
@@ -121,20 +111,13 @@ def tried_settings(exact: GenerateSettings, changes: Changes) -> GenerateSetting
     return tried.replace({key: value for key, value in few.items() if key not in changes})
 
 
-def layer_of(name: str, changes: Changes) -> dict[str, Given]:
-    """Return changes as a layer of settings, whose errors name the `--try`."""
-    return {key: Given(value, f"--try {name}") for key, value in changes.items()}
-
-
 def _changes(text: str) -> Changes:
-    if text in STANDARD:
-        return STANDARD[text]
     if "=" not in text:
         close = nearest(text, STANDARD)
-        there = f"did you mean {close}?" if close else f"there are {', '.join(STANDARD)}"
+        known = f"did you mean {close}?" if close else f"there are {', '.join((EXACT, *STANDARD))}"
         raise RequestError(
             f"--try {text} is no name of the standard set, and no setting",
-            hint=f"{there}; settings are given as --try sampling.solver=ab2,sampling.num_inference_steps=15",
+            hint=f"{known}; settings are given as --try sampling.solver=ab2,sampling.num_inference_steps=15",
         )
     changes: dict[str, object] = {}
     # A value may be a list, with commas of its own.
@@ -142,12 +125,11 @@ def _changes(text: str) -> Changes:
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not key:
             raise RequestError(f"--try {text} must be KEY=VALUE,KEY=VALUE, and has {pair!r}")
-        source = f"--try {text}"
-        check_key(GenerateSettings, key, source=source)
-        why = _NOT_COMPARED.get(key) or _NOT_COMPARED.get(key.partition(".")[0])
-        if why is not None:
-            raise RequestError(f"{source}: {key} {why}", hint=f"drop it, or give it to all runs: --set {key}={value}")
+        check_key(GenerateSettings, key, source=f"--try {text}")
+        if not _SAME_FOR_ALL.isdisjoint((key, key.partition(".")[0])):
+            hint = f"drop it, or give it to all runs: --set {key}={value}"
+            raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
         if key in changes:
-            raise RequestError(f"{source} gives {key} twice", hint="drop one of them")
+            raise RequestError(f"--try {text} gives {key} twice", hint="drop one of them")
         changes[key] = value
     return changes

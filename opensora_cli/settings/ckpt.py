@@ -63,9 +63,13 @@ class DiffSettings(Section):
     select: WeightSelection | None = Field(default=None, description="which weights, of a training among the two")
     only: Patterns = Field(default=(), description="shell patterns of names; nothing else is compared")
     rtol: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="what may differ, relative to the value in the second"
+        default=0.0,
+        ge=0,
+        le=1e38,
+        allow_inf_nan=False,
+        description="what may differ, relative to the value in the second",
     )
-    atol: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="what may differ, absolutely")
+    atol: float = Field(default=0.0, ge=0, le=1e38, allow_inf_nan=False, description="what may differ, absolutely")
 
     @property
     def is_exact(self) -> bool:
@@ -143,7 +147,7 @@ class MergeLoraSettings(WriteSettings):
     adapter: str = Field(min_length=1, description="folder or file of the adapter")
     unmerge: bool = Field(default=False, description="take the adapter out again")
     scale: float = Field(
-        default=1.0, allow_inf_nan=False, description="how much of the adapter; 1 is as it was trained"
+        default=1.0, ge=-100, le=100, allow_inf_nan=False, description="how much of the adapter; 1 is as it was trained"
     )
 
     @property

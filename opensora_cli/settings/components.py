@@ -1,17 +1,29 @@
 """Settings of the parts that generating and training share: the models and their files."""
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.settings.base import Section, split_list
+from opensora_cli.settings.base import MAX_FRAMES, MAX_SIDE, Section, split_list
 from opensora_cli.settings.enums import ModelName, VAEKind
 
 DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
 """The line that fetches the released weights to where they are looked for."""
+
+MAX_WIDTH = 65_536
+"""Features of a layer of the transformer, and its heads."""
+MAX_CHANNELS = 8192
+"""Channels of a layer or a latent of an autoencoder, and groups of them."""
+MAX_DEPTH = 32
+"""Blocks in a row at one width of an autoencoder."""
+MAX_STAGES = 16
+"""Widths of an autoencoder, each half the resolution of the one before."""
+
+_Channels = Annotated[PositiveInt, Field(le=MAX_CHANNELS)]
+_Depth = Annotated[PositiveInt, Field(le=MAX_DEPTH)]
 
 _WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
 _KEYS_OF_ALL_KINDS = frozenset({"kind", "spatial_tiling", "temporal_tiling"})
@@ -50,24 +62,24 @@ class ModelSettings(Section):
 
     name: ModelName = Field(default=ModelName.OPEN_SORA_V2, description="which model")
     in_channels: PositiveInt = Field(
-        default=64, description="channels of a packed token: latent channels x patch_size squared"
+        default=64, le=MAX_WIDTH, description="channels of a packed token: latent channels x patch_size squared"
     )
-    vec_in_dim: PositiveInt = Field(default=768, description="width of the pooled CLIP embedding")
-    context_in_dim: PositiveInt = Field(default=4096, description="width of the T5 embeddings")
-    hidden_size: PositiveInt = Field(default=3072, description="width of the transformer")
-    mlp_ratio: float = Field(default=4.0, gt=0, description="width of the MLPs over hidden_size")
-    num_heads: PositiveInt = Field(default=24, description="attention heads; divides hidden_size")
+    vec_in_dim: PositiveInt = Field(default=768, le=MAX_WIDTH, description="width of the pooled CLIP embedding")
+    context_in_dim: PositiveInt = Field(default=4096, le=MAX_WIDTH, description="width of the T5 embeddings")
+    hidden_size: PositiveInt = Field(default=3072, le=MAX_WIDTH, description="width of the transformer")
+    mlp_ratio: float = Field(default=4.0, ge=0.001, le=1024, description="width of the MLPs over hidden_size")
+    num_heads: PositiveInt = Field(default=24, le=MAX_WIDTH, description="attention heads; divides hidden_size")
     depth: int = Field(default=19, ge=0, le=1000, description="double-stream blocks")
     depth_single_blocks: int = Field(default=38, ge=0, le=1000, description="single-stream blocks")
-    axes_dim: tuple[PositiveInt, ...] = Field(
+    axes_dim: tuple[Annotated[PositiveInt, Field(le=MAX_WIDTH)], ...] = Field(
         default=(16, 56, 56),
         description="rotary widths of time, height and width; even, with the width of a head as their sum",
     )
-    theta: float = Field(default=10_000, gt=0, description="base of the rotary frequencies")
+    theta: float = Field(default=10_000, ge=0.001, le=10**9, description="base of the rotary frequencies")
     qkv_bias: bool = Field(default=True, description="whether the attention projections have a bias")
     guidance_embed: bool = Field(default=False, description="whether the model is guidance-distilled")
     cond_embed: bool = Field(default=True, description="whether the model takes reference latents")
-    patch_size: PositiveInt = Field(default=2, description="latent pixels along the side of a token")
+    patch_size: PositiveInt = Field(default=2, le=1024, description="latent pixels along the side of a token")
     predicts_data: bool = Field(
         default=False, description="whether the transformer puts out the data, from which its velocity is computed"
     )
@@ -83,38 +95,48 @@ class ModelSettings(Section):
                 f"model.axes_dim={axes} must be three even numbers (time, height, width) that add up to {head}, "
                 f"the width of a head (model.hidden_size={self.hidden_size} / model.num_heads={self.num_heads})"
             )
+        if not int(self.hidden_size * self.mlp_ratio):
+            raise ValueError(
+                f"model.mlp_ratio={self.mlp_ratio:g} must give the MLPs of model.hidden_size={self.hidden_size} a width"
+            )
         return self
 
 
 class DCAESettings(Section):
     """Sizes of the video DC-AE. The defaults are those of the released one; lists go from the pixels inwards."""
 
-    latent_channels: PositiveInt = Field(default=128, description="channels of the latents; divides the last width")
+    latent_channels: PositiveInt = Field(
+        default=128, le=MAX_CHANNELS, description="channels of the latents; divides the last width"
+    )
     block_types: tuple[Literal["res", "efficientvit"], ...] = Field(
         default=("res", "res", "res", "efficientvit", "efficientvit", "efficientvit"),
         min_length=1,
+        max_length=MAX_STAGES,
         description="what each stage is made of: res or efficientvit",
     )
-    width_list: tuple[PositiveInt, ...] = Field(
+    width_list: tuple[_Channels, ...] = Field(
         default=(128, 256, 512, 512, 1024, 1024), description="widths; multiples of 32 in efficientvit stages"
     )
-    encoder_depth_list: tuple[PositiveInt, ...] = Field(
+    encoder_depth_list: tuple[_Depth, ...] = Field(
         default=(2, 2, 2, 3, 3, 3), description="blocks of the encoder's stages"
     )
-    decoder_depth_list: tuple[PositiveInt, ...] = Field(
+    decoder_depth_list: tuple[_Depth, ...] = Field(
         default=(3, 3, 3, 3, 3, 3), description="blocks of the decoder's stages"
     )
     temporal: tuple[bool, ...] = Field(
         default=(False, False, False, True, True, False), description="after which stages time is halved, too"
     )
-    spatial_tile_size: PositiveInt = Field(default=256, description="side of a spatial tile, in pixels")
-    temporal_tile_size: PositiveInt = Field(default=32, description="length of a temporal tile, in frames")
+    spatial_tile_size: PositiveInt = Field(default=256, le=MAX_SIDE, description="side of a spatial tile, in pixels")
+    temporal_tile_size: PositiveInt = Field(
+        default=32, le=MAX_FRAMES, description="length of a temporal tile, in frames"
+    )
     tile_overlap_factor: float = Field(
         default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
     )
     scaling_factor: float | None = Field(
         default=None,
-        gt=0,
+        ge=1e-6,
+        le=10**6,
         description="latents = encoded / scaling_factor; none: latents are what is encoded. The reference trains with "
         "0.493 and generates with none",
     )
@@ -143,15 +165,17 @@ class DCAESettings(Section):
 class FluxAESettings(Section):
     """Sizes of the 2D autoencoder. The defaults are those of the released one."""
 
-    z_channels: PositiveInt = Field(default=16, description="channels of the latents")
-    ch: PositiveInt = Field(default=128, description="base of the widths; a multiple of 32")
-    ch_mult: tuple[PositiveInt, ...] = Field(
-        default=(1, 2, 4, 4), min_length=1, description="widths over ch, from the pixels inwards"
+    z_channels: PositiveInt = Field(default=16, le=MAX_CHANNELS, description="channels of the latents")
+    ch: PositiveInt = Field(default=128, le=MAX_CHANNELS, description="base of the widths; a multiple of 32")
+    ch_mult: tuple[_Depth, ...] = Field(
+        default=(1, 2, 4, 4), min_length=1, max_length=MAX_STAGES, description="widths over ch, from the pixels inwards"
     )
-    num_res_blocks: PositiveInt = Field(default=2, description="residual blocks at each width")
-    scale_factor: float = Field(default=0.3611, gt=0, description="latents = scale_factor x (sample - shift_factor)")
-    shift_factor: float = Field(default=0.1159, description="see scale_factor")
-    tile_size: PositiveInt = Field(default=1024, description="side of a spatial tile, in pixels")
+    num_res_blocks: PositiveInt = Field(default=2, le=MAX_DEPTH, description="residual blocks at each width")
+    scale_factor: float = Field(
+        default=0.3611, ge=1e-6, le=10**6, description="latents = scale_factor x (sample - shift_factor)"
+    )
+    shift_factor: float = Field(default=0.1159, ge=-(10**6), le=10**6, description="see scale_factor")
+    tile_size: PositiveInt = Field(default=1024, le=MAX_SIDE, description="side of a spatial tile, in pixels")
     tile_overlap_factor: float = Field(
         default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
     )
@@ -175,21 +199,29 @@ class VAESettings(Section):
     """
 
     kind: VAEKind = Field(default=VAEKind.HUNYUAN, description="which autoencoder: hunyuan, dc_ae or flux_ae")
-    latent_channels: PositiveInt = Field(default=16, description="channels of the latents")
-    block_out_channels: tuple[PositiveInt, ...] = Field(
-        default=(128, 256, 512, 512), min_length=1, description="widths, from the pixels inwards"
+    latent_channels: PositiveInt = Field(default=16, le=MAX_CHANNELS, description="channels of the latents")
+    block_out_channels: tuple[_Channels, ...] = Field(
+        default=(128, 256, 512, 512), min_length=1, max_length=MAX_STAGES, description="widths, from the pixels inwards"
     )
-    layers_per_block: PositiveInt = Field(default=2, description="residual blocks at each width")
-    norm_num_groups: PositiveInt = Field(default=32, description="groups of the group norms; divides every width")
-    sample_size: PositiveInt = Field(default=256, description="side of a spatial tile, in pixels")
-    sample_tsize: PositiveInt = Field(default=64, description="length of a temporal tile, in frames")
+    layers_per_block: PositiveInt = Field(default=2, le=MAX_DEPTH, description="residual blocks at each width")
+    norm_num_groups: PositiveInt = Field(
+        default=32, le=MAX_CHANNELS, description="groups of the group norms; divides every width"
+    )
+    sample_size: PositiveInt = Field(default=256, le=MAX_SIDE, description="side of a spatial tile, in pixels")
+    sample_tsize: PositiveInt = Field(default=64, le=MAX_FRAMES, description="length of a temporal tile, in frames")
     tile_overlap_factor: float = Field(
         default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
     )
-    scale_factor: float = Field(default=0.476986, gt=0, description="latents = scale_factor x (sample - shift_factor)")
-    shift_factor: float = Field(default=0.0, description="see scale_factor")
-    time_compression_ratio: PositiveInt = Field(default=4, description="frames to one latent frame, after the first")
-    spatial_compression_ratio: PositiveInt = Field(default=8, description="pixels to one latent pixel, along each side")
+    scale_factor: float = Field(
+        default=0.476986, ge=1e-6, le=10**6, description="latents = scale_factor x (sample - shift_factor)"
+    )
+    shift_factor: float = Field(default=0.0, ge=-(10**6), le=10**6, description="see scale_factor")
+    time_compression_ratio: PositiveInt = Field(
+        default=4, le=1024, description="frames to one latent frame, after the first"
+    )
+    spatial_compression_ratio: PositiveInt = Field(
+        default=8, le=1024, description="pixels to one latent pixel, along each side"
+    )
     spatial_tiling: bool = Field(
         default=True,
         description="encode and decode in tiles of sample_size pixels, or as many as in the kind's section",
@@ -261,9 +293,11 @@ class TextSettings(Section):
     """The text encoders."""
 
     t5_max_length: PositiveInt = Field(
-        default=512, description="tokens that T5 reads; shorter prompts are padded to it"
+        default=512, le=65_536, description="tokens that T5 reads; shorter prompts are padded to it"
     )
-    clip_max_length: PositiveInt = Field(default=77, description="tokens that CLIP reads, its start and end included")
+    clip_max_length: PositiveInt = Field(
+        default=77, le=65_536, description="tokens that CLIP reads, its start and end included"
+    )
     known_words_warning: bool = Field(default=False, description="warn about words that the text encoders never saw")
 
 
@@ -301,3 +335,10 @@ class LoraFile(Section):
         if not isinstance(files, list | tuple):
             return files
         return tuple(cls.of_text(file) if isinstance(file, str) else file for file in files)
+
+    @property
+    def shown(self) -> str:
+        """The adapter as it can be typed."""
+        if self.scale == 1 and _WITH_SCALE.fullmatch(self.path) is None:
+            return self.path
+        return f"{self.path}:{str(self.scale).removesuffix('.0')}"

@@ -3,7 +3,7 @@
 from pydantic import Field, field_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
-from opensora_cli.settings.base import Section, split_list
+from opensora_cli.settings.base import MAX_FRAMES, Section, split_list
 from opensora_cli.settings.enums import Fit, ReferenceRate
 from opensora_cli.settings.explain import nearest
 
@@ -21,13 +21,13 @@ class ConditionSettings(Section):
         description="of a video at another rate: keep its frames as they are, or match the rate by resampling",
     )
     video_latent_frames: int = Field(
-        default=8, ge=1, description="latent frames of a v2v reference, without the causal one"
+        default=8, ge=1, le=MAX_FRAMES, description="latent frames of a v2v reference, without the causal one"
     )
     seamless: bool = Field(
         default=False,
         description="leave out the last frame of i2v_loop, which repeats the first where it is played again",
     )
-    easy_latent_frames: int = Field(default=16, ge=1, description="likewise for the easy v2v modes")
+    easy_latent_frames: int = Field(default=16, ge=1, le=MAX_FRAMES, description="likewise for the easy v2v modes")
 
     @field_validator("references", mode="before")
     @classmethod

@@ -215,5 +215,5 @@ class PreviewSettings(Section):
     table: TableFile = Field(description="CSV or parquet file")
     sheet: PictureFile = Field(description="picture to write")
     count: int = Field(default=24, ge=1, le=1000, description="samples to show, chosen at random")
-    seed: NonNegativeInt = Field(default=0, description="of the choice of samples")
+    seed: NonNegativeInt = Field(default=0, le=2**62, description="of the choice of samples")
     overwrite: bool = Field(default=False, description="replace an existing picture")

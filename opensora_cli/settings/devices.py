@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import (
     Field,
@@ -27,6 +27,12 @@ from opensora_cli.settings.enums import (
 )
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+MAX_DEGREE = 65_536
+"""Devices that share one video or sample."""
+MAX_RANKS = 1024 * 65_536
+"""Devices in all: the most of a machine, times the most machines."""
+
+_Device = Annotated[NonNegativeInt, Field(le=1023)]
 _RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
 
 
@@ -39,8 +45,8 @@ class DeviceSettings(Section):
     gpus: PositiveInt | None = Field(
         default=None, le=1024, description="devices of this machine, or processes on a CPU; none: 1, or devices"
     )
-    devices: tuple[NonNegativeInt, ...] | None = Field(
-        default=None, min_length=1, description="numbers of the GPUs, as in 0,2; none: the first ones"
+    devices: tuple[_Device, ...] | None = Field(
+        default=None, min_length=1, max_length=1024, description="numbers of the GPUs, as in 0,2; none: the first ones"
     )
     nnodes: PositiveInt = Field(
         default=1, le=65_536, description="machines, each with as many devices; set by torchrun and srun"
@@ -105,6 +111,7 @@ class ExchangeSettings(DeviceSettings):
     fast_link_ranks: int | None = Field(
         default=None,
         ge=2,
+        le=MAX_DEGREE,
         description="with all_to_all=hierarchical: devices in a row that fast links join; none: those of a machine",
     )
     compression: Compression = Field(
@@ -191,18 +198,27 @@ class ParallelSettings(ExchangeSettings):
     )
 
     data_parallel_degree: PositiveInt | None = Field(
-        default=None, description="devices that each make rows of --prompts of their own; none: all of them"
+        default=None,
+        le=MAX_RANKS,
+        description="devices that each make rows of --prompts of their own; none: all of them",
     )
-    ulysses_degree: PositiveInt | None = Field(default=None, description="devices that exchange tokens for heads")
-    ring_degree: PositiveInt | None = Field(default=None, description="devices round which keys and values are passed")
+    ulysses_degree: PositiveInt | None = Field(
+        default=None, le=MAX_DEGREE, description="devices that exchange tokens for heads"
+    )
+    ring_degree: PositiveInt | None = Field(
+        default=None, le=MAX_DEGREE, description="devices round which keys and values are passed"
+    )
     cfg_parallel_degree: PositiveInt | None = Field(
         default=None, le=3, description="devices that share the branches of guidance"
     )
     tensor_parallel_degree: PositiveInt | None = Field(
-        default=None, description="devices that share heads and features of each block, and so its weights"
+        default=None,
+        le=MAX_DEGREE,
+        description="devices that share heads and features of each block, and so its weights",
     )
     ulysses_chunks: PositiveInt = Field(
         default=1,
+        le=MAX_DEGREE,
         description="exchange the heads of a device in so many parts, each while attention of the one before is "
         "computed; 1: all at once, and nothing meanwhile",
     )
@@ -271,6 +287,7 @@ class MemorySettings(Section):
     offload: OffloadChoice = Field(default=OffloadChoice.AUTO, description="auto: the least that fits")
     resident_blocks: PositiveInt | None = Field(
         default=None,
+        le=10_000,
         description="transformer blocks on the device at a time, those in transit included; none: as many as fit",
     )
     limit: ByteSize | None = Field(

@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
@@ -26,14 +26,16 @@ decodes of 256px and 768px, timed on an H100 (`benchmarks/predict.py`); of other
 
 _GIVEN = re.compile(r"(?:(?P<count>\d*)x)?(?P<name>.*)", re.DOTALL)
 _MOST = 1024
+
+_Figure = Annotated[float, Field(ge=1e-6, le=10**9)]
 _KIND = "hardware"
 
 
 class Rate(Section):
     """How fast bytes go one way: by the data sheet, and in practice."""
 
-    peak_gb_per_s: PositiveFloat = Field(description="1e9 bytes a second, in one direction")
-    attainable_gb_per_s: PositiveFloat = Field(description="what large transfers reach of it")
+    peak_gb_per_s: _Figure = Field(description="1e9 bytes a second, in one direction")
+    attainable_gb_per_s: _Figure = Field(description="what large transfers reach of it")
 
     @model_validator(mode="after")
     def _peak_is_most(self) -> Self:
@@ -55,11 +57,11 @@ class GpuSettings(Section):
     cuda_name: str = Field(min_length=1, description="what CUDA calls it")
     memory: ByteSize = Field(description="of one GPU")
     reserved: ByteSize = Field(default=2**30, description="of that, what is not free for weights and tensors")
-    bf16_tflops: PositiveFloat = Field(description="peak of dense products with sums in fp32, 1e12 operations a second")
-    fp16_tflops: PositiveFloat
-    fp32_tflops: PositiveFloat
-    fp8_tflops: PositiveFloat | None = Field(default=None, description="none: it has no products in 8 bits")
-    int8_tops: PositiveFloat | None = Field(
+    bf16_tflops: _Figure = Field(description="peak of dense products with sums in fp32, 1e12 operations a second")
+    fp16_tflops: _Figure
+    fp32_tflops: _Figure
+    fp8_tflops: _Figure | None = Field(default=None, description="none: it has no products in 8 bits")
+    int8_tops: _Figure | None = Field(
         default=None, description="peak of dense products of int8, 1e12 operations a second; none: not known"
     )
     memory_rate: Rate = Field(description="of the GPU's own memory")
@@ -69,18 +71,18 @@ class GpuSettings(Section):
     gpus_per_node: PositiveInt = Field(default=8, le=_MOST, description="of a machine")
     host_memory: ByteSize = Field(description="of a machine, for all of its GPUs")
     product_efficiency: float = Field(
-        default=PRODUCT_EFFICIENCY, gt=0, le=1, description="part of the peak that products of matrices reach"
+        default=PRODUCT_EFFICIENCY, ge=1e-6, le=1, description="part of the peak that products of matrices reach"
     )
     attention_efficiency: float = Field(
-        default=ATTENTION_EFFICIENCY, gt=0, le=1, description="part of the peak that fused attention reaches"
+        default=ATTENTION_EFFICIENCY, ge=1e-6, le=1, description="part of the peak that fused attention reaches"
     )
     autoencoder_efficiency: float = Field(
         default=AUTOENCODER_EFFICIENCY,
-        gt=0,
+        ge=1e-6,
         le=1,
         description="part of the peak that the autoencoder's convolutions reach, all else that it does included",
     )
-    launch_us: PositiveFloat = Field(default=5.0, description="the host's time to start a kernel, in 1e-6 s: assumed")
+    launch_us: _Figure = Field(default=5.0, description="the host's time to start a kernel, in 1e-6 s: assumed")
 
     @model_validator(mode="after")
     def _some_memory_is_free(self) -> Self:

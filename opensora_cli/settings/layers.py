@@ -5,14 +5,14 @@ Keys are checked against the schema while a layer is read, so that an error can 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.strict_json import as_unicode, is_unicode
-from opensora_cli.settings.base import Section, alternatives
+from opensora_cli.settings.base import Section, alternatives, nested
 from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
 
 Layer = Mapping[str, Given]
@@ -96,15 +96,9 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
     Raises:
         RequestError: a rule is broken; one line for each.
     """
-    nested: dict[str, Any] = {}
-    for key, at in {**(below or {}), **given}.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = at.value
+    values = {key: at.value for key, at in {**(below or {}), **given}.items()}
     try:
-        return schema.model_validate(nested)
+        return schema.model_validate(nested(values))
     except ValidationError as error:
         raise RequestError("\n".join(explain(error, given))) from error
     except UnicodeEncodeError as error:

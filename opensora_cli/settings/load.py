@@ -1,47 +1,47 @@
 """From what was typed to the settings of `osora generate`.
 
-Highest first: the command line, the settings of an earlier run (`--from`), the environment (see `read_environment`),
-`--config FILE`, the preset of the model, the defaults.
+Highest first: the command line, the description of the video in the file of an earlier run (`--from`), the environment
+(see `read_environment`), `--config FILE`, the preset of the model, the defaults.
 
-An earlier run goes above the environment because it must give the same file again whatever the shell has set; only
-what differs between machines, the place of the weights and what is offloaded, goes below.
+An earlier run goes above the environment because it must give the same file again whatever the shell has set. What a
+file may not bring (see `saved.DESCRIPTION`) comes from the others alone.
 """
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.core.formatting import plain
+from opensora_cli.core.formatting import escaped, plain
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.devices import ParallelSettings, RuntimeSettings, without_retired_keys
+from opensora_cli.settings.devices import RuntimeSettings, without_retired_keys
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import generate_preset, preset_path, read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_settings
-from opensora_cli.settings.reference_inference import read_reference_generation
+from opensora_cli.settings.reference import read_reference_generation, read_settings
 from opensora_cli.settings.sampling import SamplingSettings
+from opensora_cli.settings.saved import (
+    DESCRIPTION,
+    RESERVED,
+    TYPED,
+    description,
+    files_needed,
+    named_format,
+    recorded_adapters,
+)
 from opensora_cli.settings.used import idle_guidance
 
 SIDECAR_SCHEMA = "osora.generate/1"
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
-MACHINE_KEYS = frozenset(
-    {
-        *(f"runtime.{name}" for name in ("weights", "prompt_cache", "prompt_cache_limit")),
-        *(f"memory.{name}" for name in ("offload", "resident_blocks", "limit", "host_weights")),
-        # Compression changes the result.
-        *(f"parallel.{name}" for name in ParallelSettings.model_fields if name != "compression"),
-    }
-)
-"""What depends on the machine: of a saved run these give way to the environment of the one that repeats it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,12 @@ class SavedSettings:
 
     source: str
     values: Mapping[str, object]
+    is_own: bool = False
+    """Whether all of them are taken: the launcher of this rank wrote them."""
+    decodes: bool = False
+    """Whether they lie with finished latents, which are decoded."""
+    output: Path | None = None
+    """Where the result goes unless the command line says otherwise; None: where other results go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +128,10 @@ def load_generate_settings(
         settings = validate(GenerateSettings, given, below=below)
     _refuse_idle_refinement(request.overrides, settings)
     _refuse_idle_guidance(request.overrides, settings)
-    return settings
+    if request.saved is None or request.saved.is_own:
+        return settings
+    _refuse_sending_files(request, settings)
+    return _with_saved_files(request.saved, given, settings)
 
 
 def few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, object]:
@@ -184,13 +193,59 @@ def _refuse_idle_guidance(overrides: Layer, settings: GenerateSettings) -> None:
             )
 
 
+def _refuse_sending_files(request: GenerateRequest, settings: GenerateSettings) -> None:
+    """Refuse to send pictures to a server that only a file has named."""
+    files = settings.condition.references
+    if request.saved and files and settings.refine.is_on and "condition.references" not in request.overrides:
+        named = " ".join(f"--ref {shlex.quote(escaped(file))}" for file in files)
+        raise RequestError(
+            f"a refined prompt would send files to the server that {request.saved.source} names: {named}",
+            hint="give them again to send them, or drop --refine and --motion-score auto",
+        )
+
+
+def _with_saved_files(saved: SavedSettings, given: Layer, settings: GenerateSettings) -> GenerateSettings:
+    """Refuse to make a video without the weights and adapters that made it before; they must be given again.
+
+    Adapters that are given again must be those of then, as far as their hashes are known.
+    """
+    recorded = _read_saved(saved)
+    try:
+        needed = files_needed(recorded, settings, decodes=saved.decodes, given=given)
+        adapters = recorded_adapters(recorded)
+    except ValueError as error:
+        raise FileProblem(f"{saved.source} is damaged: {error}") from error
+    if needed:
+        others = {"runtime.weights": "--weights none for the usual folder", "loras": "--set loras= for no adapter"}
+        known = [words for key, words in others.items() if key in needed]
+        raise RequestError(
+            f"{saved.source} was made with {' '.join(needed.values())}, and files are not taken from it",
+            hint=f"give {'this' if len(needed) == 1 else 'these'} again, or {' and '.join(known) or 'other files'}",
+        )
+    if saved.decodes or "loras" not in given or given["loras"].source in ("--set", "set"):
+        return settings
+    loras = tuple(
+        lora.replace({"sha256": lora.sha256 or adapters[path].sha256})
+        if (path := str(Path(lora.path).absolute())) in adapters
+        else lora
+        for lora in settings.loras
+    )
+    return settings.replace({"loras": loras})
+
+
 def load_preset(name: str, *, prompt: str) -> GenerateSettings:
     """Return the settings of a preset as they are in its file. Raises RequestError if there is no such preset."""
     return validate(GenerateSettings, {"prompt": Given(prompt, "prompt")}, below=_preset(name))
 
 
-def read_sidecar(path: Path) -> SavedSettings:
-    """Return the settings in the JSON file that a run wrote beside its result.
+@cache
+def usual_settings(model: ModelName) -> GenerateSettings:
+    """Return the settings of a model where nothing is asked for."""
+    return load_preset(generate_preset(model, resolution=None), prompt="any")
+
+
+def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
+    """Return the settings in the JSON file that a run wrote beside its result; `is_own` as in `SavedSettings`.
     Raises FileProblem if the file is missing, unreadable, or not a sidecar.
     """
     hint = "--from takes the .json file beside a result"
@@ -200,7 +255,7 @@ def read_sidecar(path: Path) -> SavedSettings:
         raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)
-    return SavedSettings(source=str(path), values=document["settings"])
+    return SavedSettings(source=str(path), values=document["settings"], is_own=is_own)
 
 
 class _RuntimeOnly(Section):
@@ -216,26 +271,30 @@ def _preset(name: str) -> Layer:
 
 def _given(request: GenerateRequest, report: Callable[[str], None] = lambda line: None) -> dict[str, Given]:
     """Return everything above the preset."""
-    if request.saved and request.config:
-        raise RequestError(
-            f"--config {request.config} cannot go with {request.saved.source}, whose settings are complete",
-            hint="change single settings with flags or --set",
-        )
     config: dict[str, Given] = {}
     if request.config:
         path = settings_path(request.config, "generate")
         read_reference = partial(read_reference_generation, num_devices=_num_devices(request.overrides))
         config = read_sections(GenerateSettings, read_settings(path, read_reference, report), source=str(path))
     environment = read_environment(GenerateSettings, request.environment, others=request.others)
-    saved: dict[str, Given] = {}
+    below = {**config, **environment}
     if request.saved:
-        saved = read_sections(GenerateSettings, without_retired_keys(request.saved.values), source=request.saved.source)
+        saved = _read_saved(request.saved)
         # It says nothing of a picture where none was made first.
         saved.setdefault("picture.first", Given(False, request.saved.source))
-        # What it left out took no part in it, and must not come from the shell now.
-        environment = {key: given for key, given in environment.items() if key in MACHINE_KEYS}
-    machine = {key: saved.pop(key) for key in MACHINE_KEYS & saved.keys()}
-    below = {**config, **machine, **environment, **saved}
+        if request.saved.is_own:
+            below = saved
+        else:
+            _refuse_description(request, config)
+            # What it left out took no part in it, and must not come from the shell now.
+            below = {key: at for key, at in below.items() if key in RESERVED - TYPED}
+            named = named_format(request.overrides.get("output.path", below.get("output.path")))
+            saved = description(saved, decodes=request.saved.decodes)
+            if named is not None:
+                saved.pop("output.format", None)
+            if request.saved.output is not None:
+                saved["output.path"] = Given(str(request.saved.output), request.saved.source)
+            below |= saved
     if not request.overrides.keys().isdisjoint(("video.resolution", "video.aspect_ratio")):
         # A size in pixels below would win over the one that was asked for.
         below = {key: given for key, given in below.items() if key not in ("video.height", "video.width")}
@@ -243,6 +302,21 @@ def _given(request: GenerateRequest, report: Callable[[str], None] = lambda line
         # Of an earlier run's prompt.
         below.pop("refine.original", None)
     return {**below, **request.overrides}
+
+
+def _read_saved(saved: SavedSettings) -> dict[str, Given]:
+    return read_sections(GenerateSettings, without_retired_keys(saved.values), source=saved.source)
+
+
+def _refuse_description(request: GenerateRequest, config: Layer) -> None:
+    """Refuse two files that both describe the video."""
+    key = next((key for key in config if key in DESCRIPTION), None)
+    if key is not None and request.saved is not None:
+        raise RequestError(
+            f"--config {request.config} cannot go with {request.saved.source}, whose description of the video is "
+            f"complete: both may have {key}",
+            hint="change single settings with flags or --set",
+        )
 
 
 def _num_devices(overrides: Layer) -> int:

@@ -30,11 +30,15 @@ class OutputSettings(Section):
     last_frame: bool = Field(default=False, description="keep the last frame beside a video, as NAME.last.png")
     save_latents: bool = Field(default=True, description="save the latents before decoding, and where a run is stopped")
     save_state_every: int | None = Field(
-        default=None, ge=1, description="steps after which the latents are saved, to go on from; none: only at the end"
+        default=None,
+        ge=1,
+        le=10**9,
+        description="steps after which the latents are saved, to go on from; none: only at the end",
     )
     preview_every: int | None = Field(
         default=None,
         ge=1,
+        le=10**9,
         description="steps after which what is predicted by then is shown in the terminal, and kept as "
         "NAME.preview.gif; none: never",
     )

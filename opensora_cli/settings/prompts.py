@@ -16,7 +16,7 @@ _AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re
 class PromptAt(Section):
     """A prompt that holds from a time on."""
 
-    at_s: float = Field(ge=0, description="seconds from the beginning of the video")
+    at_s: float = Field(ge=0, le=10**6, description="seconds from the beginning of the video")
     prompt: Words = Field(min_length=1, description="what the video shows from then on")
 
     @classmethod

@@ -13,6 +13,8 @@ AUTO: Final = "auto"
 """`sampling.batch_size` by what fits and is faster."""
 _MOST_TOGETHER = 64
 
+_Time = Annotated[float, Field(ge=0, le=1)]
+
 
 class SamplingSettings(Section):
     """How the video is sampled."""
@@ -28,7 +30,7 @@ class SamplingSettings(Section):
         description="sample in few evaluations: what is not set of sampling.solver, num_inference_steps, "
         "mean_guidance_of and step_cache is ab2, 15, the steps of the preset, and 0.15",
     )
-    timesteps: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+    timesteps: tuple[_Time, ...] | None = Field(
         default=None,
         description="times between which the steps lead, from 1 (noise) down to 0 (video): 1,0.9,0.6,0; "
         "none: by flow_shift",
@@ -36,6 +38,7 @@ class SamplingSettings(Section):
     stop_at: int | None = Field(
         default=None,
         ge=1,
+        le=1000,
         description="steps after which to stop: what is predicted by then becomes the video, and the latents are "
         "saved, to go on from; none: at the end",
     )
@@ -62,17 +65,17 @@ class SamplingSettings(Section):
     temporal_image_scaling: bool = Field(
         default=True, description="let the reference guidance grow along the video (i2v)"
     )
-    guidance_interval: tuple[float, float] = Field(
+    guidance_interval: tuple[_Time, _Time] = Field(
         default=(0.0, 1.0),
         description="lowest and highest time, 0 (video) to 1 (noise), of the steps that are guided; others evaluate "
         "one branch",
     )
     flow_shift: float | None = Field(
-        default=None, gt=0, description="shift of the timesteps; none: from the video's size"
+        default=None, ge=0.001, le=1000, description="shift of the timesteps; none: from the video's size"
     )
     seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the noise; sample i takes seed + i")
     num_samples: int = Field(default=1, ge=1, le=10_000, description="videos to make")
-    batch_size: int | Literal["auto"] = Field(
+    batch_size: Annotated[int, Field(ge=1, le=_MOST_TOGETHER)] | Literal["auto"] = Field(
         default=1,
         description="videos of num_samples, and of the rows of --prompts, that are computed together; auto: as many as "
         "fit, and are faster than one at a time. With 1 the bits of a video depend on its own request alone, with more "

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from opensora_cli.settings.devices import ExchangeSettings
+from opensora_cli.settings.devices import MAX_DEGREE, MAX_RANKS, ExchangeSettings
 from opensora_cli.settings.enums import Compression
 
 _INNER = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
@@ -56,19 +56,21 @@ class TrainParallelSettings(ExchangeSettings):
     degree_names = ("dp_replicate_degree", "dp_shard_degree", *_INNER)
 
     dp_replicate_degree: PositiveInt | None = Field(
-        default=None, description="copies of the weights, between which gradients are averaged"
+        default=None, le=MAX_RANKS, description="copies of the weights, between which gradients are averaged"
     )
     dp_shard_degree: PositiveInt | None = Field(
-        default=None, description="devices with batches of their own between which one copy is divided"
+        default=None, le=MAX_RANKS, description="devices with batches of their own between which one copy is divided"
     )
     ulysses_degree: PositiveInt | None = Field(
-        default=None, description="with hybrid: devices that exchange the tokens of a sample for heads"
+        default=None, le=MAX_DEGREE, description="with hybrid: devices that exchange the tokens of a sample for heads"
     )
     ring_degree: PositiveInt | None = Field(
-        default=None, description="with hybrid: devices round which the keys and values of a sample are passed"
+        default=None,
+        le=MAX_DEGREE,
+        description="with hybrid: devices round which the keys and values of a sample are passed",
     )
     tensor_parallel_degree: PositiveInt | None = Field(
-        default=None, description="with hybrid: devices that share heads and features of each block"
+        default=None, le=MAX_DEGREE, description="with hybrid: devices that share heads and features of each block"
     )
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """Settings of `osora train`: what is trained, on what, for how long, and where it is kept."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +11,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.formatting import shown_path
+from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
@@ -21,8 +24,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.ignored import ignored_settings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
-from opensora_cli.settings.reference import read_settings
-from opensora_cli.settings.reference_training import read_reference_training
+from opensora_cli.settings.reference import read_reference_training, read_settings
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
@@ -145,10 +147,11 @@ def load_train_settings(
     gets a line for each setting of a `.py` file that has no place here. `saved` is the `settings.json` of an earlier
     run, which is complete and so goes above the environment. One of them is needed: no defaults would suit every
     target. Variables for `osora generate` alone are left alone, and so is `OSORA_WEIGHTS`, the folder of the released
-    model.
+    model. A run writes only into the folder of `saved`, or where `overrides` say.
 
     Raises:
-        RequestError: no file is given, or both; a key is unknown, a value breaks a rule, or an override has no effect.
+        RequestError: no file is given, or both; a key is unknown, a value breaks a rule, or an override has no effect;
+            or `saved` names a folder elsewhere to write to.
         FileProblem: the file is missing or broken.
     """
     if config is None and saved is None:
@@ -171,6 +174,8 @@ def load_train_settings(
         given = {**variables, **_read_saved(saved)} if saved is not None else variables
     settings = validate(TrainSettings, {**given, **overrides})
     _refuse_without_effect(overrides, settings)
+    if saved is not None and not is_of_launcher(saved, environment):
+        _refuse_other_folders(saved, overrides, settings)
     return settings
 
 
@@ -180,6 +185,19 @@ def _read_saved(path: Path) -> Layer:
     if "target" not in document:
         raise FileProblem(f"{path} holds no settings of a run", hint=hint)
     return read_sections(TrainSettings, without_retired_keys(document), source=str(path))
+
+
+def _refuse_other_folders(saved: Path, overrides: Layer, settings: TrainSettings) -> None:
+    """Refuse to write where only a file says so, which may have been made elsewhere."""
+    run = saved.resolve().parent
+    cache = settings.train_mmdit.cache if settings.target is TrainTarget.MMDIT else None
+    for key, folder in (("output", settings.output), ("train_mmdit.cache", cache)):
+        if folder is not None and key not in overrides and not Path(folder).resolve().is_relative_to(run):
+            raise RequestError(
+                f"{key}={shown_path(folder)} (from {saved}) is outside the folder of that file, and no file decides "
+                "that a run writes there",
+                hint=f"to write there, or into another folder: --set {shlex.quote(f'{key}={shown_path(folder)}')}",
+            )
 
 
 def _refuse_without_effect(overrides: Mapping[str, Given], settings: TrainSettings) -> None:

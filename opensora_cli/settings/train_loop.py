@@ -213,10 +213,10 @@ class TrainMemorySettings(Section):
         "device's memory asks for, and what costs most for its bytes last",
     )
     checkpoint_double_blocks: NonNegativeInt | None = Field(
-        default=None, description="how many double-stream blocks, from the first; none: all"
+        default=None, le=10_000, description="how many double-stream blocks, from the first; none: all"
     )
     checkpoint_single_blocks: NonNegativeInt | None = Field(
-        default=None, description="how many single-stream blocks, from the first; none: all"
+        default=None, le=10_000, description="how many single-stream blocks, from the first; none: all"
     )
     activation_offload: ActivationOffload = Field(
         default=ActivationOffload.NONE,
@@ -236,6 +236,7 @@ class TrainMemorySettings(Section):
     )
     resident_blocks: PositiveInt | None = Field(
         default=None,
+        le=10_000,
         description="with blocks: how many are on the device at a time, those in transit included; none: 2",
     )
     host_weights: HostWeights | None = Field(

@@ -6,15 +6,14 @@ from typing import TypeVar
 
 from pydantic import Field, PositiveInt
 
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import MAX_FRAMES, Section
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import preset_path, read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_settings
-from opensora_cli.settings.reference_inference import read_reference_autoencoder
+from opensora_cli.settings.reference import read_reference_autoencoder, read_settings
 from opensora_cli.settings.train import TrainSettings
 
 _DEFAULT_PRESET = "demo"
@@ -35,7 +34,9 @@ class ClipSettings(Section):
     """How videos are cut."""
 
     num_frames: PositiveInt = Field(
-        default=33, description="longest clip that is encoded at once, a longer video in several; bounds the memory"
+        default=33,
+        le=MAX_FRAMES,
+        description="longest clip that is encoded at once, a longer video in several; bounds the memory",
     )
 
 

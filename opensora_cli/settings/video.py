@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import MAX_FRAMES, Section
 from opensora_cli.settings.enums import AspectRatio
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
@@ -22,7 +22,7 @@ class VideoSettings(Section):
     width: int | None = Field(
         default=None, ge=1, le=16_384, description="pixels; wins over resolution, and needs height"
     )
-    num_frames: int = Field(default=129, ge=1, description="frames; 1 makes a picture")
+    num_frames: int = Field(default=129, ge=1, le=MAX_FRAMES, description="frames; 1 makes a picture")
     fps: int = Field(default=24, ge=1, le=240, description="frames per second")
     resolutions: tuple[str, ...] = Field(
         default=("256px", "768px"), min_length=1, description="resolutions the model has"
@@ -30,7 +30,7 @@ class VideoSettings(Section):
     aspect_ratios: tuple[AspectRatio, ...] = Field(
         default=tuple(AspectRatio), min_length=1, description="aspect ratios the model has"
     )
-    max_frames: int = Field(default=129, ge=1, description="most frames the model has")
+    max_frames: int = Field(default=129, ge=1, le=MAX_FRAMES, description="most frames the model has")
     extend: int = Field(
         default=0,
         ge=0,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from math import ceil
+from typing import Annotated
 
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -11,12 +12,14 @@ from opensora_cli.settings.base import Section, Words
 from opensora_cli.settings.data import DataSettings, SceneSettings
 from opensora_cli.settings.files import parse_yaml_text
 
+_Step = Annotated[PositiveInt, Field(le=10**9)]
+
 
 class WatchingSettings(Section):
     """What is recorded beside log.jsonl, which every run has."""
 
     tensorboard: bool = Field(default=False, description="write the folder tensorboard, for `tensorboard --logdir`")
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(
+    profile_steps: tuple[_Step, _Step] | None = Field(
         default=None,
         description="first and last step of which torch.profiler writes a Chrome trace to the folder profile: 10,12",
     )

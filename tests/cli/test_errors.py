@@ -354,6 +354,33 @@ def test_messages_are_not_wrapped_nor_coloured(engine: FakeEngine, capsys: pytes
     assert err == f"error: {'[bold]long[/bold] ' * 40}\n"
 
 
+_NO_FLUSHED_FOLDERS = """
+import os, stat, sys
+from opensora_cli.cli.app import main
+fsync = os.fsync
+def fail(descriptor):
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise OSError(5, "Input/output error")
+    fsync(descriptor)
+os.fsync = fail
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_folder_that_cannot_be_flushed_is_one_line_and_no_error(tmp_path: Path) -> None:
+    table = tmp_path / "clips.csv"
+    table.write_text("path,text\na.mp4,rain\nb.mp4,sea\n")
+    command = [sys.executable, "-c", _NO_FLUSHED_FOLDERS, "data", "shard", str(table), "--parts", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    parts = sorted(path for path in tmp_path.iterdir() if path != table)
+    assert len(parts) == 2
+    cause = "its folder cannot be flushed to the disk: Input/output error"
+    assert done.stderr.splitlines() == [
+        f"warning: {part} is written, but a power failure may lose it: {cause}" for part in parts
+    ]
+
+
 def raising(error: BaseException):  # type: ignore[no-untyped-def]
     def raise_it(reporter: Reporter) -> None:
         raise error

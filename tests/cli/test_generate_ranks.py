@@ -168,7 +168,7 @@ def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch: pytest.Monk
     [(gpus, kind, command, settings)] = started
     assert (gpus, kind) == (2, "cpu")
     assert [*command[:2], command[-1]] == ["generate", "--from", "--json"]
-    assert "--set=memory.offload=blocks" in command
+    assert settings["memory"]["offload"] == "blocks"
     assert (settings["prompt"], settings["sampling"]["num_inference_steps"]) == ("raining, sea", 3)
 
 

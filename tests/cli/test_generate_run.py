@@ -4,6 +4,8 @@ import gc
 import hashlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,6 +57,11 @@ def arguments(world: World, out: Path, *more: str) -> list[str]:
     return ["generate", "--model", "open-sora-v2", "--weights", weights, "--out", path, *assignments, *more]
 
 
+def again_with(world: World, sidecar: str, *more: str | Path) -> int:
+    """Make the video of a sidecar again, with the weights of the world."""
+    return app.main(["generate", "--from", sidecar, "--weights", str(world.released), *map(str, more)])
+
+
 @pytest.fixture
 def osora(world, out, capsys):
     """Run a shrunken `osora generate`; returns exit code, stdout and stderr."""
@@ -85,7 +92,6 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
     )
 
 
-@pytest.mark.usefixtures("every_stage_takes_time")
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 @pytest.mark.parametrize("is_batch", [False, True])
 def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osora, out, tmp_path, is_batch):
@@ -104,6 +110,7 @@ def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osor
     assert list(out.iterdir()) == [lock]
 
 
+@pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
     code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
     assert code == 0
@@ -124,7 +131,7 @@ def test_quiet_prints_the_path_alone(osora, out):
     assert (code, stdout, stderr) == (0, f"{out}/raining-sea_seed42.mp4\n", "")
 
 
-def test_json_goes_back_in(osora, out, tmp_path, capsys):
+def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
     code, stdout, _ = osora("raining, sea", "--json", "--num-samples", "2")
     document = json.loads(stdout)
     assert code == 0
@@ -136,7 +143,7 @@ def test_json_goes_back_in(osora, out, tmp_path, capsys):
     sidecar = document["outputs"][1]["sidecar"]
     chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others need a GPU"}
     assert document["attention"] == json.loads(Path(sidecar).read_text())["attention"] == chosen
-    assert app.main(["generate", "--from", sidecar, "--out", str(tmp_path / "again")]) == 0
+    assert again_with(world, sidecar, "--out", tmp_path / "again") == 0
     capsys.readouterr()
     again = tmp_path / "again" / "raining-sea_seed43.mp4"
     assert again.read_bytes() == (out / "raining-sea_seed43.mp4").read_bytes()
@@ -218,7 +225,7 @@ def test_dry_run_names_the_files(osora, out):
 class TestAdapters:
     LAYER = "double_blocks.0.img_attn.proj"
 
-    def test_listed_used_and_used_again(self, osora, out, tmp_path, capsys):
+    def test_listed_used_and_used_again(self, world, osora, out, tmp_path, capsys):
         adapter = write_adapter(tmp_path / "style", factors(self.LAYER, 32, 32))
         code, stdout, _ = osora("raining, sea", "--lora", f"{adapter}:0.5", "--dry-run")
         assert code == 0
@@ -226,11 +233,14 @@ class TestAdapters:
         assert osora("raining, sea", "--lora", f"{adapter}:0.5")[0] == 0
         [video] = out.glob("*.mp4")
         [again] = [tmp_path / "again.mp4"]
-        assert app.main(["generate", "--from", f"{video}.json", "--out", str(again)]) == 0
+        capsys.readouterr()
+        assert again_with(world, f"{video}.json", "--out", again) == 2
+        said = capsys.readouterr().err
+        assert f"{video}.json was made with --lora {adapter}:0.5, and files are not taken from it" in said
+        assert "give this again, or --set loras= for no adapter" in said
+        assert again_with(world, f"{video}.json", "--lora", f"{adapter}:0.5", "--out", again) == 0
         assert again.read_bytes() == video.read_bytes()
-        assert (
-            app.main(["generate", "--from", f"{video}.json", "--set", "loras=", "--out", f"{tmp_path}/plain.mp4"]) == 0
-        )
+        assert again_with(world, f"{video}.json", "--set", "loras=", "--out", f"{tmp_path}/plain.mp4") == 0
         assert (tmp_path / "plain.mp4").read_bytes() != video.read_bytes()
         capsys.readouterr()
 
@@ -331,7 +341,7 @@ class TestBadInput:
         assert file.read_bytes() != b"mine"
 
 
-def test_the_steps_of_a_first_session_follow_one_another(osora, out, capsys):
+def test_the_steps_of_a_first_session_follow_one_another(world, osora, out, capsys):
     """Make it, look at what it takes, and make it again: in one folder, each command ends with 0."""
     video = f"{out}/raining-sea_seed42.mp4"
     assert osora("raining, sea")[:2] == (0, f"{video}\n")
@@ -341,15 +351,58 @@ def test_the_steps_of_a_first_session_follow_one_another(osora, out, capsys):
     code, stdout, stderr = osora("raining, sea")
     assert (code, stdout) == (0, f"{video}\n")
     assert "made before by the same request" in stderr
-    assert app.main(["generate", "--from", f"{video}.json", "--quiet"]) == 0
+    assert again_with(world, f"{video}.json", "--out", out, "--quiet") == 0
     assert capsys.readouterr().out == f"{video}\n"
-    assert app.main(["generate", "--from", f"{video}.json", "--seed", "7", "--quiet", "--json"]) == 0
+    assert again_with(world, f"{video}.json", "--out", out, "--seed", "7", "--quiet", "--json") == 0
     [made] = json.loads(capsys.readouterr().out)["outputs"]
     assert (Path(made["path"]).name, made["made_before"]) == ("raining-sea_seed7.mp4", False)
     assert len(list(out.iterdir())) == 4
 
 
-def test_ctrl_c_while_decoding(osora, out, monkeypatch):
+def test_a_file_from_elsewhere_describes_a_video_and_nothing_else(world, osora, out, tmp_path, monkeypatch, capsys):
+    """Neither where it is written and what it replaces, nor servers, weights, devices and caches."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OSORA_REFINE_URL", "http://127.0.0.1:9/v1")
+    assert osora("raining, sea", "--ref", str(world.picture))[0] == 0
+    [video] = out.glob("*.mp4")
+    mine = tmp_path / "mine.mp4"
+    mine.write_bytes(b"mine")
+    document = json.loads(Path(f"{video}.json").read_text())
+    settings = document["settings"]
+    settings["output"] |= {"path": str(mine), "overwrite": True}
+    settings["refine"] = {"prompt": True, "motion_score": True, "instructions": str(tmp_path)}
+    settings["runtime"] |= {"device": "cuda:5", "prompt_cache": False}
+    settings["memory"]["offload"] = "model"
+    settings["parallel"] = {"gpus": 64}
+    evil = tmp_path / "evil.json"
+    evil.write_text(json.dumps(document))
+    assert again_with(world, str(evil), "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert mine.read_bytes() == b"mine"
+    made = tmp_path / "samples" / video.name
+    assert [output["path"] for output in result["outputs"]] == [str(made.relative_to(tmp_path))]
+    assert made.read_bytes() == video.read_bytes()
+    assert result["settings"]["memory"]["offload"] == "auto"
+    # A file of another request is replaced on the command line alone.
+    assert again_with(world, str(evil), "--seed", "7", "--out", mine) == 3
+    assert mine.read_bytes() == b"mine"
+    for key, value, flag in (
+        ("runtime", {"weights": "/evil"}, "--weights /evil"),
+        ("files", {"transformer": "/evil.safetensors"}, "--set files.transformer=/evil.safetensors"),
+        ("loras", [{"path": "/evil", "scale": 1}], "--lora /evil"),
+    ):
+        other = {**settings, key: value}
+        evil.write_text(json.dumps({**document, "settings": other}))
+        capsys.readouterr()
+        assert app.main(["generate", "--from", str(evil), "--out", "other"]) == 2
+        assert f"{flag}" in capsys.readouterr().err
+    # Its pictures are for a video on this machine, and are not sent anywhere.
+    evil.write_text(json.dumps(document))
+    assert again_with(world, str(evil), "--refine") == 2
+    assert f"would send files to the server that {evil} names: --ref {world.picture}" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_decoding(world, osora, out, monkeypatch):
     def interrupt(*_args, **_options):
         raise KeyboardInterrupt
 
@@ -357,13 +410,14 @@ def test_ctrl_c_while_decoding(osora, out, monkeypatch):
     code, stdout, stderr = osora("sea")
     latents = out / "sea_seed42.latents.safetensors"
     assert (code, stdout) == (130, "")
-    assert f"osora generate --from-latents {latents}" in stderr
+    [command] = re.findall(r"go on with: osora (.*)", stderr)
+    assert command == f"generate --from-latents {latents} --weights {world.released}"
     monkeypatch.undo()
-    assert app.main(["generate", "--from-latents", str(latents)]) == 0
+    assert app.main(shlex.split(command)) == 0
     assert (out / "sea_seed42.mp4").exists()
 
 
-def test_ctrl_c_while_denoising(osora, out, monkeypatch, capsys):
+def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
     denoise = denoising.denoise
 
     def interrupted(velocity, *args, on_step, **options):
@@ -377,9 +431,10 @@ def test_ctrl_c_while_denoising(osora, out, monkeypatch, capsys):
     code, stdout, stderr = osora("sea")
     state = out / "sea_seed42.latents.safetensors"
     assert (code, stdout) == (130, "")
-    assert f"osora generate --resume {state}\n" in stderr
+    [command] = re.findall(r"go on with: osora (.*)", stderr)
+    assert command == f"generate --resume {state} --weights {world.released}"
     monkeypatch.setattr(denoising, "denoise", denoise)
-    assert app.main(["generate", "--resume", str(state), "--json"]) == 0
+    assert app.main([*shlex.split(command), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["outputs"][0]["path"] == str(out / "sea_seed42.mp4")
     assert document["model_evaluations"] == 2

@@ -1,17 +1,13 @@
 """The key q in a terminal, and what becomes of the terminal's settings, whatever ends or stops the run."""
 
-import fcntl
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
-import termios
 import time
-from contextlib import contextmanager
 
 import pytest
+from pseudo_terminals import Terminal
 
 RUN = """
 import os, sys, time
@@ -32,62 +28,10 @@ except errors.InterruptError:
     sys.exit(130)
 """
 NOTE = "q ends the run, as Ctrl-C does"
-LONG_S = 60.0
 
 
-class Terminal:
-    """A pseudo-terminal, and a process that it controls."""
-
-    def __init__(self, *arguments):
-        self.master, self.slave = pty.openpty()
-        self.before = self.settings()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, *arguments],
-            stdin=self.slave,
-            stdout=self.slave,
-            stderr=self.slave,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        self.shown = ""
-
-    def settings(self):
-        return termios.tcgetattr(self.slave)
-
-    @property
-    def is_changed(self):
-        echo_and_lines = termios.ECHO | termios.ICANON
-        return self.settings()[3] & echo_and_lines == 0
-
-    def type(self, keys):
-        os.write(self.master, keys)
-
-    def wait_for(self, condition):
-        limit = time.monotonic() + LONG_S
-        while not condition():
-            assert time.monotonic() < limit, self.shown
-            self.read()
-
-    def read(self):
-        if select.select([self.master], [], [], 0.02)[0]:
-            self.shown += os.read(self.master, 4096).decode()
-
-    def end(self):
-        code = self.process.wait(LONG_S)
-        self.read()
-        return code
-
-
-@contextmanager
 def running(*arguments):
-    terminal = Terminal(*arguments)
-    try:
-        yield terminal
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.master)
-        os.close(terminal.slave)
+    return Terminal([sys.executable, "-c", RUN, *arguments])
 
 
 @pytest.fixture
@@ -108,7 +52,7 @@ def test_q_interrupts_and_other_keys_do_nothing(terminal):
     assert terminal.shown.endswith("interrupted\r\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_with_the_terminal_as_it_was(terminal, number):
     terminal.process.send_signal(number)
     assert terminal.end() == 130

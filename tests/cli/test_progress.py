@@ -217,6 +217,16 @@ def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_the_name_of_a_stage_steers_no_terminal() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, color_system=None, width=80)
+    with BarReporter(console, clock=Clock()).stage("read a\x1b]0;b\u202e.png", total=2) as stage:
+        stage.advance()
+    shown = text.getvalue()
+    assert r"read a\x1b]0;b\u202e.png" in shown
+    assert "\x1b]0" not in shown
+
+
 def test_figures_stand_above_the_bars() -> None:
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, color_system=None, width=40)

@@ -67,12 +67,14 @@ def test_both_prompts_are_kept_and_the_same_file_is_made_again_without_asking(
     # The same request: the cache answers, and the result is there.
     assert "made before by the same request" in osora(*request)[2]
     again = tmp_path / "again" / video.name
-    assert app.main(["generate", "--from", f"{video}.json", "--out", f"{again.parent}"]) == 0
+    weights = written["settings"]["runtime"]["weights"]
+    remade = ["generate", "--from", f"{video}.json", "--weights", weights, "--out", f"{again.parent}"]
+    assert app.main(remade) == 0
     assert again.read_bytes() == video.read_bytes()
     assert sidecar(again)["original_prompt"] == "raining, sea"
     assert len(stub.asked) == 2
     # Another prompt has nothing to do with what was typed then.
-    assert app.main(["generate", "--from", f"{video}.json", "a boat", "--out", f"{again.parent}"]) == 0
+    assert app.main([*remade, "a boat"]) == 0
     assert sidecar(again.parent / "a-boat_seed3.mp4")["original_prompt"] is None
     capsys.readouterr()
 

@@ -32,6 +32,22 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its shell has no such redirections")
 
 
+LIBRARY = """
+import sys, types, warnings
+from opensora_cli.cli import app, errors, generate
+
+def work(*args, **kwargs):
+    with errors.uninterrupted():
+        import logging
+    logging.getLogger("library").warning("of a server: %s", chr(27) + "[2J, https://me:pass@word@host/x")
+    warnings.warn("of a file: " + chr(0x202e) + chr(0x9b))
+    raise AssertionError("a bug" + chr(27))
+
+generate._run = work
+sys.exit(app.main(["generate", "x"]))
+"""
+
+
 def run(place: Path, redirection: str, *args: str) -> tuple[int, str, str]:
     """Run the program in a shell with a redirection; return its exit code, and what arrived on both streams."""
     command = ["bash", "-c", f'set -o pipefail; "$@" {redirection}', "bash", sys.executable, "-c", PROGRAM, str(place)]
@@ -120,3 +136,14 @@ def test_an_interrupt_after_a_line_was_written_writes_it_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "one\ntwo\n"
+
+
+def test_logs_warnings_and_tracebacks_of_libraries_steer_no_terminal_and_show_no_password() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=False, timeout=60, encoding="utf-8"
+    )
+    assert done.returncode == 1
+    assert r"of a server: \x1b[2J, https://<hidden>@host/x" in done.stderr
+    assert r"UserWarning: of a file: \u202e\x9b" in done.stderr
+    assert r"AssertionError: a bug\x1b" in done.stderr
+    assert done.stderr.replace("\n", "").isprintable()

@@ -143,12 +143,13 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
 
     latents = out / "raining-sea_seed7.latents.safetensors"
     advice = re.findall(r"go on with: osora (.*)", err)
+    flags = ["--device", "cpu"]
     if stage not in KEEPING:
         assert (advice, files(out)) == ([], [])
         assert cause is not None or "nothing was finished yet: run it again" in err
         return
     assert "nothing was finished" not in err
-    assert [shlex.split(line) for line in advice] == [["generate", "--from-latents", str(latents)]]
+    assert [shlex.split(line) for line in advice] == [["generate", "--from-latents", str(latents), *flags]]
     assert files(out) == [latents.name]
     assert main(shlex.split(advice[0])) == 0
     assert videos(out) == {name: whole[name] for name in ("raining-sea_seed7.mp4",)}
@@ -192,7 +193,7 @@ def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, pro
     code, _, err = processes.program(tmp_path, osora, [*short, "--gpus", "2", "--out", str(out)]).end(LIMIT_S)
     assert code == 130, err
     [state] = out.iterdir()
-    assert f"go on with: osora generate --resume {state}\n" in err
+    assert f"go on with: osora generate --resume {state} --device cpu\n" in err
 
     (tmp_path / "acting" / "sitecustomize.py").unlink()
     resumed = ["generate", "--resume", str(state), "--device", "cpu", "--gpus", str(ranks)]
@@ -219,7 +220,7 @@ def test_ranks_explore_seeds_of_which_one_goes_on(tmp_path, processes, temporary
     kept = [f"{name}{seed}{end}" for seed in (42, 43) for end in (".latents.safetensors", ".preview.gif")]
     assert files(out) == sorted([f"{name}42.explore.png", *kept])
     state = out / f"{name}43.latents.safetensors"
-    assert f"osora generate --resume {state}  # seed 43" in printed.splitlines()
+    assert f"osora generate --resume {state} --device cpu  # seed 43" in printed.splitlines()
     resumed = ["generate", "--resume", str(state), "--device", "cpu", "--gpus", "2", "--preview-every", "1"]
     code, printed, err = processes.program(tmp_path, osora, resumed).end(LIMIT_S)
     assert code == 0, err

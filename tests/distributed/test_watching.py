@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dist_checkpoint
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
@@ -200,6 +201,35 @@ def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
     init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2, connect_s=0.2, first_pause_s=0.1)
     pipe.send(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist())
     dist.destroy_process_group()
+
+
+def test_ranks_meet_by_a_file_and_open_no_store_on_a_port(processes: Any, tmp_path: Path) -> None:
+    """Groups, notes, objects and checkpoints go by it as they do by a store on a port."""
+    for met, objects, notes, total in (said[0] for said in _said(processes, _meet_by_file, tmp_path)):
+        assert met == "FileStore"
+        assert objects == notes == ["rank 0", "rank 1"]
+        assert total == [2.0]
+
+
+def _meet_by_file(pipe: Connection, _: int, rank: int, folder: Path) -> None:
+    init_with_retry("cpu", host="", port=0, store_file=folder / "store", rank=rank, world_size=2)
+    group = dist.new_group([0, 1])
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, f"rank {rank}", group=group)
+    notes = rendezvous.Rendezvous(group, "test").exchange(f"rank {rank}", timeout_s=30.0)
+    weights = {"weight": torch.full((1,), float(rank))}
+    dist_checkpoint.save(weights, checkpoint_id=folder / "saved")
+    total = all_reduce_sum(torch.ones(1), rendezvous.group_with([0, 1]))
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    pipe.send((type(store).__name__, objects, notes, total.tolist()))
+    dist.destroy_process_group()
+
+
+def test_the_folder_of_the_store_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="rank 1: the folder of the ranks' store is gone: "):
+        init_with_retry("cpu", host="", port=0, store_file=tmp_path / "gone" / "store", rank=1, world_size=2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists threads by name")

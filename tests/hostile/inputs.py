@@ -55,10 +55,14 @@ BASES: tuple[Base, ...] = (
         (*_TINY, "--lora", "style.safetensors"),
         ("generate.yaml", "tiny", "style.safetensors"),
     ),
-    Base("generate again", ("generate", "--from", "made.mp4.json", "--out", "out.mp4"), ("tiny", "made.mp4.json")),
+    Base(
+        "generate again",
+        ("generate", "--from", "made.mp4.json", "--weights", "tiny", "--out", "out.mp4"),
+        ("tiny", "made.mp4.json"),
+    ),
     Base(
         "generate from latents",
-        ("generate", "--from-latents", "made.latents.safetensors", "--out", "out.mp4"),
+        ("generate", "--from-latents", "made.latents.safetensors", "--weights", "tiny", "--out", "out.mp4"),
         ("tiny", "made.latents.safetensors"),
     ),
     Base("train vae", ("train", "--config", "vae.yaml"), ("vae.yaml",)),
@@ -157,6 +161,7 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
     _add(sandbox, inputs, ("vae.yaml",), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
+    _add(sandbox, inputs, ("generate.yaml", "tiny"), (*_TINY, "--out", "many.png"))
     for kind, name in (("safetensors-shards", "shards"), ("torch-shards", "torch-shards")):
         arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind, "--shard-size", "8KB")
         _add(sandbox, inputs, ("weights.safetensors",), arguments)
@@ -241,6 +246,7 @@ def _write_texts(folder: Path) -> None:
     (folder / "Dockerfile").write_text(
         "FROM python:3.12\nENV NCCL_DEBUG=INFO OMP_NUM_THREADS=4\nRUN pip install torch\n"
     )
+    (folder / "prompts.csv").write_text("prompt\nraining sea\na boat at night\n")
     (folder / "train.sh").write_text("#!/bin/bash\nexport NCCL_P2P_DISABLE=1\nosora train --config demo\n")
     (folder / "reference.py").write_text('save_dir = "samples"\nsampling_option = dict(num_frames=17, num_steps=3)\n')
 

@@ -19,7 +19,6 @@ Commands = Sequence[tuple[str, ...]]
 
 OTHER_BYTES = judge.LOST
 _INTERRUPTED = 130
-_UNFINISHED = re.compile(r"\.osora-|\.saving-|\.part$|\.lock$")
 _GRACE_S = 60.0
 _AGE_S = 600.0
 
@@ -34,22 +33,25 @@ class Ended:
     weight: float = 1.0
 
 
-def _again(folder: Folder, base: Base) -> Commands:
+def run_again(folder: Folder, base: Base) -> Commands:
+    """Return the same command."""
     return [base.argv]
 
 
-def _overwrite(folder: Folder, base: Base) -> Commands:
+def run_again_unless_done(folder: Folder, base: Base) -> Commands:
+    """Return the same command, which may replace."""
     return [(*base.argv, "--overwrite")]
 
 
-def _generate(folder: Folder, base: Base) -> Commands:
+def generate_on(folder: Folder, base: Base) -> Commands:
+    """Return what goes on from latents that are kept, and the same command."""
     kept = sorted(folder.work.glob("*.latents.safetensors"))
-    return [*(("generate", "--from-latents", each.name) for each in kept), base.argv]
+    return [*(("generate", "--from-latents", each.name, "--weights", "tiny") for each in kept), base.argv]
 
 
 def _generate_and_replace(folder: Folder, base: Base) -> Commands:
     """Go on, and then start ranks in any case: these remove the logs of those that were killed."""
-    return [*_generate(folder, base), (*base.argv, "--overwrite")]
+    return [*generate_on(folder, base), (*base.argv, "--overwrite")]
 
 
 def _one_collective(folder: Folder, base: Base) -> Commands:
@@ -63,7 +65,7 @@ def _train(folder: Folder, base: Base) -> Commands:
     return [(*base.argv, "--overwrite")] if run.exists() else [base.argv]
 
 
-def _files(pattern: str) -> Callable[[Path], Mapping[str, bytes]]:
+def files_of(pattern: str) -> Callable[[Path], Mapping[str, bytes]]:
     """Return what reads all files of a pattern, in which the folder has no name."""
     return lambda work: {
         str(path.relative_to(work)): path.read_bytes().replace(os.fsencode(work), b"")
@@ -89,7 +91,8 @@ def _tensors(pattern: str) -> Callable[[Path], Mapping[str, bytes]]:
     }
 
 
-def _named(name: str, *more: str) -> Base:
+def named(name: str, *more: str) -> Base:
+    """Return a base, with more words."""
     base = next(each for each in BASES if each.name == name)
     return Base(base.name, (*base.argv, *more), base.reads, base.replaces, seconds=base.seconds)
 
@@ -103,23 +106,23 @@ _EVERY_STEP = ("--set", "checkpoints.every=1")
 _WEIGHTS = "run/**/*.safetensors"
 
 ENDED: tuple[Ended, ...] = (
-    Ended(_named("generate"), _generate, _files("out.mp4"), 2.0),
-    Ended(_named("generate gif"), _again, _files("*.gif"), 2.0),
-    Ended(_named("generate picture"), _again, _files("*.png")),
-    Ended(_named("train vae", *_EVERY_STEP), _train, _files(_WEIGHTS), 2.0),
-    Ended(_named("train mmdit", *_EVERY_STEP), _train, _files(_WEIGHTS), 2.0),
-    Ended(_named("train text", *_EVERY_STEP), _train, _files(_WEIGHTS)),
-    Ended(_named("cache"), _again, _tensors("cache/*.safetensors"), 3.0),
+    Ended(named("generate"), generate_on, files_of("out.mp4"), 2.0),
+    Ended(named("generate gif"), run_again, files_of("*.gif"), 2.0),
+    Ended(named("generate picture"), run_again, files_of("*.png")),
+    Ended(named("train vae", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
+    Ended(named("train mmdit", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
+    Ended(named("train text", *_EVERY_STEP), _train, files_of(_WEIGHTS)),
+    Ended(named("cache"), run_again, _tensors("cache/*.safetensors"), 3.0),
     Ended(
         Base("scan deep", ("data", "scan", "clips", "--out", "table.csv", "--deep"), ("clips",)),
-        _again,
-        _files("table.csv"),
+        run_again,
+        files_of("table.csv"),
     ),
-    Ended(_named("scan again"), _again, _files("clips.csv"), 2.0),
-    Ended(_named("shard"), _overwrite, _files("clips*.csv")),
-    Ended(_named("preview"), _overwrite, _files("*.png")),
+    Ended(named("scan again"), run_again, files_of("clips.csv"), 2.0),
+    Ended(named("shard"), run_again_unless_done, files_of("clips*.csv")),
+    Ended(named("preview"), run_again_unless_done, files_of("*.png")),
     *(
-        Ended(_named(name), _overwrite, _files("out*/**/*") if " to " in name else _files("out.*"))
+        Ended(named(name), run_again_unless_done, files_of("out*/**/*") if " to " in name else files_of("out.*"))
         for name in (
             "convert torch-shards",
             "convert dcp",
@@ -129,17 +132,17 @@ ENDED: tuple[Ended, ...] = (
             "merge",
         )
     ),
-    Ended(_named("reconstruct"), _overwrite, _files("**/*_reconstructed.*[4g]"), 2.0),
+    Ended(named("reconstruct"), run_again_unless_done, files_of("**/*_reconstructed.*[4g]"), 2.0),
 )
 """Commands in one process."""
 
 ENDED_RANKS: tuple[Ended, ...] = (
-    Ended(_ranks(_named("generate")), _generate_and_replace, _files("out.mp4")),
-    Ended(_ranks(_named("train vae"), *_EVERY_STEP), _train, _files(_WEIGHTS)),
+    Ended(_ranks(named("generate")), _generate_and_replace, files_of("out.mp4")),
+    Ended(_ranks(named("train vae"), *_EVERY_STEP), _train, files_of(_WEIGHTS)),
     Ended(
         Base("bench-comm", ("bench-comm", "--device", "cpu", "--gpus", "2", "--max-bytes", "1KiB", "--iters", "2")),
         _one_collective,
-        _files("*"),
+        files_of("*"),
     ),
 )
 """Commands in several."""
@@ -164,19 +167,19 @@ class Kills:
         with self.sandbox.folder() as folder:
             self.inputs.put(ended.base, folder)
             before = judge.tree(folder)
-            outcome = self._run(ended.base.argv, folder, Signal(at_s, sent))
+            outcome = self.run(ended.base.argv, folder, Signal(at_s, sent))
             is_done = ended.results(folder.work) == whole
             found = _faults_of_end(outcome, sent, is_done=is_done)
             after = judge.tree(folder)
-            kept = {path: content for path, content in after.items() if not _UNFINISHED.search(path)}
+            kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
             found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
             found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/osora-"))]
-            _age(folder)
+            age(folder)
             for argv in ended.go_on(folder, ended.base) if outcome.code != 0 else ():
-                resumed = self._run(argv, folder)
+                resumed = self.run(argv, folder)
                 if resumed.code != 0:
                     found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
-            found += _faults_of_next(judge.tree(folder), ended.results(folder.work), whole)
+            found += faults_of_next(judge.tree(folder), ended.results(folder.work), whole)
         return title, found
 
     def _uninterrupted(self, ended: Ended) -> tuple[float, Mapping[str, bytes]]:
@@ -184,14 +187,28 @@ class Kills:
         if ended.base.name not in self._whole:
             with self.sandbox.folder() as folder:
                 self.inputs.put(ended.base, folder)
-                outcome = self._run(ended.base.argv, folder)
+                outcome = self.run(ended.base.argv, folder)
                 assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
                 self._whole[ended.base.name] = outcome.seconds, dict(ended.results(folder.work))
         return self._whole[ended.base.name]
 
-    def _run(self, argv: Sequence[str], folder: Folder, *signals: Signal) -> Outcome:
+    def results_of(self, ended: Ended) -> Mapping[str, bytes]:
+        """Return the results of a command that nothing ends."""
+        return self._uninterrupted(ended)[1]
+
+    def run(
+        self,
+        argv: Sequence[str],
+        folder: Folder,
+        *signals: Signal,
+        environment: Mapping[str, str] | None = None,
+        patch: str | None = None,
+    ) -> Outcome:
+        """Run a command, as `Sandbox.run` does."""
         self.sandbox.give_away(folder)
-        return self.sandbox.run(argv, folder, signals=signals, grace_s=_GRACE_S, limit_s=300.0)
+        return self.sandbox.run(
+            argv, folder, signals=signals, environment=environment, patch=patch, grace_s=_GRACE_S, limit_s=300.0
+        )
 
 
 def _faults_of_end(outcome: Outcome, sent: signal.Signals, *, is_done: bool) -> list[Fault]:
@@ -202,7 +219,7 @@ def _faults_of_end(outcome: Outcome, sent: signal.Signals, *, is_done: bool) -> 
     return judge.faults_of_outcome(outcome, codes=frozenset({0, _INTERRUPTED}))
 
 
-def _age(folder: Folder) -> None:
+def age(folder: Folder) -> None:
     """Let time pass for what is left under temporary names."""
     for path in folder.root.rglob("*"):
         if re.search(r"\.osora-.*\.tmp", str(path)):
@@ -210,8 +227,9 @@ def _age(folder: Folder) -> None:
             os.utime(path, (status.st_atime - _AGE_S, status.st_mtime - _AGE_S), follow_symlinks=False)
 
 
-def _faults_of_next(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
-    found = [Fault(judge.LEFT, path) for path in after if _UNFINISHED.search(path) or path.startswith("tmp/")]
+def faults_of_next(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
+    """Return what is wrong with what the next run leaves: left-overs, or results unlike the `whole` ones."""
+    found = [Fault(judge.LEFT, path) for path in after if judge.is_unfinished(path) or path.startswith("tmp/")]
     for name in sorted(results.keys() | whole.keys()):
         if name not in results:
             found.append(Fault(judge.LOST, f"{name} is not there"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hostile import failing_calls
 from hostile.confined import NOBODY, NOT_POSSIBLE
 
 import opensora_cli
@@ -97,6 +98,8 @@ class Sandbox:
 
     def __init__(self) -> None:
         self.uid = NOBODY if os.geteuid() == 0 else None
+        self.fails_calls = False
+        """Whether `breaking.fail_calls` is possible: without a compiler it is not."""
         self._number = 0
 
     def __enter__(self) -> Self:
@@ -106,6 +109,10 @@ class Sandbox:
         self._root = Path(tempfile.mkdtemp(prefix="osora-hostile-"))
         self._root.chmod(0o755)
         environment = {**self.environment(Folder(self._root / "nowhere")), "HF_HOME": str(self._root / "hub")}
+        library = failing_calls.build(self._root)
+        if library is not None:
+            environment["LD_PRELOAD"] = str(library)
+        self.fails_calls = library is not None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hostile.warm", *self._needed()],
             stdin=subprocess.PIPE,

@@ -22,7 +22,7 @@ _READERS: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]] = (
     ("vae.yaml", ("picture.png",), ("vae", "stats", "picture.png", "--config", "changed.yaml")),
     ("vae.yaml", (), ("train", "--from", "changed.yaml", "--dry-run")),
     ("reference.py", (), ("generate", "x", "--config", "changed.py", "--dry-run")),
-    ("made.mp4.json", ("tiny",), ("generate", "--from", "changed.json", "--dry-run")),
+    ("made.mp4.json", ("tiny",), ("generate", "--from", "changed.json", "--weights", "tiny", "--dry-run")),
 )
 
 _BOMB = "\n".join(

@@ -2,10 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.readable import visible_files
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.reading import read_json_object, require_schema
 
 TRAINING_FILE = "checkpoint.pt"
 """What runs of `osora train` kept in their folder before they had checkpoints of their own."""
@@ -19,6 +21,7 @@ MASTER_FILE = "master.safetensors"
 OPTIMIZER_FOLDER = "optimizer"
 RUNNING_STATES_FILE = "running_states.json"
 """Written last: without it, a folder with more than `model/` is of a saving that was interrupted."""
+RUNNING_STATES_SCHEMA = "osora.running-states/1"
 
 _PARTS = {
     Selection.MODEL: (MODEL_FOLDER,),
@@ -71,6 +74,19 @@ def colossalai_parts(folder: Path) -> dict[Selection, Path]:
     if not parts:
         raise CheckpointError(f"{folder} holds no weights")
     return parts
+
+
+def read_running_document(folder: Path) -> dict[str, Any]:
+    """Return the content of `running_states.json`; that of the reference and of earlier versions has no schema.
+
+    Raises:
+        CheckpointError: it is missing, broken, or of a version that is not known here.
+    """
+    path = folder / RUNNING_STATES_FILE
+    document = read_json_object(path, problem=CheckpointError)
+    if "schema" in document:
+        require_schema(document, RUNNING_STATES_SCHEMA, path, problem=CheckpointError)
+    return document
 
 
 def unfinished_error(folder: Path) -> CheckpointError:

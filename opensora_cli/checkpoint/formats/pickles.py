@@ -2,7 +2,7 @@
 
 import io
 import pickletools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,24 @@ SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
 """What to do about files that cannot be read without trusting them."""
 FETCH_AGAIN = "fetch it again"
 _MAX_DEPTH = 1000
+"""Of tuples: hashing very deep ones ends the process."""
+_COPIES_FOR_EACH_OPERATION, _FREE_COPIES = 4, 10_000
+"""An object is visited where it is put into another and, rarely, where a call copies it."""
+_MAX_PARTS = 8
+_NO_TENSOR = 2**30
+_TENSOR_IN_LIST = 2
+"""The depth of a tensor in the arguments of a call whose first argument is a list of tensors."""
+_ITERATING = frozenset(
+    {
+        *("collections.OrderedDict", "collections.Counter", "torch.Size"),
+        *("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"),
+    }
+)
+"""What goes through its argument when it is called."""
+_REBUILD, _REBUILD_SUBCLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
+_CONTAINERS = frozenset({"LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT", "EMPTY_SET", "FROZENSET"})
+_MAKING = _CONTAINERS | {"GLOBAL", "EMPTY_TUPLE", "PERSID"}
+"""Operations of which more is known than that they make a plain object."""
 
 PROTOCOL = 2
 """The highest pickle protocol that `weights_only` reads, and the one that `torch.save` uses."""
@@ -79,7 +97,7 @@ def check_pickle(
     operation: pickletools.OpcodeInfo
     argument: Any
     try:
-        depths = _Depths()
+        objects = _Objects()
         for number, (operation, argument, _) in enumerate(chain(*(pickletools.genops(file) for _ in range(count)))):
             if number == max_operations:
                 raise ValueError(f"it takes more than {max_operations} operations")
@@ -94,30 +112,67 @@ def check_pickle(
                 imported = argument.replace(" ", ".", 1)
                 if imported not in names:
                     raise refusal_of_name(path, imported)
-            depths.follow(operation, argument)
+            objects.follow(operation, argument)
+            if objects.copied > _COPIES_FOR_EACH_OPERATION * number + _FREE_COPIES:
+                raise ValueError("it copies the same objects again and again")
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
         raise broken_file(path, error) from None
 
 
-class _Depths:
-    """How deep tuples are nested on the stack of a pickle: hashing very deep ones ends the process."""
+class _Object:
+    """What is known of an object on the stack of a pickle without making it."""
+
+    __slots__ = ("depth", "items", "name", "parts", "tensor_depth")
+
+    def __init__(
+        self, *, items: int = 0, depth: int = 0, tensor_depth: int = _NO_TENSOR, name: str = "", parts: Any = ()
+    ) -> None:
+        self.items = items
+        """How many objects a call that copies or hashes it visits; of a tuple, with those of the tuples in it."""
+        self.depth = depth
+        """How deep tuples are nested in it."""
+        self.tensor_depth = tensor_depth
+        """How deep in it the first tensor or storage is; it is one itself at 0. Values of a dictionary are at 2."""
+        self.name = name
+        """The name, if it was imported."""
+        self.parts: Sequence[_Object] = parts
+        """The items of a short tuple."""
+
+
+_PLAIN = _Object()
+
+
+class _Objects:
+    """The objects that a pickle makes, as far as they decide how much time and memory reading takes.
+
+    An operation has a few bytes, and may do much: a call copies a list, a key is hashed with all tuples in it, and a
+    call that goes through a tensor makes an object of each element, of which a file may claim any number.
+    """
 
     def __init__(self) -> None:
-        self._stack: list[int] = []
+        self.copied = 0
+        """Objects that operations have visited so far."""
+        self._stack: list[_Object] = []
         self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
+        self._memo: dict[int, _Object] = {}
+        self._new_tuple: _Object | None = None
+        """The tuple that the last operation made."""
 
     def follow(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Do to the depths what an operation does to the objects; ValueError: they are too deep, or not there."""
+        """Do to the objects what an operation does; ValueError: it does too much, or takes what is not there."""
         name, stack = operation.name, self._stack
+        if name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
+            return
+        new_tuple, self._new_tuple = self._new_tuple, None
         if name == "MARK":
             self._marks.append(len(stack))
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
-            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             stack.append(self._memo[argument])
+        elif not operation.stack_before and name not in _MAKING:
+            stack.extend([_PLAIN] * len(operation.stack_after))
         else:
             taken = operation.stack_before
             count = len(taken)
@@ -127,10 +182,64 @@ class _Depths:
                 raise ValueError("it takes more than it has")
             items = stack[len(stack) - count :]
             del stack[len(stack) - count :]
-            depth = 1 + max(items, default=0) if "TUPLE" in name else 0
+            made = self._made(name, argument, items, new_tuple)
+            stack.extend([made] * len(operation.stack_after))
+
+    def _made(self, name: str, argument: Any, items: list[_Object], new_tuple: _Object | None) -> _Object:
+        """Return what an operation makes of the items that it takes."""
+        if name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"):
+            target, *items = items
+            self._visit(items)
+            if target is not _PLAIN:
+                target.items += len(items)
+                target.tensor_depth = min(target.tensor_depth, _around(items) + name.startswith("SET"))
+            return target
+        self._visit(items)
+        if name in ("GLOBAL", "INST"):
+            return _Object(name=argument.replace(" ", ".", 1), tensor_depth=0 if name == "INST" else _NO_TENSOR)
+        if "TUPLE" in name:
+            depth = 1 + max((item.depth for item in items), default=0)
             if depth > _MAX_DEPTH:
                 raise ValueError("it nests tuples too deep")
-            stack.extend([depth] * len(operation.stack_after))
+            size = len(items) + sum(item.items for item in items)
+            parts = tuple(items) if len(items) <= _MAX_PARTS else ()
+            self._new_tuple = _Object(items=size, depth=depth, tensor_depth=_around(items), parts=parts)
+            return self._new_tuple
+        if name in ("REDUCE", "NEWOBJ"):
+            called, arguments = items
+            return self._called(called, arguments, new_tuple)
+        if name == "BUILD":
+            target, state = items
+            if state.tensor_depth == 0 or (target.tensor_depth > 0 and state.tensor_depth == 1):
+                raise ValueError("it takes a tensor for a state")
+            if target is not _PLAIN:
+                target.items += state.items
+            return target
+        if name in _CONTAINERS:
+            return _Object(items=len(items), tensor_depth=_around(items) + (name == "DICT"))
+        return _Object(tensor_depth=0) if name in ("BINPERSID", "PERSID", "OBJ", "NEWOBJ_EX") else _PLAIN
+
+    def _called(self, called: _Object, arguments: _Object, new_tuple: _Object | None) -> _Object:
+        """Return the result of a call; what it copies is known while nothing can be added to its arguments."""
+        if arguments is not new_tuple:
+            raise ValueError("it calls with something else than new arguments")
+        if called.name in _ITERATING:
+            if arguments.tensor_depth <= _TENSOR_IN_LIST:
+                raise ValueError("it makes a collection of the elements of a tensor")
+            return _Object(items=arguments.items)
+        if called.name == _REBUILD_SUBCLASS:
+            function, _, inner, *_ = (*arguments.parts, _PLAIN, _PLAIN, _PLAIN)
+            if not function.name.startswith(_REBUILD) or not inner.parts:
+                raise ValueError(f"it calls {called.name} with something else than a tensor's parts")
+        return _Object(tensor_depth=0)
+
+    def _visit(self, items: Sequence[_Object]) -> None:
+        self.copied += sum(item.items for item in items)
+
+
+def _around(items: Sequence[_Object]) -> int:
+    """Return the `tensor_depth` of what holds some items."""
+    return 1 + min((item.tensor_depth for item in items), default=_NO_TENSOR - 1)
 
 
 def refusal_of_name(path: Path, imported: str) -> CheckpointError:

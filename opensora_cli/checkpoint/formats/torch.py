@@ -166,6 +166,32 @@ def check_torch(path: Path) -> None:
         opened.entry(name, tensor)
 
 
+def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
+    """Return what `torch.save` wrote into a file, of whatever it is, on the CPU, having checked it like `check_torch`.
+
+    Raises:
+        CheckpointError: no such file, a broken one, one that cannot be read without trusting it, or one of more than
+            `max_bytes`.
+    """
+    with reading_file(path):
+        size = path.stat().st_size
+    if max_bytes is not None and size > max_bytes:
+        raise CheckpointError(
+            f"{path} is refused: it has {size:,} bytes, and a state of its kind at most {max_bytes:,}"
+        )
+    check_torch(path)
+    with reading(path), path.open("rb") as file:
+        return _load(file, path, device="cpu")
+
+
+def load_saved(buffer: io.BytesIO) -> Any:
+    """Return what `torch.save` wrote into a buffer, if `load_torch` would read it from a file; else CheckpointError."""
+    path = Path("the state")
+    _, content, _ = _read_records(_Window(buffer, Extent(path, 0, len(buffer.getbuffer()))), path)
+    check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=WEIGHT_NAMES)
+    return _load(buffer, path, device=None)
+
+
 def open_tensor(path: Path, *, start: int, length: int) -> Entry:
     """Open the tensor that `torch.save` wrote into a part of a file; a CheckpointError if that holds something else."""
     opened = _open_archive(Extent(path, start, length))
@@ -204,6 +230,8 @@ def _read_records(window: "_Window", path: Path) -> tuple[tuple[zipfile.ZipInfo,
         with zipfile.ZipFile(window) as archive:
             infos = {info.filename: info for info in archive.infolist()}
             root = _check_records(infos, len(archive.infolist()), path)
+            if sum(info.file_size for info in infos.values()) > window.length:
+                raise CheckpointError(f"{path} is refused: its records are longer than the file")
             window.most = None
             content, order, described = (
                 archive.read(root + name) if root + name in infos else b"" for name in (_PICKLE, _BYTE_ORDER, _METADATA)
@@ -276,6 +304,7 @@ class _Window(io.RawIOBase):
         self._file = file
         self._extent = extent
         self._position = 0
+        self.length = extent.length
         self.most: int | None = None
         """How much may be read at once."""
 

@@ -1,156 +1,111 @@
-"""What was compared: a document, a table and a chart."""
+"""Result of a comparison: a document and a table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
-from opensora_cli.media.plots import new_figure, write_figure
-from opensora_cli.media.similarity import HIGHEST_PSNR_DB
+from opensora_cli.memory.monitor import Spread
 
-_NAME_COLUMN = 12
-_LONGEST_NAME = 48
-_PER_CENT = 1e-3
-_NOISE = 0.05
-"""Of the speed-up, from which on it is mentioned."""
+_SMALL_ERROR = 1e-3
+
+
+class RunTime(Document):
+    """Seconds over all timed runs of a setting."""
+
+    mean: float
+    deviation: float
+    """Standard deviation of a sample (n-1); 0 for a single run."""
+
+    @classmethod
+    def over(cls, seconds: Sequence[float]) -> "RunTime":
+        """Return the mean and the deviation of at least one run."""
+        spread = Spread.of(seconds)
+        return cls(mean=round(spread.mean_s, 4), deviation=round(spread.deviation_s, 4))
 
 
 class BenchedSetting(Document):
-    """One row: the exact run, or what was tried beside it."""
+    """One row of the table: the exact run, or the same video made with other settings."""
 
     name: str
     """`exact`, a name of the standard set, or the settings as they were typed."""
     changes: Mapping[str, str]
-    """By key, what differs from the exact run."""
-    ran: Mapping[str, str]
-    """What it was computed with: attention, dtype, offload and the like."""
-    runs: int
-    """That were timed."""
-    stages_s: Mapping[str, float]
-    """Seconds of each stage, the median over the runs."""
-    loading_s: float
-    """Of them, those of loading and offloading models, which do not count."""
-    seconds: float
-    """Of a run, without loading: the median."""
-    spread_s: float
-    """Between the fastest run and the slowest."""
+    """Settings that differ from the exact run, by key."""
+    stages_s: Mapping[str, RunTime]
+    """Time of each stage. The stages that load or offload models are listed here, and are not part of `seconds`."""
+    seconds: RunTime
+    """Time of a run without loading."""
     evaluations: int
-    """Of the model, counted."""
+    """Evaluations of the model."""
     speedup: float
-    """Seconds of the exact run over these."""
+    """Mean time of the exact run divided by the mean time of this setting."""
     peak_memory_gib: float | None
-    """At most, over runs and ranks: allocated on a GPU, resident on a CPU; None where it cannot be watched."""
+    """Highest memory over runs and ranks: allocated on a GPU, resident on a CPU. None where it cannot be measured."""
     psnr_db: float | None
-    """To the exact run's video, over RGB, mean over frames, 99 where they are the same; None: it is that."""
+    """PSNR to the first exact run over RGB, mean over frames; 99 for identical frames. None for an exact run that was
+    not repeated."""
     ssim: float | None
-    """Likewise, of the luma."""
+    """SSIM of the luma, mean over frames. None where `psnr_db` is, and for frames under 11 pixels."""
     latents_error: float | None
-    """Norm of the difference of the latents over that of the exact run's."""
-    without_effect: str | None
-    """Why it changed nothing: neither a bit, nor the evaluations, nor what computed them; None: it took effect."""
+    """Norm of the difference to the latents of the first exact run, divided by their norm."""
 
 
 class BenchGenerateReport(Document):
-    """A whole comparison; the first of its settings is the exact run."""
+    """A comparison. The first setting is the exact run."""
 
-    SCHEMA: ClassVar[str | None] = "osora.bench-generate/1"
+    SCHEMA: ClassVar[str | None] = "osora.bench-generate/2"
 
     of: str
-    """What was made."""
+    """Size, length, model and steps of the video."""
     prompt: str
     seed: int
     device: str
     device_name: str
     ranks: int
     repeats: int
-    """That were asked for."""
+    """Timed runs of each setting."""
     settings: tuple[BenchedSetting, ...]
-    left_out: Mapping[str, str]
-    """Of the standard set what was not run, and why."""
-    exact_error: float
-    """Between latents of two exact runs, as `latents_error`: 0 where they are the same, or there was one alone."""
-    is_whole: bool
-    """Whether all that was asked for was run."""
-    notes: tuple[str, ...]
-    files: Mapping[str, str]
-    """What was written: kind -> path."""
+    skipped: Mapping[str, str]
+    """Names of the standard set that were not run, with the reason."""
 
     def lines(self) -> list[str]:
-        """Return it for people: a table."""
+        """Return the table for people, with mean ±deviation where runs were repeated."""
         on = f"{self.device} ({self.device_name})" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
-        found = [f"compared    {self.of}, seed {self.seed}, on {on}", *self._table(), ""]
-        for row in self.settings:
-            if row.without_effect is not None:
-                found.append(f"{row.name}: without effect: {row.without_effect}")
-        noise = max((abs(row.speedup - 1) for row in self.settings if row.without_effect), default=0.0)
-        if noise > _NOISE:
-            found.append(
-                f"note        a setting without effect differs by {noise:.0%} in speed: so much is noise; --repeats "
-                "N takes medians"
-            )
-        found += [f"left out    {name}: {why}" for name, why in self.left_out.items()]
-        found += [f"note        {note}" for note in self.notes]
-        return [*found, *(f"wrote       {path}" for path in self.files.values())]
+        return [
+            f"compared    {self.of}, seed {self.seed}, on {on}",
+            *self._table(),
+            *(f"skipped     {name}: {why}" for name, why in self.skipped.items()),
+        ]
 
     def _table(self) -> list[str]:
         stages = list(dict.fromkeys(name for row in self.settings for name in row.stages_s if not is_loading(name)))
-        width = max([_NAME_COLUMN, *(len(_short(row.name)) for row in self.settings)])
-        columns = [
-            *(f"{name} s" for name in stages),
-            "evaluations",
-            "speed-up",
-            "peak GiB",
-            "PSNR dB",
-            "SSIM",
-            "latents",
-        ]
-        sizes = [max(9, len(title)) + 2 for title in columns]
-        found = [f"{'setting':{width}}" + "".join(f"{t:>{n}}" for t, n in zip(columns, sizes, strict=True))]
+        measures = ["evaluations", "speed-up", "peak GiB", "PSNR dB", "SSIM", "latents"]
+        table = [["setting", *(f"{name} s" for name in [*stages, "total"]), *measures]]
         for row in self.settings:
             cells = [
-                *(f"{row.stages_s.get(name, 0.0):.2f}" for name in stages),
+                *(self._time(row.stages_s[name]) if name in row.stages_s else "-" for name in stages),
+                self._time(row.seconds),
                 str(row.evaluations),
                 f"{row.speedup:.2f}",
-                _shown(row.peak_memory_gib, ".2f"),
-                _shown(row.psnr_db, ".2f"),
-                _shown(row.ssim, ".4f"),
-                _shown(row.latents_error, ".2%" if (row.latents_error or 1) >= _PER_CENT else ".1e"),
+                _number(row.peak_memory_gib, ".2f"),
+                _number(row.psnr_db, ".2f"),
+                _number(row.ssim, ".4f"),
+                _number(row.latents_error, ".2%" if (row.latents_error or 1) >= _SMALL_ERROR else ".1e"),
             ]
-            line = "".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
-            found.append(f"{_short(row.name):{width}}{line}" + ("   without effect" if row.without_effect else ""))
-        return found
+            table.append([row.name, *cells])
+        name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+        return [
+            name.ljust(name_width) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            for name, *cells in table
+        ]
 
-    def write_plot(self, path: str, *, replace: bool) -> None:
-        """Write a chart of PSNR over evaluations, the exact run a line.
-        Raises OutputError if it cannot be written, or exists and must not be replaced.
-        """
-        figure = new_figure()
-        axes = figure.subplots()
-        exact, *tried = self.settings
-        axes.axvline(exact.evaluations, linestyle="--", color="gray", label="exact")
-        for row in tried:
-            if row.psnr_db is not None and row.without_effect is None:
-                same = ", the same frames" if row.psnr_db >= HIGHEST_PSNR_DB else ""
-                label = f"{_short(row.name)} ({row.speedup:.2f} times as fast{same})"
-                # Two dollar signs in a name would begin a formula, and a leading _ hides it.
-                label = label.replace("$", r"\$").lstrip("_")
-                axes.plot([row.evaluations], [row.psnr_db], marker="o", linestyle="none", label=label)
-        axes.set_title(f"{self.of}: PSNR to the exact run", parse_math=False)
-        axes.set_xlabel("evaluations of the model")
-        axes.set_ylabel("PSNR to the exact run (dB)")
-        axes.set_xlim(left=0)
-        axes.grid(visible=True, alpha=0.3)
-        figure.legend(loc="outside lower center")
-        write_figure(figure, path, replace=replace)
+    def _time(self, time: RunTime) -> str:
+        return f"{time.mean:.2f}" + (f" ±{time.deviation:.2f}" if self.repeats > 1 else "")
 
 
 def is_loading(stage: str) -> bool:
-    """Return whether a stage loads or offloads models: done once in a program that makes many videos."""
+    """Return whether a stage loads or offloads models, which a program that makes many videos does once."""
     return stage.split()[-1] in ("load", "offload")
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
-
-
-def _shown(value: float | None, form: str) -> str:
+def _number(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"

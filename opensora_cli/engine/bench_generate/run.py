@@ -1,133 +1,107 @@
-"""`osora bench-generate`: the same video with other settings, each beside the exact run."""
+"""`osora bench-generate`: the same video made with other settings, each compared with the exact run."""
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import torch
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.signals import held_back
-from opensora_cli.engine.bench_generate.effect import what_ran, why_without_effect
-from opensora_cli.engine.bench_generate.likeness import Likeness, latents_error, likeness
-from opensora_cli.engine.bench_generate.measure import Figures, Video, kernels_of, run_once, warmed
-from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, is_loading
+from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime, is_loading
+from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_memory
+from opensora_cli.engine.generate import ranks as generate_ranks
+from opensora_cli.engine.generate.decode import SampleFrames
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import require_room, require_weights
+from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.ranks import (
-    Ranks,
-    joined_to_generate,
-    plan_of_rank,
-    request_of_rank,
-    require_devices,
-    start_ranks,
-)
-from opensora_cli.engine.generate.references import references_of
+from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, refuse_data_parallel, resolve_generate_settings
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.run import Run, watched
-from opensora_cli.media.plots import new_figure
-from opensora_cli.settings.bench_generate import (
-    EXACT,
-    STANDARD,
-    BenchGenerateSettings,
-    Changes,
-    refuse_unfit,
-    tried_settings,
-)
+from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.targets import sample_files
+from opensora_cli.engine.generate.work import Work
+from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
+from opensora_cli.settings.bench_generate import EXACT, STANDARD, Tries, refuse_unfit, tried_settings
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
-from opensora_cli.settings.used import idle_guidance
-
-Publish = Callable[[BenchGenerateReport], None]
 
 _NOTHING_KEPT: Mapping[str, object] = {
-    # What is timed is done.
+    # A cached prompt would not be encoded, and so not be timed.
     "runtime.prompt_cache": False,
-    "picture.save": False,
     "output.save_state_every": None,
     "output.preview_every": None,
     "output.save_latents": False,
 }
+_WARM_UP_STEPS = 2
 
 
 def bench_from_request(
     request: GenerateRequest,
-    tries: Mapping[str, Changes],
-    options: BenchGenerateSettings,
+    tries: Tries,
     *,
+    repeats: int,
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
-    publish: Publish,
-) -> None:
-    """Choose the model, complete the settings and compare, with several devices in processes of their own.
-
-    `context` is set in one of several ranks, and `rank_flags` are passed on to ranks that are started here, of which
-    the first publishes. Other arguments and errors are those of `bench_generate`.
+) -> BenchGenerateReport | None:
+    """Resolve the settings and compare; for several devices, start ranks with `rank_flags`, of which rank 0 prints the
+    report. Other arguments, results and errors are those of `bench_generate`.
     """
     if context is not None:
-        request = request_of_rank(request, context)
+        request = generate_ranks.request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
-    if context is None and settings.parallel.world_size > 1:
-        refuse_data_parallel(settings)
-        refuse_unfit(settings)
-        _check_plot(options)
-        require_devices(settings)
-        settings = refined(settings, reporter=reporter)
     if choice is not None:
         reporter.note(choice)
-    if context is None and settings.parallel.world_size > 1:
-        start_ranks(settings, flags=rank_flags, command="bench-generate")
-        return
-    bench_generate(settings, tries, options, reporter=reporter, context=context, publish=publish)
+    if context is not None or settings.parallel.world_size == 1:
+        return bench_generate(settings, tries, repeats=repeats, reporter=reporter, context=context)
+    refuse_data_parallel(settings)
+    refuse_unfit(settings)
+    generate_ranks.require_devices(settings)
+    generate_ranks.start_ranks(refined(settings, reporter=reporter), flags=rank_flags, command="bench-generate")
+    return None
 
 
 def bench_generate(
     settings: GenerateSettings,
-    tries: Mapping[str, Changes],
-    options: BenchGenerateSettings,
+    tries: Tries,
     *,
+    repeats: int = 1,
     reporter: Reporter | None = None,
     context: RankContext | None = None,
-    publish: Publish,
-) -> None:
-    """Make the video of `settings`, the exact run, and with each of `tries` the same, and `publish` what came of it.
+) -> BenchGenerateReport | None:
+    """Make the video of `settings`, the exact run, and the same video with each of `tries`; return what each took.
 
-    Nothing is kept of the videos. What was measured is published, and its chart written, where the comparison ends
-    early, too. Models are loaded once where they have room together, and before the first run that differs in more than
-    sampling, a few steps warm up; neither counts.
+    No video is kept. Everything is planned before the first run begins. A few steps warm up before the first run, and
+    before the first run of settings that differ in more than sampling.
 
     Args:
-        settings: of the exact run.
-        tries: by name, what is changed; none: the standard set, but for what these settings do not allow, or what needs
-            no fewer evaluations.
-        options: how often, and what is written.
-        reporter: shows what happens; None: nothing does.
-        context: set in one of several ranks, all of which call this.
-        publish: called once, by rank 0 alone.
+        settings: settings of the exact run.
+        tries: changed settings by name. None means the standard set, without what these settings do not allow, or
+            what needs no fewer evaluations.
+        repeats: timed runs of each row.
+        reporter: shows progress; None shows nothing.
+        context: set in one of several ranks. All ranks call this, and rank 0 alone gets a report.
 
     Raises:
         RequestError: the settings ask for more than one whole video, or contradict themselves.
         FileProblem: a reference or weights are missing or broken.
-        OutputError: the chart exists already, or cannot be written.
-        HardwareError: there is no such device, not enough memory, or no matplotlib.
+        HardwareError: there is no such device, or not enough memory.
+        KeyboardInterrupt: its argument says how many runs were finished.
     """
     reporter = reporter or SilentReporter()
     refuse_data_parallel(settings)
     refuse_unfit(settings)
-    if context is None or context.is_main:
-        _check_plot(options)
     settings = settings.replace(_NOTHING_KEPT)
     with ExitStack() as stack:
         device = None
@@ -135,214 +109,183 @@ def bench_generate(
             settings = completed(settings, reporter)
         else:
             reporter = watched(reporter)
-            settings, device = stack.enter_context(joined_to_generate(settings, context, reporter))
-        bench = _Bench(reporter, device, stack.enter_context(LoadedModels(stay=True)))
-        bench.plan(settings, tries)
-        try:
-            bench.run_all(options.repeats)
-        except BaseException:
-            with held_back():
-                bench.publish_some(options, publish)
-            raise
-        if bench.is_main:
-            bench.publish(options, publish)
+            settings, device = stack.enter_context(generate_ranks.joined_to_generate(settings, context, reporter))
+        runner = _Runner(reporter, device, stack.enter_context(LoadedModels(stay=True)))
+        rows, skipped = _planned(settings, tries, runner)
+        exact = rows[0].plan
+        if context is not None and not context.is_main:
+            _run_all(rows, repeats, runner)
+            return None
+        runner.references = references_of(exact, reporter)
+        _run_all(rows, repeats, runner)
+    return BenchGenerateReport(
+        of=exact.what,
+        prompt=exact.settings.prompt,
+        seed=exact.settings.sampling.seed,
+        device=str(exact.hardware.device),
+        device_name=exact.hardware.device_name,
+        ranks=exact.mesh.size,
+        repeats=repeats,
+        settings=tuple(row.document(rows[0]) for row in rows),
+        skipped=skipped,
+    )
 
 
-def _check_plot(options: BenchGenerateSettings) -> None:
-    if options.plot is not None:
-        new_figure()  # without matplotlib, now and not after hours
-        require_writable(Path(options.plot), overwrite=options.overwrite)
+@dataclass(frozen=True, slots=True)
+class _Video:
+    latents: tuple[torch.Tensor, ...]
+    """latents_CTHW of each segment, on the CPU."""
+    frames_THWC: torch.Tensor
+    """uint8, on the CPU."""
 
 
 @dataclass(slots=True)
-class _Setting:
-    """What is compared, and what came of it."""
-
+class _Row:
     name: str
-    changes: Changes
+    changes: Mapping[str, object]
     plan: ExecutionPlan
-    figures: list[Figures] = field(default_factory=list)
-    likeness: Likeness | None = None
-
-
-class _Bench:
-    """A comparison in one process; `device` is that of one of several ranks, None: it is alone."""
-
-    def __init__(self, reporter: Reporter, device: torch.device | None, models: LoadedModels) -> None:
-        self._reporter, self._device, self._models = reporter, device, models
-        self._settings: list[_Setting] = []
-        self._left_out: dict[str, str] = {}
-        self._ranks: dict[object, Ranks] = {}
-        self._warmed: set[str] = set()
-        self._exact: Video | None = None
-        self._exact_error = 0.0
+    stages_s: list[Mapping[str, float]] = field(default_factory=list)
+    """Seconds of each stage in each timed run."""
+    peaks_gib: list[float] = field(default_factory=list)
+    likeness: tuple[float | None, float | None, float | None] = (None, None, None)
 
     @property
-    def is_main(self) -> bool:
-        """Whether this process is alone, or rank 0."""
-        return all(ranks.is_main for ranks in self._ranks.values())
+    def seconds(self) -> list[float]:
+        """Seconds of each timed run, without loading."""
+        return [sum(seconds for name, seconds in run.items() if not is_loading(name)) for run in self.stages_s]
 
-    def plan(self, settings: GenerateSettings, tries: Mapping[str, Changes]) -> None:
-        """Plan every run, before the first begins."""
-        exact = self._plan(settings)
-        require_weights(exact, self._reporter)
-        require_room(exact, self._reporter)
-        # The others compute with as many threads: sums depend on them.
-        exact = exact.with_threads()
-        self._settings.append(_Setting(EXACT, {}, exact))
-        for name, changes in (tries or STANDARD).items():
-            try:
-                plan = self._plan(tried_settings(exact.settings, changes)).with_threads()
-                require_weights(plan, SilentReporter())
-                require_fit(plan)
-                why = None if tries else _why_left_out(plan, exact, changes)
-            except (OsoraError, ValidationError) as error:
-                if tries:
-                    raise
-                why = "; ".join(explain(error)) if isinstance(error, ValidationError) else error.message
-            if why is None:
-                self._settings.append(_Setting(name, changes, plan))
-            else:
-                self._left_out[name] = why
-        self._references = references_of(exact, self._reporter) if self.is_main else []
-
-    def run_all(self, repeats: int) -> None:
-        """Run every setting so often, back and forth."""
-        for turn in range(repeats):
-            for setting in self._settings if turn % 2 == 0 else reversed(self._settings):
-                again = f", run {turn + 1} of {repeats}" if repeats > 1 else ""
-                number = f"{self._settings.index(setting) + 1} of {len(self._settings)}"
-                if (kernels := kernels_of(setting.plan)) not in self._warmed:
-                    self._reporter.note(f"setting {number}: {setting.name}, a few steps to warm up")
-                    self._run(warmed(setting.plan))
-                    self._warmed.add(kernels)
-                self._reporter.note(f"setting {number}: {setting.name}{again}")
-                video, figures = self._run(setting.plan)
-                self._compare(setting, video)
-                setting.figures.append(figures)
-
-    def publish(self, options: BenchGenerateSettings, publish: Publish) -> None:
-        """Write the chart, and publish the report."""
-        report = self._report(options, is_whole=True)
-        if options.plot is not None:
-            report.write_plot(options.plot, replace=options.overwrite)
-        publish(report)
-
-    def publish_some(self, options: BenchGenerateSettings, publish: Publish) -> None:
-        """Do the same with what there is; nothing where no run has ended."""
-        if not (self.is_main and self._exact is not None and self._settings[0].figures):
-            return
-        report = self._report(options, is_whole=False)
-        if options.plot is not None:
-            try:
-                report.write_plot(options.plot, replace=options.overwrite)
-            except OsoraError as error:
-                self._reporter.warn(error.message)
-                report = report.model_copy(update={"files": {}})
-        publish(report)
-
-    def _plan(self, settings: GenerateSettings) -> ExecutionPlan:
-        if self._device is None:
-            return make_plan(settings)
-        plan = plan_of_rank(settings, self._device)
-        self._ranks_of(plan)
-        return plan
-
-    def _ranks_of(self, plan: ExecutionPlan) -> Ranks | None:
-        if self._device is None:
-            return None
-        key = plan.mesh, plan.exchange
-        if key not in self._ranks:
-            self._ranks[key] = Ranks(plan.mesh, self._device, plan.exchange)
-        return self._ranks[key]
-
-    def _run(self, plan: ExecutionPlan) -> tuple[Video | None, Figures]:
-        ranks = self._ranks_of(plan)
-        with Run(reporter=self._reporter, ranks=ranks, models=self._models).lending() as models:
-            plan = models.planned(plan) if ranks is None else plan
-            return run_once(plan, self._references, models, self._reporter, ranks=ranks)
-
-    def _compare(self, setting: _Setting, video: Video | None) -> None:
-        if video is None:
-            return
-        if self._exact is None:
-            self._exact = video
-        elif setting is self._settings[0]:
-            self._exact_error = max(self._exact_error, latents_error(video.latents, self._exact.latents))
-        elif setting.likeness is None:
-            frames = video.frames_THWC
-            # Other ranks wait: each frame is a sign of work.
-            with self._reporter.stage("compare", total=len(frames), unit="frames") as progress:
-                setting.likeness = likeness(
-                    video.latents,
-                    frames,
-                    self._exact.latents,
-                    self._exact.frames_THWC,
-                    on_frame=progress.advance,
-                )
-
-    def _report(self, options: BenchGenerateSettings, *, is_whole: bool) -> BenchGenerateReport:
-        exact = self._settings[0].plan
-        notes = [] if is_whole else ["it ended early: this is what was measured until then"]
-        if self._exact_error:
-            notes.append(
-                f"two exact runs differ by {self._exact_error:.2e} in their latents: kernels of this device do not add "
-                "in the same order each time"
-            )
-        return BenchGenerateReport(
-            of=exact.what,
-            prompt=exact.settings.prompt,
-            seed=exact.settings.sampling.seed,
-            device=str(exact.hardware.device),
-            device_name=exact.hardware.device_name,
-            ranks=exact.mesh.size,
-            repeats=options.repeats,
-            settings=tuple(self._row(setting) for setting in self._settings if setting.figures),
-            left_out=self._left_out,
-            exact_error=self._exact_error,
-            is_whole=is_whole,
-            notes=tuple(notes),
-            files={} if options.plot is None else {"plot": options.plot},
-        )
-
-    def _row(self, setting: _Setting) -> BenchedSetting:
-        exact, figures, likeness = self._settings[0], setting.figures, setting.likeness
-        stages = {name: median(each.stages_s.get(name, 0.0) for each in figures) for name in figures[0].stages_s}
-        runs_s = [each.seconds for each in figures]
-        peaks = [each.peak_gib for each in figures if each.peak_gib is not None]
+    def document(self, exact: "_Row") -> BenchedSetting:
+        psnr, similarity, latents_error = self.likeness
         return BenchedSetting(
-            name=setting.name,
-            changes={key: "none" if value is None else str(value) for key, value in setting.changes.items()},
-            ran=what_ran(setting.plan),
-            runs=len(figures),
-            stages_s={name: round(seconds, 4) for name, seconds in stages.items()},
-            loading_s=round(sum(seconds for name, seconds in stages.items() if is_loading(name)), 4),
-            seconds=round(median(runs_s), 4),
-            spread_s=round(max(runs_s) - min(runs_s), 4),
-            evaluations=figures[0].evaluations,
-            speedup=median(each.seconds for each in exact.figures) / median(runs_s),
-            peak_memory_gib=max(peaks, default=None),
-            psnr_db=None if likeness is None else round(likeness.psnr_db, 3),
-            ssim=None if likeness is None or likeness.ssim is None else round(likeness.ssim, 5),
-            latents_error=None if likeness is None else likeness.latents_error,
-            without_effect=self._why_without_effect(setting),
+            name=self.name,
+            changes={key: "none" if value is None else str(value) for key, value in self.changes.items()},
+            stages_s={name: RunTime.over([run.get(name, 0.0) for run in self.stages_s]) for name in self.stages_s[0]},
+            seconds=RunTime.over(self.seconds),
+            evaluations=self.plan.model_evaluations,
+            speedup=fmean(exact.seconds) / fmean(self.seconds),
+            peak_memory_gib=max(self.peaks_gib, default=None),
+            psnr_db=psnr,
+            ssim=similarity,
+            latents_error=latents_error,
         )
 
-    def _why_without_effect(self, setting: _Setting) -> str | None:
-        exact, found = self._settings[0], setting.likeness
-        if found is None or setting.figures[0].evaluations != exact.figures[0].evaluations:
-            return None
-        is_noise = 0 < found.latents_error <= self._exact_error
-        if not (found.is_same or is_noise):
-            return None
-        return why_without_effect(setting.changes, setting.plan, exact.plan)
+
+def _planned(settings: GenerateSettings, tries: Tries, runner: "_Runner") -> tuple[list[_Row], dict[str, str]]:
+    """Return a row for each setting, the exact run first, and why names of the standard set are skipped."""
+    exact = runner.plan(settings)
+    require_weights(exact, runner.reporter)
+    require_room(exact, runner.reporter)
+    # Sums depend on the number of threads, so all rows compute with those of the exact run.
+    exact = exact.with_threads()
+    rows, skipped = [_Row(EXACT, {}, exact)], {}
+    for name, changes in (STANDARD if tries is None else tries).items():
+        try:
+            plan = runner.plan(tried_settings(exact.settings, changes)).with_threads()
+            require_weights(plan, SilentReporter())
+            require_fit(plan)
+        except (OsoraError, ValidationError) as error:
+            if tries is not None:
+                raise
+            skipped[name] = error.message if isinstance(error, OsoraError) else "; ".join(explain(error))
+            continue
+        if tries is None and plan.model_evaluations >= exact.model_evaluations:
+            skipped[name] = f"{plan.model_evaluations} evaluations; the exact run takes {exact.model_evaluations}"
+        else:
+            rows.append(_Row(name, changes, plan))
+    return rows, skipped
 
 
-def _why_left_out(plan: ExecutionPlan, exact: ExecutionPlan, changes: Changes) -> str | None:
-    """Return why a setting of the standard set makes no sense beside this exact run; None: it does."""
-    idle = set(idle_guidance(plan.settings)) & set(changes)
-    if idle:
-        return f"{', '.join(sorted(idle))} has no effect with the distilled model {plan.settings.model.name}"
-    if kernels_of(plan) == kernels_of(exact) and plan.model_evaluations >= exact.model_evaluations:
-        return f"{plan.model_evaluations} evaluations, and the exact run takes {exact.model_evaluations}"
-    return None
+def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
+    """Run all rows `repeats` times, back and forth, so that a machine that slows down favors none of them."""
+    exact, warm, done = None, set(), 0
+    turns = [row for turn in range(repeats) for row in (rows if turn % 2 == 0 else reversed(rows))]
+    try:
+        for row in turns:
+            place = f"run {done + 1} of {len(turns)}: {row.name}"
+            # Runs that differ in sampling alone use the same kernels.
+            kernels = json.dumps(row.plan.settings.model_dump(mode="json", exclude={"sampling"}), sort_keys=True)
+            if kernels not in warm:
+                runner.reporter.note(f"{place}, a few steps to warm up")
+                runner.run(_shortened(row.plan))
+                warm.add(kernels)
+            video, stages_s, peaks_gib = runner.run(row.plan)
+            row.stages_s.append(stages_s)
+            row.peaks_gib += peaks_gib
+            done += 1
+            runner.reporter.note(f"{place}: {row.seconds[-1]:.2f} s")
+            if video is not None and exact is not None and row.likeness[0] is None:
+                # The second exact run is compared with the first: their difference is the noise of this device.
+                with runner.reporter.stage("compare", total=len(video.frames_THWC), unit="frames") as progress:
+                    row.likeness = likeness(video, exact, on_frame=progress.advance)
+            exact = exact or video
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"{done} of {len(turns)} runs were finished; there is no table") from interrupt
+
+
+def _shortened(plan: ExecutionPlan) -> ExecutionPlan:
+    """Return a plan that loads and computes everything in a few steps."""
+    return replace(
+        plan,
+        timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1],
+        picture=plan.picture and _shortened(plan.picture),
+        draft=plan.draft and _shortened(plan.draft),
+        continuation=plan.continuation and _shortened(plan.continuation),
+    )
+
+
+def likeness(video: _Video, exact: _Video, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
+    """Return PSNR, SSIM (None for frames under 11 pixels) and relative error of the latents, to the exact video."""
+    psnrs, ssims = [], []
+    for frame_HWC, exact_HWC in zip(video.frames_THWC, exact.frames_THWC, strict=True):
+        psnrs.append(psnr_db(frame_HWC, exact_HWC))
+        if min(frame_HWC.shape[:2]) >= SSIM_WINDOW:
+            ssims.append(ssim(frame_HWC, exact_HWC))
+        on_frame()
+    difference = norm = 0.0
+    for ours, theirs in zip(video.latents, exact.latents, strict=True):
+        difference += float((ours.double() - theirs.double()).square().sum())
+        norm += float(theirs.double().square().sum())
+    error = math.sqrt(difference / norm) if norm else math.sqrt(difference)
+    return round(fmean(psnrs), 3), round(fmean(ssims), 5) if ssims else None, error
+
+
+class _Runner:
+    """Plans and makes videos in this process; `device` is that of one of several ranks, None for a process alone."""
+
+    def __init__(self, reporter: Reporter, device: torch.device | None, models: LoadedModels) -> None:
+        self.reporter = reporter
+        self.references: Sequence[Reference] = ()
+        self._device = device
+        self._models = models
+        self._ranks: dict[object, generate_ranks.Ranks] = {}
+
+    def plan(self, settings: GenerateSettings) -> ExecutionPlan:
+        """Return the plan of one video; all ranks call it."""
+        return make_plan(settings) if self._device is None else generate_ranks.plan_of_rank(settings, self._device)
+
+    def run(self, plan: ExecutionPlan) -> tuple[_Video | None, dict[str, float], list[float]]:
+        """Make a video; return it (on rank 0), the seconds of its stages, and the peak memory of each rank in GiB.
+
+        All ranks call it. There are no peaks where they cannot be measured.
+        """
+        ranks = None
+        if self._device is not None:
+            if (key := (plan.mesh, plan.exchange)) not in self._ranks:
+                self._ranks[key] = generate_ranks.Ranks(plan.mesh, self._device, plan.exchange)
+            ranks = self._ranks[key]
+        record = RunRecord(self.reporter, keeps_results=False)
+
+        def in_memory(decoded: SampleFrames) -> _Video:
+            frames_THWC = torch.cat([*decoded.pieces()])
+            return _Video(decoded.latents, frames_THWC)
+
+        with Run(reporter=self.reporter, ranks=ranks, models=self._models).lending() as models:
+            plan = models.planned(plan) if ranks is None else plan
+            work = Work(plan, [sample_files(plan.settings, 0)], self.references)
+            with computing(plan, self.reporter):
+                is_measured = start_peak_memory(plan.hardware.device)
+                [videos] = make_videos([work], models, record, finish=in_memory, ranks=ranks)
+                peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
+        if ranks is not None:
+            peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
+        return (videos[0] if videos else None), record.timings_s, peaks

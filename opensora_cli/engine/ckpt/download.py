@@ -11,6 +11,7 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import require_space
+from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, OfflineProblem, fetch, part_of, read_repo
@@ -199,13 +200,25 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
 
     Raises:
         CheckpointError: the Hub cannot be reached, refuses, or sends content with another hash.
-        OutputError: the folder cannot be written, has too little room, or holds other files of these names.
+        OutputError: the folder cannot be written, has too little room, or holds other files of these names; or another
+            process downloads into it.
         KeyboardInterrupt: with how to continue as its argument.
     """
     reporter = reporter or SilentReporter()
     plan = plan_download(settings)
     for line in plan.lines():
         reporter.note(line)
+    if plan.offline:  # nothing is fetched, and the folder may be only for reading
+        return _completed(plan, settings, reporter)
+    doing, hint = f"downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
+    with sole_run(plan.folder / ".osora-download.lock", doing=doing, hint=hint):
+        # What another run has fetched since it was planned is not fetched again.
+        files = (_planned(planned.file, planned.name, plan.folder) for planned in plan.files)
+        return _completed(plan.with_files(files), settings, reporter)
+
+
+def _completed(plan: DownloadPlan, settings: DownloadSettings, reporter: Reporter) -> DownloadPlan:
+    """Check what is here, fetch the rest, and return the plan as done; errors are those of `download`."""
     plan = _checked(plan, reporter)
     others = [str(plan.folder / planned.name) for planned in plan.files if planned.state is State.OTHER]
     if others and not settings.overwrite:

@@ -5,15 +5,18 @@ whenever it was interrupted, and the files are of 24 GB.
 """
 
 import hashlib
+import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from types import MappingProxyType
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -24,12 +27,14 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
     hf_raise_for_status,
 )
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.formatting import format_bytes, plain
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.formatting import format_bytes, plain, without_credentials
 from opensora_cli.core.regular_files import hint_for, open_regular
+from opensora_cli.core.strict_json import MAX_JSON_BYTES, is_too_large
 
 RETRY_AFTER_S = 1.0
 _MAX_FAILURES = 5
+_MAX_REDIRECTS = 10
 _CHUNK_BYTES = 2**20
 _PART_SUFFIX = ".part"
 _COMMIT = re.compile(r"[0-9A-Za-z._-]{1,64}")
@@ -104,12 +109,19 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
     """Ask the Hub for a repository by its owner and name; only files whose names are wanted are among its `files`.
 
     Raises:
+        RequestError: HF_ENDPOINT is no address.
         CheckpointError: there is no such repository, or it is not open to this token.
         ConnectionProblem: the Hub cannot be reached.
         OfflineProblem: no request may be made.
     """
+    if not _is_web_address(constants.ENDPOINT):
+        raise RequestError(
+            f"HF_ENDPOINT={_endpoint()} must be an address of http:// or https://, without query or fragment",
+            hint="unset HF_ENDPOINT, or export HF_ENDPOINT=https://HOST",
+        )
     with _explained(name), _like_the_hub():
-        info = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        found = _metadata(name, f"{constants.ENDPOINT}/api/models/{name}?blobs=true")
+        info = huggingface_hub.ModelInfo(**found)  # type: ignore[no-untyped-call]  # its **kwargs have no types
     commit, card = info.sha or "main", info.card_data or huggingface_hub.ModelCardData()
     if not (isinstance(commit, str) and _COMMIT.fullmatch(commit) and isinstance(card, huggingface_hub.ModelCardData)):
         raise _unlike_the_hub()
@@ -142,6 +154,72 @@ def _file(repo: str, commit: str, name: str, *, size: object, digest: object) ->
     return HubFile(repo=repo, commit=commit, name=name, size=size, digest=str(digest))
 
 
+def _is_web_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        is_plain = url.isprintable() and not {" ", "?", "#", "\\"} & set(url)
+        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
+def _endpoint() -> str:
+    """Return the address of the Hub as it may be printed: it may have a password, and be no address."""
+    return plain(re.sub(r"(?<=://).*@", "<hidden>@", constants.ENDPOINT, flags=re.DOTALL))
+
+
+def _metadata(repo: str, url: str) -> dict[str, Any]:
+    """Return the JSON object at an address of the Hub; a CheckpointError or ValueError if it is another.
+
+    huggingface_hub itself reads any number of bytes.
+    """
+    content = bytearray()
+    with _answer(repo, url, timeout=constants.HF_HUB_ETAG_TIMEOUT) as response:
+        for piece in response.iter_raw():
+            content += piece
+            if len(content) > MAX_JSON_BYTES:
+                raise CheckpointError(
+                    f"{repo}: {_endpoint()} answers with over {MAX_JSON_BYTES:,} bytes of metadata", hint=_CHECK
+                )
+    document = {} if is_too_large(bytes(content)) else json.loads(content)
+    if not document or not isinstance(document, dict):
+        raise _unlike_the_hub()
+    return document
+
+
+@contextmanager
+def _answer(repo: str, url: str, *, timeout: float, headers: Mapping[str, str] = MappingProxyType({})) -> Iterator[Any]:
+    """Open the answer of the Hub to a GET, an `httpx.Response` whose content is not read and not compressed.
+
+    Redirections are followed here, because the HTTP library reads and decompresses the content of each: 2 MB may become
+    gigabytes. The content of errors is not read either.
+
+    Raises the errors of huggingface_hub, which `_explained` knows, and CheckpointError for a compressed answer.
+    """
+    session = get_session()
+    # Compressed, a stream has neither the length nor the positions of the file.
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity", **headers}
+    request = session.build_request("GET", url, headers=headers, timeout=timeout)
+    for _ in range(_MAX_REDIRECTS):
+        response = session.send(request, stream=True, follow_redirects=False)
+        with closing(response):
+            if response.next_request is not None:
+                request = response.next_request
+                continue
+            if response.is_error:
+                response.close()
+            hf_raise_for_status(response)
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise CheckpointError(
+                    f"{repo}: {_endpoint()} sends compressed content ({plain(encoding)}), which was not asked for",
+                    hint=_CHECK,
+                )
+            yield response
+            return
+    raise CheckpointError(f"{repo}: {_endpoint()} redirects more than {_MAX_REDIRECTS} times", hint=_CHECK)
+
+
 @contextmanager
 def _like_the_hub() -> Iterator[None]:
     """Turn what the Hub's client stumbles over in an answer of another form into one line."""
@@ -152,7 +230,7 @@ def _like_the_hub() -> Iterator[None]:
 
 
 def _unlike_the_hub() -> CheckpointError:
-    return CheckpointError(f"{constants.ENDPOINT} does not answer as the Hub does", hint=_CHECK)
+    return CheckpointError(f"{_endpoint()} does not answer as the Hub does", hint=_CHECK)
 
 
 def is_digest(text: str) -> bool:
@@ -231,21 +309,21 @@ def _receive(
 def _chunks(file: HubFile, position: int) -> Iterator[bytes]:
     """Yield the content from `position` on, as it arrives."""
     url = huggingface_hub.hf_hub_url(file.repo, file.name, revision=file.commit)
-    # Compressed, a stream has neither the length nor the positions of the file.
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={position}-"}
+    headers = {"Range": f"bytes={position}-"}
     with (
         _explained(file.repo),
-        get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
+        _answer(file.repo, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
     ):
-        hf_raise_for_status(response)
         # A server without support for ranges sends all of it.
         skipped = position if response.status_code == 200 else 0
         left = file.size - position
-        for chunk in response.iter_bytes():
+        for chunk in response.iter_raw():
             new = chunk[skipped:]
             skipped -= len(chunk) - len(new)
             if len(new) > left:
-                raise CheckpointError(f"{url}: the server sends more than the {file.size} bytes of the file")
+                raise CheckpointError(
+                    f"{without_credentials(url)}: the server sends more than the {file.size} bytes of the file"
+                )
             left -= len(new)
             yield new
         if left:
@@ -263,7 +341,7 @@ def _explained(repo: str) -> Iterator[None]:
         reason = f"{repo} is only given to people who have accepted its terms"
         raise CheckpointError(reason, hint=_how_in(repo)) from error
     except RepositoryNotFoundError as error:
-        reason = f"{repo} is not at {constants.ENDPOINT}, or not public"
+        reason = f"{repo} is not at {_endpoint()}, or not public"
         raise CheckpointError(reason, hint=_how_in(repo)) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
@@ -272,15 +350,16 @@ def _explained(repo: str) -> Iterator[None]:
             raise ConnectionProblem(reason) from error
         raise CheckpointError(reason, hint=_how_in(repo) if status in (401, 403) else None) from error
     except _InvalidURL as error:
-        reason = f"{repo}: {constants.ENDPOINT} names an address that is none ({plain(str(error))})"
+        reason = f"{repo}: {_endpoint()} names an address that is none ({plain(without_credentials(str(error)))})"
         raise CheckpointError(reason, hint=_CHECK) from error
     except _HTTPError as error:
-        reason = f"{repo}: the connection to {constants.ENDPOINT} broke ({plain(str(error)) or type(error).__name__})"
+        cause = plain(without_credentials(str(error))) or type(error).__name__
+        reason = f"{repo}: the connection to {_endpoint()} broke ({cause})"
         raise ConnectionProblem(reason) from error
 
 
 def _how_in(repo: str) -> str:
-    page = f"accept its terms at {constants.ENDPOINT}/{repo}"
+    page = f"accept its terms at {_endpoint()}/{repo}"
     if huggingface_hub.get_token():
         return f"{page} with the account of your token, which must be allowed to read such repositories"
     return f"{page}, then give a token of that account: hf auth login, or HF_TOKEN in the environment"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.strict_json import parse_object
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, is_digest
@@ -114,4 +115,6 @@ def _repo(fields: dict[str, Any]) -> HubRepo:
         raise ValueError("texts are of another type")
     if not all(type(file.size) is int and file.size >= 0 and is_digest(file.digest) for file in files.values()):
         raise ValueError("sizes or hashes are none")
+    if not all(file.name == name and stays_inside(name) for name, file in files.items()):
+        raise ValueError("a file has two names, or is outside the folder")
     return repo

@@ -17,6 +17,7 @@ from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.folder_lock import lock_beside, sole_run
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
@@ -132,8 +133,16 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
     Raises:
         RequestError: the format lacks the name or dtype of a tensor.
         CheckpointError: a source cannot be read.
-        OutputError: the target exists already, is too large for the disk or cannot be written.
+        OutputError: the target exists already, is too large for the disk or cannot be written; or another process
+            writes it.
     """
+    target = product.target
+    doing, hint = f"writes {target}", "wait until it ends, or write to another name"
+    with sole_run(lock_beside(target, target.name), doing=doing, hint=hint):
+        return _write(product, reporter=reporter)
+
+
+def _write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Path, ...]]:
     settings = product.settings
     for line in product.lines():
         reporter.note(line)

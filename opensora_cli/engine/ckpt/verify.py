@@ -13,7 +13,7 @@ from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
 from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
-from opensora_cli.checkpoint.shared_folder import recorded_hashes
+from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
@@ -102,8 +102,12 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         problems += wrong
         if checkpoint is not None and is_whole_training:
             try:
-                for file, digest in recorded_hashes(checkpoint.path).items():
+                recorded = recorded_hashes(checkpoint.path)
+                for file, digest in recorded.items():
                     expected.setdefault(file, set()).add(digest)
+                if recorded:
+                    unhashed = unhashed_files(checkpoint.path, recorded)
+                    problems += [f"{file} has no hash in {RUNNING_STATES_FILE}" for file in unhashed]
             except CheckpointError as error:
                 # Broken JSON has been reported already.
                 problems += [] if error.message in problems else [error.message]
@@ -179,6 +183,11 @@ def _expected_hashes(files: Iterable[Path], indexes: Iterable[ShardIndex]) -> tu
     for index in indexes:
         # Only shards are known to lie in the folder.
         shards = set(index.shard_names)
+        if index.sha256 is None:
+            problems.append(f"{index.path} has a sha256 that is no mapping of shard to hash")
+            continue
+        if index.sha256:
+            problems += [f"{index.path} has no hash for {shown(name)}" for name in sorted(shards - index.sha256.keys())]
         for name, digest in index.sha256.items():
             if name not in shards:
                 problems.append(f"{index.path} has a hash for {shown(name)}, which is none of its shards")

@@ -4,6 +4,7 @@ The attention of a block may exchange with other ranks, or call a library that t
 gradients such attention is one operator of the graph, so that it does not break the graph in two.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.compiled_code import use_private_caches
+from opensora_cli.core.python_processes import safe_environment
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 
@@ -35,7 +38,10 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
     Two calls run uncompiled, and `warn` is called once for each cause: a kind of block that cannot be compiled as a
     whole, and blocks that compute chunks of tokens (`set_sequence_chunk`), since compiled code needs the memory of all
     tokens.
+
+    The compiler caches its files in `private_folder`s. Raises OutputError if other accounts may write to these.
     """
+    _keep_private(backend)
     for stack in repeated_blocks(transformer.config):
         blocks = list(transformer.get_submodule(stack.module_path).children())
         for plain in {type(block) for block in blocks}:
@@ -44,6 +50,19 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
             for block in blocks:
                 if type(block) is plain:
                     block.__class__ = compiled
+
+
+def _keep_private(backend: Backend) -> None:
+    """Keep the compiler from code that other accounts can write, and its processes from code in the working folder."""
+    os.environ.update(safe_environment({}))
+    folder = use_private_caches(os.environ)
+    if backend == "inductor":
+        # This import takes seconds, and few runs need it.
+        from torch._inductor import codecache
+
+        # Torch keeps these in its own folder whatever the variable says. Without them each kernel takes seconds more.
+        codecache._HEADER_DIR = str(folder / "precompiled_headers")
+        codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
 
 
 @cache

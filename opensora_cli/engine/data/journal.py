@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,15 +38,19 @@ class Finding:
     def of_values(cls, values: dict[str, Any]) -> "Finding":
         """Return the finding of a line of the journal."""
         sizes, fps = [values[name] for name in _FACTS[:-1]], values["fps"]
-        if not (all(type(size) is int and size > 0 for size in sizes) and isinstance(fps, int | float | None)):
-            raise ValueError("sizes or the rate are none")
+        if not all(type(size) is int and 0 < size < 2**31 for size in sizes):
+            raise ValueError("sizes are none")
+        if fps is not None and not (type(fps) in (int, float) and 0 < fps < math.inf):
+            raise ValueError("the rate is none")
+        if not isinstance(values["path"], str):
+            raise ValueError("the path is none")
         facts = MediaFacts(**{name: values[name] for name in _FACTS})
         return cls(
             path=values["path"],
             size=values["size"],
             mtime_ns=values["mtime_ns"],
             facts=facts,
-            is_deep=values.get("deep", False),
+            is_deep=values.get("deep") is True,
         )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
+from opensora_cli.core.files import require_there
+from opensora_cli.core.folder_lock import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading
 from opensora_cli.core.strict_json import is_unicode
@@ -80,13 +82,20 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
 
     Raises:
         FileProblem: the folder is missing, or has neither pictures nor videos.
-        OutputError: the table exists and is not as a scan left it, or cannot be written.
+        OutputError: the table exists and is not as a scan left it, or cannot be written; or another process writes it.
         HardwareError: the table is parquet, and pyarrow is not installed.
         KeyboardInterrupt: its argument is how to continue.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
     check_table_name(table)
+    require_there(str(folder))
+    doing, hint = f"writes {table}", "wait until it ends, or use another --out"
+    with sole_run(lock_beside(table, table.name), doing=doing, hint=hint):
+        return _scan(folder, table, settings, reporter=reporter or SilentReporter())
+
+
+def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Reporter) -> ScanResult:
     journal = ScanJournal(table)
     if settings.overwrite:
         journal.discard()
@@ -98,7 +107,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
         )
     closed: list[BrokenFile] = []
     files = media_files(folder, unread=lambda place, reason: closed.append(BrokenFile(path=str(place), reason=reason)))
-    found, read = _find(files, journal, settings, reporter=reporter or SilentReporter())
+    found, read = _find(files, journal, settings, reporter=reporter)
     rows, broken = _rows(found)
     write_table(table, COLUMNS, rows, on_written=journal.expect)
     journal.finish([each for each in found if isinstance(each, Finding)])

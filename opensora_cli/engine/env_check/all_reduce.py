@@ -12,12 +12,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from opensora_cli.core.left_overs import temporary_folder
+from opensora_cli.core.python_processes import python_command, safe_environment
 from opensora_cli.engine.env_check.report import Check, Finding
 
 _CHECK = Check("all-reduce")
 _POLL_S = 0.05
 # By its path, and without putting its folder on the path: it needs nothing but torch.
-_WORKER = (sys.executable, "-P", str(Path(__file__).with_name("all_reduce_worker.py")))
+_WORKER = tuple(python_command(str(Path(__file__).with_name("all_reduce_worker.py"))))
 
 
 class Outcome(StrEnum):
@@ -84,7 +85,7 @@ def _running(
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env=dict(environment),
+                    env=safe_environment(environment),
                     start_new_session=True,
                 )
             processes.append(process)

@@ -2,9 +2,10 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import cache
+
+from opensora_cli.core.python_processes import python_command, safe_environment
 
 _DEBUG, _LOGS = "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS"
 
@@ -21,8 +22,8 @@ def _is_imported_with(loggers: str) -> bool:
 
     Also where no process can be started: the import will show it.
     """
-    environment = {**os.environ, _LOGS: loggers, _DEBUG: "OFF"}
-    command = [sys.executable, "-c", "import torch"]
+    environment = safe_environment({**os.environ, _LOGS: loggers, _DEBUG: "OFF"})
+    command = python_command("-c", "import torch")
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     except (OSError, ValueError):

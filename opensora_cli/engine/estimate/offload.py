@@ -194,10 +194,14 @@ def choose_offload(
     most = int(budget * (1 - _HEADROOM))
 
     def first_fitting(candidates: Iterable[OffloadPlan], stage: str) -> OffloadPlan:
-        for candidate in candidates:
-            if all(each.total_bytes <= most for each in estimate(candidate) if each.name == stage):
-                break
-        return candidate
+        def fits(candidate: OffloadPlan) -> bool:
+            return all(each.total_bytes <= most for each in estimate(candidate) if each.name == stage)
+
+        plans = tuple(candidates)
+        if len(plans) == 1 or fits(plans[0]):
+            return plans[0]
+        # Each takes less than the one before, and there may be thousands. The last is taken in any case.
+        return plans[1 + bisect_left(plans[1:-1], True, key=fits)]
 
     # Where latents are only decoded, nothing is said of a transformer.
     if any(stage.name == DENOISE for stage in estimate(plan)):

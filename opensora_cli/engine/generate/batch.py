@@ -238,7 +238,7 @@ class _Batch:
     def _make_group(self, jobs: Sequence[_Job]) -> None:
         """Make rows together, each of which is finished, or fails, by itself."""
         start = time.perf_counter()
-        with Claims() as claims:
+        with Claims(repeats=True) as claims:
             works: dict[Work, _Job] = {}
             for job in jobs:
                 with self._failing_job(job):

@@ -1,6 +1,5 @@
 """From latents to results: decode, and save what is decoded as it comes, or hold it in memory."""
 
-import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +22,11 @@ from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, me
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.engine.generate.targets import SampleFiles, last_frame_path, read_made
+from opensora_cli.engine.generate.targets import SampleFiles, is_begun, last_frame_path, read_made
 from opensora_cli.engine.generate.work import Clip
 from opensora_cli.media.resize import to_uint8
-from opensora_cli.media.write import write_media
+from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.enums import OutputFormat
 
 V = TypeVar("V")
 
@@ -269,7 +267,7 @@ def _decode_for_rank_0(plan: ExecutionPlan, clips: Sequence[Clip], vae: Autoenco
 
 
 def save(decoding: SampleFrames) -> GeneratedVideo:
-    """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither.
+    """Write a result, each piece of it as soon as it is decoded, with its sidecar and extras; all or nothing.
 
     Then the latents that were saved for it are removed.
     """
@@ -300,7 +298,7 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
     record.complete(sample.media, sample.latents if stop is None else None)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {len(plan.timesteps) - 1}"
-        record.reporter.note(f"{where}: go on with osora generate --resume {shlex.quote(str(sample.latents))}")
+        record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = decoding.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, record.reporter, made_first=plan.picture is not None)
     return GeneratedVideo(
@@ -317,17 +315,12 @@ def write_video(
 ) -> None:
     """Write a result and its sidecar, which has the `figures` that are known once all pieces are written.
 
-    Both or neither; see `write_media`, whose errors these are. Then the last frame, if it is to be kept.
+    All or nothing, the last frame, too, if it is to be kept; see `write_media`, whose errors these are.
     """
-    settings, tags = plan.settings, media_tags(plan, sample)
-    last_1HWC: list[torch.Tensor] = []
-
-    def watched() -> Iterator[torch.Tensor]:
-        for piece_THWC in pieces_tHWC:
-            if settings.output.last_frame:
-                last_1HWC[:] = [piece_THWC[-1:].clone()]
-            yield piece_THWC
-            del piece_THWC
+    settings, output = plan.settings, plan.settings.output
+    last_frame = None
+    if output.last_frame:
+        last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(settings, sample))
 
     def describe(num_bytes: int) -> dict[str, object] | None:
         if sample.sidecar is None:
@@ -345,18 +338,16 @@ def write_video(
         )
 
     write_media(
-        watched(),
+        pieces_tHWC,
         sample.target,
         fps=settings.video.fps,
         format=settings.output_format,
-        metadata=tags,
+        metadata=media_tags(plan, sample),
         # Also where another run has used the name in the hours since the first check.
-        replace=settings.output.overwrite,
+        replace=output.overwrite,
         describe=describe,
+        last_frame=last_frame,
     )
-    if last_1HWC:
-        path, png = last_frame_path(sample.target), OutputFormat.PNG
-        write_media(last_1HWC, path, fps=1, format=png, metadata=tags, replace=settings.output.overwrite)
 
 
 def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:

@@ -230,7 +230,7 @@ class _Saver:
             {"sampling.stop_at": None, "output.explore": False}
         )
         request = self._sample.request_sha256
-        with self._record.keeping(self._path, is_begun=steps is not None):
+        with self._record.keeping(self._path, self._sample, is_begun=steps is not None):
             save_latents(
                 self._path,
                 latents_CTHW,

@@ -1,6 +1,5 @@
 """What `osora generate` returns: its plan with `--dry-run`, else its result."""
 
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -326,11 +325,12 @@ class ExploredSeed(Document):
     """That these have been through; None: all."""
     preview: Path | None
     """An animation of what was predicted last; None: there is none."""
+    command: str = Field(exclude=True)
+    """What finishes it."""
 
     def line(self) -> str:
-        """Return the command that finishes it."""
-        option = "--from-latents" if self.steps is None else "--resume"
-        return f"osora generate {option} {shlex.quote(str(self.state))}  # seed {self.seed}"
+        """Return the command that finishes it, with its seed."""
+        return f"{self.command}  # seed {self.seed}"
 
 
 class GenerateResult(Document):

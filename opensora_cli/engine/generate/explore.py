@@ -37,7 +37,10 @@ def explored_of(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> tuple[Expl
         steps = sample.saved_steps if is_made(plan, sample) else plan.settings.sampling.stop_at
         preview = preview_path(sample.target)
         there = preview if preview.is_file() else None
-        explored.append(ExploredSeed(seed=sample.seed, state=sample.latents, steps=steps, preview=there))
+        command = sample.command(sample.latents, is_begun=steps is not None)
+        explored.append(
+            ExploredSeed(seed=sample.seed, state=sample.latents, steps=steps, preview=there, command=command)
+        )
     return tuple(explored)
 
 

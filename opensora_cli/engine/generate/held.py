@@ -16,7 +16,7 @@ from opensora_cli.engine.generate.decode import (
 )
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.outputs import check_outputs, first_picture, sample_settings
-from opensora_cli.engine.generate.targets import Claims, SampleFiles, find_target, sample_files
+from opensora_cli.engine.generate.targets import Claims, SampleFiles, find_target, remove_latents, sample_files
 from opensora_cli.settings.generate import GenerateSettings
 
 
@@ -66,7 +66,7 @@ class HeldVideo:
             write_video([self.frames_THWC], plan, sample, figures)
             if sample.saved is not None and sample.latents is not None:
                 # Of a run of the same request that did not finish.
-                sample.latents.unlink(missing_ok=True)
+                remove_latents(sample.latents)
         return GeneratedVideo(
             path=sample.media,
             sidecar=sample.sidecar,

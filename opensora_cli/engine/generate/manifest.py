@@ -10,7 +10,8 @@ from typing import Any, Self
 from opensora_cli.checkpoint.stream import write_all
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
-from opensora_cli.core.folder_lock import locked_file
+from opensora_cli.core.folder_lock import sole_run
+from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.media.results import result_bytes
@@ -47,10 +48,13 @@ class Manifest:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise self._problem(error) from error
-            if not self._open.enter_context(locked_file(folder / f".osora-{self.path.name}.lock")):
-                raise OutputError(
-                    f"another run writes {self.path}", hint="wait until it ends, or give each run its --shard"
+            self._open.enter_context(
+                sole_run(
+                    folder / f".osora-{self.path.name}.lock",
+                    doing=f"writes {self.path}",
+                    hint="wait until it ends, or give each run its --shard",
                 )
+            )
             for path in sorted(folder.glob("manifest*.jsonl")):
                 for line in self._whole_lines(path):
                     self._read(line)
@@ -101,11 +105,13 @@ class Manifest:
         try:
             values: Any = json.loads(line)
             key, status = values["key"], values["status"]
-            results = [(str(each["path"]), int(each["bytes"])) for each in values.get("outputs", ())]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            results = [(each["path"], each["bytes"]) for each in values.get("outputs", ())]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
         if status == DONE and isinstance(key, str):
-            self._done[key] = results
+            self._done.pop(key, None)
+            if results and all(stays_inside(path) and type(size) is int for path, size in results):
+                self._done[key] = results
 
     def _whole_lines(self, path: Path) -> Iterator[bytes]:
         """Yield the lines of a manifest; what a crash cut off in this process's own is removed from it."""

@@ -27,6 +27,7 @@ from opensora_cli.engine.generate.targets import (
     Claims,
     SampleFiles,
     find_target,
+    is_begun,
     last_frame_path,
     read_made,
 )
@@ -109,7 +110,8 @@ def refuse_pictures(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> None:
     if settings.output.overwrite:
         return
     for sample in files if settings.output.last_frame else ():
-        refuse_existing(last_frame_path(sample.target), None)
+        if not is_begun(settings, sample):
+            refuse_existing(last_frame_path(sample.target), None)
     for picture in picture_files(plan, files) if plan.picture is not None and settings.picture.save else ():
         if not picture.made_before:
             refuse_existing(picture.media, picture.sidecar)

@@ -2,12 +2,11 @@
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat, device_is_gpu
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
@@ -26,7 +24,7 @@ from opensora_cli.engine.generate.plan import make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
     DeviceType,
     agreed,
@@ -51,7 +49,7 @@ from opensora_cli.settings.enums import DType
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import GpuSettings
-from opensora_cli.settings.load import MACHINE_KEYS, SIDECAR_SCHEMA, GenerateRequest
+from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
 
 _HOST = torch.device("cpu")
 _LONGEST = timedelta(days=30)
@@ -244,11 +242,9 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = (), comman
     """
     with log_folder(command) as log_dir:
         request = _ranks_to_start(settings, log_dir)
-        saved, values = log_dir / "settings.json", settings.model_dump(mode="json")
-        write_json_atomic(saved, {"schema": SIDECAR_SCHEMA, "settings": values})
-        # In a file, these would give way to the environment.
-        final = [f"--set={key}={_as_text(values, key)}" for key in sorted(MACHINE_KEYS)]
-        launch(request, [command, "--from", str(saved), *final, *flags])
+        values = settings.model_dump(mode="json")
+        saved = write_settings(log_dir, {"schema": SIDECAR_SCHEMA, "settings": values})
+        launch(request, [command, "--from", str(saved), *flags])
 
 
 def start_ranks_of_rows(settings: GenerateSettings, arguments: Sequence[str]) -> None:
@@ -369,11 +365,3 @@ def plan_of_rank(settings: GenerateSettings, device: torch.device) -> ExecutionP
     """
     hardware = rank_hardware(settings, device=str(device))
     return make_plan(settings, hardware=replace(hardware, free_bytes=least(hardware.free_bytes)))
-
-
-def _as_text(values: Mapping[str, Any], key: str) -> str:
-    section, name = key.split(".")
-    value = values[section][name]
-    if value is None:
-        return "none"
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -8,13 +8,12 @@ import importlib.resources
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
 from opensora_cli.core.files import user_cache, write_json_atomic
-from opensora_cli.core.formatting import escaped
+from opensora_cli.core.formatting import escaped, is_harmful
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_json_object, read_text
 from opensora_cli.engine.generate.chat import ChatServer, ServerProblem
@@ -188,10 +187,10 @@ def _jpeg_of(path: str | Path) -> bytes:
 
 def _read_prompt(answer: str) -> str:
     """Return the prompt in an answer; ValueError if there is none."""
-    text = " ".join(_THOUGHTS.sub("", answer).split())
+    kept = (each for each in _THOUGHTS.sub("", answer) if each.isspace() or not is_harmful(each))
+    text = " ".join("".join(kept).split())
     if text.startswith("<think>"):
         raise ValueError("an answer that ends within its thoughts")
-    text = "".join(character for character in text if unicodedata.category(character) != "Cc")
     if text[:1] + text[-1:] in _QUOTES and not {text[0], text[-1]} & set(text[1:-1]):
         text = text[1:-1].strip()
     if not text:

@@ -35,8 +35,7 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     if resume is not None and request.saved is None:
         request = dataclasses.replace(request, saved=_settings_in(str(resume.value)))
     elif from_latents is not None and request.saved is None:
-        source = str(from_latents.value)
-        saved = SavedSettings(source=source, values=open_latents(source).settings)
+        saved = dataclasses.replace(_settings_in(str(from_latents.value)), decodes=True)
         refuse_sampled(request.overrides, saved.values)
         request = dataclasses.replace(request, saved=saved)
     runtime = load_runtime_settings(request)
@@ -45,17 +44,16 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     return settings, f"model: {model} ({reason})" if runtime.model_choice is ModelChoice.AUTO else None
 
 
-def _settings_in(state: str) -> SavedSettings:
-    """Return the settings that began a state, for a result beside it."""
-    saved = open_latents(state)
+def _settings_in(latents: str) -> SavedSettings:
+    """Return the settings that made saved latents, whose result goes beside them, under their name."""
+    saved = open_latents(latents)
     try:
         settings = GenerateSettings.model_validate(dict(saved.settings))
     except ValueError as error:
-        raise CheckpointError(f"{state} holds settings that this version of osora does not know") from error
-    place = Path(state)
+        raise CheckpointError(f"{latents} holds settings that this version of osora does not know") from error
+    place = Path(latents)
     name = f"{place.name.removesuffix(LATENTS_ENDING)}.{settings.output_format}"
-    output = settings.output.replace({"path": str(place.with_name(name))}).model_dump(mode="json")
-    return SavedSettings(source=state, values={**saved.settings, "output": output})
+    return SavedSettings(source=latents, values=saved.settings, output=place.with_name(name))
 
 
 def refuse_data_parallel(settings: GenerateSettings) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
@@ -46,7 +47,7 @@ from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_data_parallel, resolve_generate_settings
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
+from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame_path, sample_files
 from opensora_cli.engine.generate.work import Work
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
@@ -249,8 +250,17 @@ def _agreed(
 def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
     """Return the result of a run that has nothing to compute."""
     for sample in files:
-        reporter.note(f"made before by the same request: {sample.media} (--overwrite makes it again)")
+        # Its run may have been killed right after it.
+        remove_left(sample.media.parent)
+        _note_made(plan, sample, reporter, " (--overwrite makes it again)")
     return _result_of(plan, [GeneratedVideo.of_earlier_run(plan, sample) for sample in files])
+
+
+def _note_made(plan: ExecutionPlan, sample: SampleFiles, reporter: Reporter, again: str) -> None:
+    reporter.note(f"made before by the same request: {sample.media}{again}")
+    last_frame = last_frame_path(sample.target)
+    if plan.settings.output.last_frame and not last_frame.exists():
+        reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
 
 
 def _result_of(plan: ExecutionPlan, kept: Sequence[GeneratedVideo]) -> GenerateResult:
@@ -292,7 +302,7 @@ def begin(plan: ExecutionPlan, run: Run, claims: Claims) -> Begun:
     for sample in chosen:
         if sample.made_before:
             again = "" if files else " (--overwrite makes it again)"
-            run.reporter.note(f"made before by the same request: {sample.media}{again}")
+            _note_made(plan, sample, run.reporter, again)
             kept.append(GeneratedVideo.of_earlier_run(plan, sample))
         elif sample.saved is not None and plan.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"

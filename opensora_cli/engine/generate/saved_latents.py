@@ -14,6 +14,8 @@ from safetensors.torch import save
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.reading import require_schema
+from opensora_cli.core.strict_json import parse_object
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.targets import REQUEST_KEY, STEPS_KEY, steps_in
 from opensora_cli.settings.generate import GenerateSettings
@@ -106,8 +108,10 @@ def open_latents(path: str | Path) -> SavedLatents:
     require_latents(path)
     with _opened_latents(path) as file:
         metadata: dict[str, str] = file.metadata() or {}
-        if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
+        schema = metadata.get("schema", "")
+        if not schema.startswith("osora.latents/") or _KEY not in set(file.keys()):
             raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
+        require_schema(metadata, LATENTS_SCHEMA, path, problem=CheckpointError, hint=LATENTS_HINT)
         dtype = file.get_slice(_KEY).get_dtype()
         if dtype not in _DTYPES:
             raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
@@ -135,9 +139,6 @@ def _opened_latents(path: str | Path) -> Iterator[Any]:
 
 def _settings_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        settings: object = json.loads(metadata["settings"])
-    except (KeyError, ValueError, RecursionError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} does not say which settings made it", hint=LATENTS_HINT)
-    return settings
+        return parse_object(metadata["settings"].encode("utf-8", "surrogatepass"))
+    except (KeyError, ValueError):
+        raise CheckpointError(f"{path} does not say which settings made it", hint=LATENTS_HINT) from None

@@ -1,6 +1,5 @@
 """The stages of a run: shown, timed, and what is left when one ends early."""
 
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
-from opensora_cli.engine.generate.targets import SampleFiles
+from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
 from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
 
@@ -39,7 +38,7 @@ class RunRecord:
         self._files: Sequence[SampleFiles] = ()
         self._may_repeat = False
         self._finished: list[Path] = []
-        self._kept_latents: dict[Path, bool] = {}
+        self._kept_latents: dict[Path, tuple[SampleFiles, bool]] = {}
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -87,10 +86,10 @@ class RunRecord:
             yield
 
     @contextmanager
-    def keeping(self, latents: Path, *, is_begun: bool = False) -> Iterator[None]:
-        """Remember latents that the block saves, whose result is not there yet; `is_begun`: nor all steps."""
+    def keeping(self, latents: Path, sample: SampleFiles, *, is_begun: bool = False) -> Iterator[None]:
+        """Remember latents that the block saves of a sample without a result; `is_begun`: nor have they all steps."""
         # First: an interruption may come before the call that makes the file returns.
-        self._kept_latents[latents] = is_begun
+        self._kept_latents[latents] = sample, is_begun
         yield
         report_left(self._what_is_left)
 
@@ -99,7 +98,7 @@ class RunRecord:
         if self.keeps_results:
             self._finished.append(result)
         if latents is not None:
-            latents.unlink(missing_ok=True)
+            remove_latents(latents)
             self._kept_latents.pop(latents, None)
         report_left(self._what_is_left)
 
@@ -112,7 +111,7 @@ class RunRecord:
         """
         self._files, self._may_repeat = files, may_repeat
         self._kept_latents |= {
-            sample.saved: sample.saved_steps is not None for sample in files if sample.saved is not None
+            sample.saved: (sample, sample.saved_steps is not None) for sample in files if sample.saved is not None
         }
         report_left(self._what_is_left)
         try:
@@ -133,15 +132,12 @@ class RunRecord:
     def _what_is_left(self) -> list[str]:
         finished = [f"finished: {path}" for path in self._finished]
         # Those that were being saved when the run ended may not exist.
-        there = {path: is_begun for path, is_begun in self._kept_latents.items() if path.is_file()}
-        kept = [
-            f"go on with: osora generate {'--resume' if is_begun else '--from-latents'} {shlex.quote(str(path))}"
-            for path, is_begun in there.items()
-        ]
+        there = {path: kept for path, kept in self._kept_latents.items() if path.is_file()}
+        kept = [f"go on with: {sample.command(path, is_begun=is_begun)}" for path, (sample, is_begun) in there.items()]
         rest = len(self._files) - len(finished) - len(there)
         if not (finished or kept) or rest <= 0:
             return [*finished, *kept]
-        begun = sum(there.values())
+        begun = sum(is_begun for _, is_begun in there.values())
         counts = {"finished": len(finished), "with saved latents": len(there) - begun, "begun": begun}
         states = [f"{count} {state}" for state, count in counts.items() if count or state == "finished"]
         line = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"

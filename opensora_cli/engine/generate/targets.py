@@ -1,24 +1,25 @@
 """The names of results: which are free, claimed, or made before by the same request. Needs no torch."""
 
-import hashlib
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.folder_lock import locked_file
+from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, OutputError
+from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import in_the_way, is_there, read_sidecar, refuse_existing, result_bytes, sidecar_path
 from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMA
+from opensora_cli.settings.load import SIDECAR_SCHEMA, usual_settings
+from opensora_cli.settings.saved import flags_again
 
 REQUEST_KEY = "request_sha256"
 """Of sidecars and saved latents: the hash of everything that decides their bits."""
@@ -32,6 +33,8 @@ LATENTS_ENDING = ".latents.safetensors"
 class SampleFiles:
     """The files of one sample."""
 
+    settings: GenerateSettings = field(repr=False, compare=False)
+    """Of its run."""
     index: int
     seed: int
     target: Path
@@ -59,6 +62,13 @@ class SampleFiles:
     def noise_seed(self) -> int:
         """The seed of its noise: its own, and of segment k 10,000·k more, which is more than a run has samples."""
         return self.seed + self.segment * _SEEDS_PER_SEGMENT
+
+    def command(self, latents: Path, *, is_begun: bool) -> str:
+        """Return the command that goes on from saved latents, with the flags that no file brings."""
+        usual = usual_settings(self.settings.model.name)
+        option = "--resume" if is_begun else "--from-latents"
+        flags = flags_again(self.settings, usual, decodes=not is_begun)
+        return " ".join(["osora generate", option, shlex.quote(str(latents)), *flags])
 
     @property
     def is_free(self) -> bool:
@@ -92,6 +102,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
     media = media_path(target, format=kind, num_frames=settings.video.num_frames)
     keeps_latents = output.save_latents and settings.from_latents is None
     return SampleFiles(
+        settings=settings,
         index=index,
         number=number,
         seed=seed,
@@ -108,6 +119,15 @@ def last_frame_path(video: Path) -> Path:
     return video.with_name(f"{video.stem}.last.png")
 
 
+def remove_latents(latents: Path) -> None:
+    """Remove the saved latents of a result that is complete; where that is not possible, that is a warning."""
+    try:
+        latents.unlink(missing_ok=True)
+    except OSError as error:
+        message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
+        warnings.warn(message, OsoraWarning, stacklevel=2)
+
+
 def preview_path(target: Path) -> Path:
     """Return where the latest preview of a sample is kept."""
     return target.with_name(f"{target.stem}.preview.gif")
@@ -119,26 +139,51 @@ def sheet_path(first: Path) -> Path:
 
 
 class Claims:
-    """Names that this process has to itself until the block ends; of other processes of osora only one gets each."""
+    """Names and requests that this process has to itself until the block ends; one process of osora gets each.
 
-    def __init__(self) -> None:
-        self._locks = ExitStack()
+    Args:
+        repeats: whether a request that another process has is made here, too, under the next name. Several devices may
+            meet rows of one file that ask for the same.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._repeats = repeats
+        self._names, self._requests = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        self._locks.close()
+        # In this order: who gets a request finds the names of those that have finished it.
+        with self._requests:
+            self._names.close()
 
     @contextmanager
     def looking_at(self, sample: SampleFiles) -> Iterator[Callable[[], object] | None]:
         """Yield what keeps the names of a sample beyond the block; None where another process has them."""
-        # Not the name itself, which may already be as long as the file system allows.
-        # Results of one name in several formats have the same latents.
-        digest = hashlib.sha256(sample.target.stem.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         with ExitStack() as here:
-            is_ours = here.enter_context(locked_file(sample.media.with_name(f".osora-{digest}.lock")))
-            yield (lambda: self._locks.push(here.pop_all())) if is_ours else None
+            is_ours = here.enter_context(locked_file(_name_lock(sample)))
+            yield (lambda: self._names.push(here.pop_all())) if is_ours else None
+
+    @contextmanager
+    def requesting(self, sample: SampleFiles) -> Iterator[Callable[[], object]]:
+        """Yield what keeps the request of a sample, by the first of its names, beyond the block.
+
+        Raises OutputError if another process has it, unless this one repeats.
+        """
+        lock = lock_beside(sample.media, f"{sample.request_sha256} {sample.media.name}")
+        with ExitStack() as here:
+            if not here.enter_context(locked_file(lock)) and not self._repeats:
+                raise OutputError(
+                    f"another run is making the same result in {sample.media.parent}: {lock_holder(lock)}",
+                    hint="wait until it ends, or use another --out",
+                )
+            yield lambda: self._requests.push(here.pop_all())
+
+
+def _name_lock(sample: SampleFiles) -> Path:
+    """Return the lock file of a sample's name: results of one name in several formats have the same latents."""
+    return lock_beside(sample.media, sample.target.stem)
 
 
 def find_target(
@@ -149,17 +194,35 @@ def find_target(
     What it has begun are saved latents. A name in a folder that another request has taken gives way to the next one; a
     file that was named is never given another name. To overwrite replaces what the same request has made, else the
     first name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims` are
-    given, and their folder is there then. With `remake` nothing counts as made before or begun.
+    given, and in a folder the request is, too; the folder is there then. With `remake` nothing counts as made before or
+    begun.
 
     Raises:
         CheckpointError: what is to be resumed is of another request.
-        OutputError: a named file, its sidecar, or its latents are there from another request; or no file can have such
-            a name.
+        OutputError: a named file, its sidecar, or its latents are there from another request; or another process makes
+            them; or no file can have such a name.
     """
-    output = settings.output
-    is_named = output.named_format is not None or output.name_from is NameFrom.PROMPT
-    has_one_name = is_named or output.overwrite
     request = request_sha256(settings.sampling.seed + index)
+    if claims is None or _is_named(settings):
+        return _find_target(settings, index, request, claims=claims, remake=remake)
+    first = replace(sample_files(settings, index), request_sha256=request)
+    with claims.requesting(first) as keep:
+        sample = _find_target(settings, index, request, claims=claims, remake=remake)
+        if not sample.made_before:
+            keep()
+        return sample
+
+
+def _is_named(settings: GenerateSettings) -> bool:
+    return settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
+
+
+def _find_target(
+    settings: GenerateSettings, index: int, request: str, *, claims: Claims | None, remake: bool
+) -> SampleFiles:
+    output = settings.output
+    is_named = _is_named(settings)
+    has_one_name = is_named or output.overwrite
     names: Iterator[SampleFiles] = (sample_files(settings, index, number=number) for number in count(1))
     if output.overwrite and not is_named:
         names = iter([_own_files(settings, index, request)])
@@ -169,7 +232,8 @@ def find_target(
             if keep is None:
                 if has_one_name:
                     raise OutputError(
-                        f"{sample.media} is being made by another run", hint="wait until it ends, or use another --out"
+                        f"{sample.media} is being made by another run: {lock_holder(_name_lock(sample))}",
+                        hint="wait until it ends, or use another --out",
                     )
                 continue
             if settings.resume is not None:
@@ -228,6 +292,15 @@ def read_made(sample: SampleFiles) -> Mapping[str, Any]:
         return document if document.get("bytes") == result_bytes(sample.media) else {}
     except OSError:
         return {}
+
+
+def is_begun(settings: GenerateSettings, sample: SampleFiles) -> bool:
+    """Return whether an earlier run of the same request began a result and did not finish it: it left the sidecar, or
+    the latents that this run goes on from. Extras that are there are of that run, too.
+    """
+    if sample.saved is not None and settings.from_latents is None:
+        return True
+    return not is_there(sample.media) and _described(sample).get(REQUEST_KEY) == sample.request_sha256
 
 
 def _described(sample: SampleFiles) -> Mapping[str, Any]:

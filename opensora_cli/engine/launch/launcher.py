@@ -1,7 +1,8 @@
 """Starts the ranks of a run on this machine, watches them, and ends them all when one fails.
 
-A rank gets the environment that torchrun gives, so that `--gpus 2` and `torchrun -m opensora_cli` are the same to it.
-Ranks of several machines are started by torchrun or srun, and recognised in `core.ranks`.
+A rank gets the environment that torchrun gives, but for the store: ranks meet by a file in a private folder, since each
+account of the machine can write to a store that listens on a port. Ranks of several machines are started by torchrun or
+srun, and recognised in `core.ranks`.
 
 Why not `torch.distributed.elastic.multiprocessing` (torch 2.13)? Tried with `start_processes`, two ranks, and one of
 them killed, two promises could not be kept:
@@ -17,24 +18,24 @@ Without `wait` and `close` little more than `subprocess.Popen` would be left of 
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
+from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.folder_lock import remove_locks_of
-from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_name
+from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_folder, temporary_name
+from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
+from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
 from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import failures
@@ -43,8 +44,7 @@ from opensora_cli.engine.launch.process import RankProcess
 from opensora_cli.engine.launch.rank import DeviceType
 from opensora_cli.settings.devices import DeviceSettings
 
-COMMAND = (sys.executable, "-m", "opensora_cli")
-_STORE_S = 300.0
+COMMAND = tuple(module_command("opensora_cli"))
 _LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
 _OF_LAUNCHER = ".launcher"
@@ -83,7 +83,7 @@ class LaunchRequest:
             raise RequestError(
                 f"parallel.nnodes={parallel.nnodes}, and ranks are started here on this machine only",
                 hint=f"on each machine: torchrun --nnodes {parallel.nnodes} --nproc-per-node {gpus} --rdzv-backend "
-                "c10d --rdzv-endpoint HOST:29500 -m opensora_cli ... (srun does it, too)",
+                "c10d --rdzv-endpoint HOST:29500 --no-python osora ... (srun does it, too)",
             )
         return cls(gpus=gpus, device_type=device_type, log_dir=log_dir, devices=parallel.devices, output_dir=output_dir)
 
@@ -167,10 +167,9 @@ def launch(
         request.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make the folder of log files {request.log_dir}: {error.strerror}") from error
-    store = _open_store()
-    with _Run(pace, output_dir=request.output_dir) as run:
+    with temporary_folder() as private, _Run(pace, output_dir=request.output_dir) as run:
         try:
-            run.start(request, [*command, *arguments], port=store.port)
+            run.start(request, [*command, *arguments], store=private / "store")
             failure = run.first_failure()
         except KeyboardInterrupt:
             run.end(finish_s=pace.finish_s)
@@ -183,22 +182,11 @@ def launch(
             raise RankFailure(failure.message, hint="\n".join(hints) or None, exit_code=failure.exit_code)
 
 
-def _open_store() -> TCPStore:
-    """Return the store by which the ranks meet, at a free port.
-
-    It lives in this process, so that a rank that dies does not take it along. Left to itself it would listen at all
-    addresses of the machine, and whoever reaches it can write to it.
-    """
-    with socket.create_server((_LOOPBACK, 0)) as server:
-        port, descriptor = server.getsockname()[1], server.detach()
-    limit = timedelta(seconds=_STORE_S)
-    return TCPStore(_LOOPBACK, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
-
-
 @contextmanager
 def log_folder(name: str) -> Iterator[Path]:
     """Yield a new folder for log files, which is kept only if a failure's message names it.
 
+    No other account can look into it: what ranks print, and their settings, may have prompts in them.
     Those of launchers that were killed are removed. Raises OutputError if it cannot be made.
     """
     parent = Path(tempfile.gettempdir())
@@ -208,7 +196,8 @@ def log_folder(name: str) -> Iterator[Path]:
     folder = parent / f"osora-{name}-{secrets.token_hex(4)}"
     running = folder / _OF_LAUNCHER
     try:
-        running.mkdir(parents=True)
+        folder.mkdir(mode=0o700)
+        running.mkdir()
         (running / temporary_name()).touch()
     except OSError as error:
         raise OutputError(f"cannot make the folder of log files {folder}: {error.strerror}") from error
@@ -220,6 +209,14 @@ def log_folder(name: str) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(running if is_named else folder, ignore_errors=True)
+
+
+def write_settings(log_dir: Path, document: object) -> Path:
+    """Write what the ranks are to do to a file beside their logs, for this account alone, and return its path."""
+    path = log_dir / "settings.json"
+    write_json_atomic(path, document)
+    path.chmod(0o600)
+    return path
 
 
 class _Run:
@@ -244,9 +241,9 @@ class _Run:
             remove_left_by(pids, folder)
             remove_locks_of(pids, folder)
 
-    def start(self, request: LaunchRequest, command: Sequence[str], *, port: int) -> None:
-        """Start all ranks; `port` is that of their store."""
-        shared = _environment(request, port)
+    def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
+        """Start all ranks; `store` is the file by which they meet."""
+        shared = _environment(request, store)
         for number in range(request.gpus):
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
             log = request.log_dir / f"rank{number}.log"
@@ -357,29 +354,26 @@ class _Run:
             time.sleep(self._pace.look_s)
 
 
-def _environment(request: LaunchRequest, port: int) -> dict[str, str]:
-    """Return what all ranks have in common, under torchrun's names."""
+def _environment(request: LaunchRequest, store: Path) -> dict[str, str]:
+    """Return what all ranks have in common; the names that torchrun has, too, are its."""
     environment = {
         # The launcher reports the errors that these warnings announce, in one message.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **_loopback_interfaces(),
         **os.environ,
         **variables_of_ranks(os.environ, ranks=request.gpus),
-        "MASTER_ADDR": _LOOPBACK,
-        "MASTER_PORT": str(port),
+        STORE_VARIABLE: str(store),
         "WORLD_SIZE": str(request.gpus),
         "LOCAL_WORLD_SIZE": str(request.gpus),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        # The store runs in the launcher: no rank starts one.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         # What a rank printed before it was killed is in its log.
         "PYTHONUNBUFFERED": "1",
     }
     devices = request.visible_devices()
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
-    return environment
+    return safe_environment(environment)
 
 
 def _loopback_interfaces() -> dict[str, str]:

@@ -148,10 +148,10 @@ class RankProcess:
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket
     ) -> "subprocess.Popen[bytes]":
-        with open(self.log, "wb", opener=open_regular):
-            pass  # what was there is gone
-        # The rank's link writes to it too: each appends.
+        # The rank's link writes to it, too: both append.
         with open(self.log, "ab", opener=open_regular) as log:
+            log.truncate(0)
+            os.fchmod(log.fileno(), 0o600)
             output = None if self.rank == 0 else log
             return subprocess.Popen(
                 command,

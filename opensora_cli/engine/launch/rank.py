@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat, device_is_gpu, move
 from opensora_cli.core.rank_messages import broadcast_json
@@ -102,6 +103,7 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
         device_type,
         host=context.master_addr,
         port=context.master_port,
+        store_file=context.store,
         rank=context.rank,
         world_size=context.world_size,
         timeout_s=timeout_s,
@@ -116,7 +118,7 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
 
 def log_wait(text: str) -> None:
     """Print what a rank waits for on standard error, whichever rank it is: nobody else can know."""
-    print(text, file=sys.stderr, flush=True)
+    print(escaped(text), file=sys.stderr, flush=True)
 
 
 def agreed(settings: M) -> M:

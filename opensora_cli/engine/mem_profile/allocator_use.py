@@ -1,6 +1,6 @@
 """Torch's allocator on CUDA: what it reserves, and what its settings change, each tried in a process of its own.
 
-As a program (`python -m`) this is such a process: settings of a generation as JSON on stdin, figures as JSON on stdout.
+As a program this is such a process: settings of a generation as JSON on stdin, figures as JSON on stdout.
 """
 
 import json
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.plan import make_plan
@@ -63,9 +64,9 @@ def _in_a_process(settings: GenerateSettings, choice: str | None) -> tuple[int, 
         environment[_VARIABLE] = choice
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__],
+            module_command(__name__),
             input=settings.model_dump_json(),
-            env=environment,
+            env=safe_environment(environment),
             capture_output=True,
             text=True,
             check=True,

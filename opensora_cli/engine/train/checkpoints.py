@@ -15,7 +15,7 @@ from torch import Tensor
 from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.formats.colossal import (
     MODEL_FOLDER,
-    RUNNING_STATES_FILE,
+    RUNNING_STATES_SCHEMA,
     checkpoint_folder_name,
     epoch_folders,
 )
@@ -28,10 +28,11 @@ from opensora_cli.checkpoint.shared_folder import (
     write_share,
 )
 from opensora_cli.checkpoint.stream import Entry, HeldEntry
-from opensora_cli.core.exceptions import OutputError, TrainingError
+from opensora_cli.core.exceptions import FileProblem, OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.train.running_states import read_running_states
 from opensora_cli.engine.train.state import files_of, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -223,11 +224,11 @@ def _best(folders: list[Path]) -> Path | None:
     scores = {}
     for folder in folders:
         try:
-            running = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8"))
-            if running["score_of"] in (VALIDATION_LOSS, TRAINING_LOSS):
-                scores[folder] = (running["score_of"], float(running["score"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            running = read_running_states(folder)
+        except FileProblem:
             continue
+        if running.score_of in (VALIDATION_LOSS, TRAINING_LOSS) and running.score is not None:
+            scores[folder] = (running.score_of, running.score)
     if not scores:
         return None
     kinds = {kind for kind, _ in scores.values()}
@@ -241,6 +242,7 @@ def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: 
     if math.isfinite(score):
         scored = {"score": score, "score_of": TRAINING_LOSS if validation_loss is None else VALIDATION_LOSS}
     return {
+        "schema": RUNNING_STATES_SCHEMA,
         "epoch": trainer.batches.epoch,
         "global_step": trainer.step,
         "micro_batches": trainer.micro_batches,

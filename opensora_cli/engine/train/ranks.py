@@ -5,11 +5,10 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
-from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder
+from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
@@ -34,8 +33,7 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
         # Devices by number are GPUs: processes on the CPU are started only on request.
         kind: DeviceType = "cpu" if settings.device == "cpu" else "cuda"
         request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
-        saved = log_dir / "settings.json"
-        write_json_atomic(saved, settings.model_dump(mode="json"))
+        saved = write_settings(log_dir, settings.model_dump(mode="json"))
         launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
 
 

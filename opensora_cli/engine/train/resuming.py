@@ -1,15 +1,15 @@
 """Which checkpoint a run resumes from, and what it takes over from it."""
 
-import json
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
+from opensora_cli.engine.train.running_states import read_running_states
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
 
@@ -67,8 +67,8 @@ def _problems(folder: Path, distribution: Distribution) -> list[str]:
 
 def with_recorded_threads(threads: ThreadChoice, folder: Path, *, reporter: Reporter) -> ThreadChoice:
     """Return as many threads as a checkpoint's run had, since sums depend on it, unless a user named a number."""
-    recorded = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8")).get("threads")
-    if not isinstance(recorded, int) or recorded == threads.count:
+    recorded = read_running_states(folder).threads
+    if recorded is None or recorded == threads.count:
         return threads
     if threads.is_free:
         return ThreadChoice(count=recorded, reason="as the run began, for the same sums")
@@ -85,9 +85,9 @@ def with_recorded_micro_batches(
     """Return the settings with the micro-batches of a checkpoint's run, unless the settings name others.
     Raises RequestError if the ranks cannot share as many.
     """
-    recorded = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8")).get("micro_batches")
+    recorded = read_running_states(folder).micro_batches
     chosen = settings.loop.micro_batches
-    if not isinstance(recorded, int):
+    if recorded is None:
         return settings
     if chosen is not None:
         if chosen != recorded:

@@ -34,7 +34,7 @@ from opensora_cli.engine.train.build import (
     plan_attention,
     refuse_before_ranks,
 )
-from opensora_cli.engine.train.checkpoints import ATTENTION, DONE, CheckpointWriter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
@@ -283,8 +283,8 @@ class _Run:
                 f"loop.steps={steps} is already done: {folder} is of step {trainer.step}",
                 hint=f"use a number over {trainer.step}: --set loop.steps=N",
             )
-        self._done = list(running.get(DONE, ()))
-        before = running.get(ATTENTION, {}).get("backend")
+        self._done = list(running.done)
+        before = running.attention.backend
         if self._attention is not None and before not in (None, self._attention.backend):
             self._reporter.warn(
                 f"attention: {self._attention.line()}, and up to this checkpoint it was {before}: "

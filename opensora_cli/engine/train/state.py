@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,19 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.contents import Selection
-from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER, RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.formats.torch import load_torch
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.save import LR_SCHEDULER_FILE, SAMPLER_FILE
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import first_few, plain
+from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
+from opensora_cli.engine.train.running_states import RunningStates, read_running_states
 from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.engine.train.trainer import Trainer
 
@@ -34,7 +36,9 @@ UPDATES_FILE = f"{OPTIMIZER_FOLDER}/updates.json"
 RANDOM_FOLDER = "random_states"
 
 _MOMENTS_OF = {"model": MOMENTS_FILE, "adversary": ADVERSARY_MOMENTS_FILE}
-_BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError)
+_MAX_STATE_BYTES = 2**20
+"""A hundred times what a sampler or random numbers have."""
+_BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
 def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
     """Return the small files of a checkpoint that this rank writes: its random state, or also the shared ones."""
     rank = trainer.distribution.rank
-    files = {f"{RANDOM_FOLDER}/rank{rank}.pt": _pickled(_random_states())}
+    files = {f"{RANDOM_FOLDER}/rank{rank}.pt": _pickled(random_states())}
     if trainer.distribution.is_main:
         whole_name = trainer.distribution.whole_name
         counts = {
@@ -102,21 +106,21 @@ def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
     return files
 
 
-def restore(trainer: Trainer[Any], folder: Path) -> Mapping[str, Any]:
-    """Restore a run from a whole checkpoint, in place, and return the content of `running_states.json`.
+def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
+    """Restore a run from a whole checkpoint, in place, and return what it records beside the tensors.
 
     Each rank reads its own part. Rates and other settings stay those of this run, and so may be changed by it. Raises
     CheckpointError if it is of another model, or of other data.
     """
     try:
-        running: dict[str, Any] = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8"))
+        running = read_running_states(folder)
         _restore_tensors(trainer, folder)
         _restore_moments(trainer, folder)
-        trainer.batches.load_state_dict(torch.load(folder / SAMPLER_FILE, weights_only=True))
-        _restore_random_states(folder / RANDOM_FOLDER / f"rank{trainer.distribution.rank}.pt")
-        trainer.precision.load_state_dict(running["precision"])
-        trainer.skipped_in_a_row = int(running["skipped_in_a_row"])
-        trainer.step = int(running["global_step"])
+        trainer.batches.load_state_dict(load_torch(folder / SAMPLER_FILE, max_bytes=_MAX_STATE_BYTES))
+        restore_random_states(folder / RANDOM_FOLDER / f"rank{trainer.distribution.rank}.pt")
+        trainer.precision.load_state_dict(running.precision)
+        trainer.skipped_in_a_row = running.skipped_in_a_row
+        trainer.step = running.global_step
     except _BROKEN as error:
         if is_out_of_memory(error):
             raise
@@ -160,7 +164,7 @@ def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
 
 
 def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
-    counts = json.loads((folder / UPDATES_FILE).read_text(encoding="utf-8"))
+    counts = read_update_counts(folder / UPDATES_FILE)
     distribution = trainer.distribution
     for name, learner in trainer.learners.items():
         path = folder / _MOMENTS_OF[name]
@@ -175,7 +179,21 @@ def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
         restore_moments(learner.module, learner.optimizers, own_counts, find)
 
 
-def _random_states() -> dict[str, Any]:
+def read_update_counts(path: Path) -> dict[str, dict[str, int]]:
+    """Return how many updates each parameter of each learner has had."""
+    counts = read_json_object(path, problem=CheckpointError)
+    for each in counts.values():
+        if not isinstance(each, dict) or not all(_is_count(count) for count in each.values()):
+            raise CheckpointError(f"{path} is broken: it holds no counts of updates")
+    return counts
+
+
+def _is_count(value: object, most: int = 2**31) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the global generators, as `torch.save` takes them."""
     version, numbers, gauss = random.getstate()
     bit_generator, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -192,19 +210,26 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _restore_random_states(path: Path) -> None:
+def restore_random_states(path: Path) -> None:
     """Set the global generators; a rank that did not exist keeps its own, which no step uses."""
     if not path.exists():
         return
-    states = torch.load(path, weights_only=True)
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    state = states["numpy"]
-    keys = state["keys"].numpy().astype(np.uint32)
-    np.random.set_state((state["bit_generator"], keys, state["position"], state["has_gauss"], state["cached"]))
-    state = states["python"]
-    random.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
+    states = load_torch(path, max_bytes=_MAX_STATE_BYTES)
+    try:
+        torch.set_rng_state(states["torch"])
+        if states["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        state = states["numpy"]
+        keys = state["keys"].numpy().astype(np.uint32)
+        # numpy does not check it, and reads from there.
+        if not _is_count(state["position"], len(keys)):
+            raise ValueError("the position is outside of the generator")
+        np.random.set_state((state["bit_generator"], keys, state["position"], state["has_gauss"], state["cached"]))
+        state = states["python"]
+        random.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        reason = plain((str(error).strip().splitlines() or [type(error).__name__])[0])
+        raise CheckpointError(f"{path} is not a random state: {reason}") from error
 
 
 def _pickled(state: object) -> bytes:

@@ -1,10 +1,10 @@
 """Which files the folders of text encoders have. Needs no torch."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.reading import read_json_object, reading, stays_inside
 
 T5_VOCABULARIES = (("spiece.model",), ("tokenizer.json",))
 CLIP_VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -34,8 +34,9 @@ def require_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> Non
 
 
 def _missing_shards(index: Path) -> list[str]:
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of weight files: {error}", hint="fetch it again") from error
-    return [str(index.parent / shard) for shard in shards if not (index.parent / shard).is_file()]
+    places = read_json_object(index, problem=CheckpointError, hint="fetch it again").get("weight_map")
+    if not isinstance(places, dict) or not all(stays_inside(shard) for shard in places.values()):
+        raise CheckpointError(f"{index} is no index of weight files in its folder", hint="fetch it again")
+    shards = sorted(set(places.values()))
+    with reading(index.parent, problem=CheckpointError):
+        return [str(index.parent / shard) for shard in shards if not (index.parent / shard).is_file()]

@@ -3,12 +3,17 @@
 import hashlib
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 import webbrowser
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +25,9 @@ from opensora_cli import Pipeline, Video, generate
 from opensora_cli.api import video as api_video
 from opensora_cli.cli import app
 from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.threads import VARIABLES
 from opensora_cli.engine.generate import fitting
+from opensora_cli.engine.generate import run as engine
 from opensora_cli.media.read import read_video
 
 REPOSITORY = Path(__file__).parents[3]
@@ -75,6 +82,43 @@ def test_a_second_call_gives_the_bits_of_the_command_line(
     for key in documents[0].keys() - {"timings_s", "peak_resident_gib", "threads"}:
         assert documents[0][key] == documents[1][key]
     assert documents[0].keys() == documents[1].keys()
+
+
+@pytest.mark.slow
+def test_threads_that_share_a_pipeline_get_the_bits_of_one(new_pipeline: Callable[..., Pipeline], video: Video) -> None:
+    order: list[int] = []
+    with new_pipeline(progress=lambda at: order.append(threading.get_ident())) as pipe:
+        other = pipe("raining, sea", seed=8)
+        order.clear()
+        with ThreadPoolExecutor(3) as pool:
+            together = list(pool.map(lambda seed: pipe("raining, sea", seed=seed), (7, 8, 7)))
+    for made, alone in zip(together, (video, other, video), strict=True):
+        assert np.array_equal(made.frames, alone.frames)
+    assert len([*groupby(order)]) == len({*order}), "calls take turns"
+
+
+def test_calls_and_closing_wait_for_a_call_of_another_thread(
+    new_pipeline: Callable[..., Pipeline], video: Video, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, inside, others, ended = new_pipeline(), 0, [], []
+
+    def hold(*_: object, **__: object) -> object:
+        nonlocal inside
+        inside += 1
+        if inside == 1:
+            for ask in (lambda: pipe("raining, sea"), pipe.close):
+                others.append(threading.Thread(target=lambda ask=ask: ended.append(ask())))
+                others[-1].start()
+            time.sleep(0.2)
+            assert (inside, ended) == (1, [])
+            pipe("raining, sea")  # as from a function that is called with its progress
+        return video._held
+
+    monkeypatch.setattr(engine, "hold_from_request", hold)
+    pipe("raining, sea")
+    for other in others:
+        other.join(10)
+    assert (inside, len(ended)) == (3, 2)
 
 
 def test_what_a_video_is(video: Video) -> None:
@@ -170,7 +214,7 @@ def test_what_is_no_option_is_refused_with_the_nearest(new_pipeline: Callable[..
 
 def test_settings_of_a_call_win_over_those_of_the_pipeline(world: World, tmp_path: Path, video: Video) -> None:
     sidecar = Path(f"{video.save(tmp_path / 'sea.mp4')}.json")
-    again = generate(from_=sidecar, seed=9, set={"sampling.flow_shift": 2}, num_frames=1)
+    again = generate(from_=sidecar, seed=9, set={"sampling.flow_shift": 2}, num_frames=1, weights=str(world.demo))
     assert (again.seed, len(again.frames)) == (9, 1)
     assert again.settings.sampling.flow_shift == 2
     assert again.settings.prompt == "raining, sea"
@@ -207,6 +251,47 @@ def test_a_program_is_checked_by_mypy(tmp_path: Path) -> None:
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert [line.split(":")[1] for line in errors] == ["11", "12"]
     assert 'Unexpected keyword argument "num_frame"' in errors[0]
+
+
+FORKING = """
+import faulthandler, multiprocessing, os
+import tiny_training
+from opensora_cli import Pipeline
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.train.run import train
+
+def make():
+    with Pipeline("demo", threads=2, steps=2, num_frames=5, height=64, width=64) as pipe:
+        pipe("sea")
+
+def learn():
+    train(tiny_training.vae_settings("run").replace({"threads": 2}))
+
+def in_child(work):
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        work()
+    except RequestError as error:
+        print(error.message, flush=True)
+
+make()
+for work in (make, learn):
+    child = multiprocessing.get_context("fork").Process(target=in_child, args=(work,))
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
+def test_a_forked_process_is_refused_in_place_of_waiting_for_ever(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment["PYTHONPATH"] = str(REPOSITORY / "tests")
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    refusal = "this process was forked from one that has computed, and cannot compute with 2 threads"
+    assert done.stdout.splitlines() == [refusal] * 2, done.stderr
 
 
 @pytest.mark.slow

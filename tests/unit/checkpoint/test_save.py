@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from hostile_files import little_resident_memory, state_bombs
 from tiny_weights import bit_equal, read
 from torch import nn
 
@@ -255,6 +256,20 @@ class TestLoading:
             CheckpointIO().load(folder, ema=trained(1)[0])
         with pytest.raises(CheckpointError, match=r"sampler\.pt does not exist"):
             CheckpointIO().load(folder, sampler=Recorder())
+
+    def test_states_that_would_take_all_memory_are_refused(self, folder):
+        for content in state_bombs().values():
+            (folder / "sampler.pt").write_bytes(content)
+            with little_resident_memory(), pytest.raises(CheckpointError, match=r"sampler\.pt") as caught:
+                CheckpointIO().load(folder, sampler=Recorder())
+            assert "weights_only=False" not in f"{caught.value.message} {caught.value.hint}"
+
+    def test_running_states_of_a_later_version_are_refused(self, folder):
+        (folder / "running_states.json").write_text('{"schema": "osora.running-states/2"}')
+        with pytest.raises(
+            CheckpointError, match=r"running-states/2', and this version of osora reads 'osora\.running"
+        ):
+            CheckpointIO().load(folder)
 
     def test_a_state_of_another_optimizer_is_refused(self, folder):
         with pytest.raises(CheckpointError, match=r"optimizer\.pt is broken or of another run"):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core import files
-from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic, write_json_atomic
 
 
@@ -180,6 +181,63 @@ def test_a_folder_and_all_that_is_in_it_is_flushed_before_it_takes_the_name(
     temporary = flushed[2][0]
     assert temporary.startswith(".osora-")
     assert flushed == [("inner", False), ("new", False), (temporary, False), (tmp_path.name, True)]
+
+
+def fail_flushing(monkeypatch: pytest.MonkeyPatch, code: int, *, folders: bool) -> None:
+    """Let no folder be flushed to the disk, or no file."""
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == folders:
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+def test_a_folder_that_cannot_be_flushed_is_a_warning_once_its_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_flushing(monkeypatch, errno.EIO, folders=True)
+    with pytest.warns(OsoraWarning, match=r"a\.bin is written, but a power failure may lose it: .*Input/output error"):
+        write_bytes_atomic(tmp_path / "a.bin", b"new")
+    assert (tmp_path / "a.bin").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_system_that_flushes_no_folders_is_nothing_to_warn_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_flushing(monkeypatch, errno.EINVAL, folders=True)
+    write_folder(tmp_path / "frames", "new")
+    assert os.listdir(tmp_path / "frames" / "inner") == ["new"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL])
+def test_a_file_that_cannot_be_flushed_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    write_bytes_atomic(tmp_path / "a.bin", b"old")
+    fail_flushing(monkeypatch, code, folders=False)
+    with pytest.raises(OutputError, match=r"cannot write .*a\.bin"):
+        write_bytes_atomic(tmp_path / "a.bin", b"new")
+    assert (tmp_path / "a.bin").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+def test_a_temporary_name_that_cannot_be_removed_does_not_end_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        write_bytes_atomic(tmp_path / "a.bin", b"new", replace=False)
+    assert (tmp_path / "a.bin").read_bytes() == b"new"
+    (left,) = [path for path in tmp_path.iterdir() if path.name != "a.bin"]
+    assert left.name.startswith(".osora-")
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -12,7 +12,7 @@ import pytest
 
 from opensora_cli.core import folder_lock
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.folder_lock import LOCK_FILE, locked_file, locked_folder, remove_locks_of
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_file, locked_folder, remove_locks_of, sole_run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 
@@ -99,13 +99,25 @@ def test_nothing_is_left_of_a_killed_one_although_its_child_lives(tmp_path: Path
 
 def test_lock_files_of_ended_processes_are_removed_unless_another_has_the_lock(tmp_path: Path) -> None:
     ended, host = 1, os.uname().nodename
-    for name, owner in (("a", f"{ended} on {host}"), ("b", f"2 on {host}"), ("c", f"{ended} on x")):
-        (tmp_path / f".osora-{name}.lock").write_text(f"process {owner}\n")
     with locked_file(tmp_path / ".osora-d.lock"):
+        for name, owner in (("a", f"{ended} on {host}"), ("b", f"2 on {host}"), ("c", f"{ended} on x")):
+            (tmp_path / f".osora-{name}.lock").write_text(f"process {owner}\n")
         (tmp_path / ".osora-d.lock").write_text(f"process {ended} on {host}\n")  # as if it had just been taken
         remove_locks_of([ended], tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f".osora-{name}.lock" for name in "bcd"]
     remove_locks_of([ended], tmp_path / "nowhere")
+
+
+def test_lock_files_that_nobody_holds_are_removed_by_the_next_process_that_writes_there(tmp_path: Path) -> None:
+    left, held = tmp_path / ".osora-left.lock", tmp_path / ".osora-held.lock"
+    left.touch()
+    with locked_file(held):
+        process = "import sys; from opensora_cli.core.files import *; write_bytes_atomic(sys.argv[1], b'')"
+        subprocess.run([sys.executable, "-c", process, str(tmp_path / "a.bin")], check=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [held.name, "a.bin"]
+        left.touch()
+        with locked_file(tmp_path / ".osora-mine.lock"):
+            assert left.exists()  # this process has looked already
 
 
 def test_a_second_one_in_this_process_is_refused(tmp_path: Path) -> None:
@@ -132,3 +144,16 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("fcntl.flock", flock)
     with locked_folder(tmp_path), locked_folder(tmp_path):
         pass
+
+
+def test_a_sole_run_names_the_other_and_leaves_no_new_folder(tmp_path):
+    lock = tmp_path / "new" / ".osora-d.lock"
+    with sole_run(lock, doing="writes it", hint="wait"):
+        assert lock.is_file()
+        with (
+            pytest.raises(OutputError, match=rf"^another run writes it: process {os.getpid()} on ") as refused,
+            sole_run(lock, doing="writes it", hint="wait"),
+        ):
+            pass
+        assert refused.value.hint == "wait"
+    assert not lock.parent.exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.ranks import RankContext, find_context, first_host
+from opensora_cli.core.ranks import LOG_VARIABLE, RankContext, find_context, first_host, is_of_launcher
 
 TORCHRUN = {
     "RANK": "5",
@@ -56,6 +56,12 @@ class TestTorchrun:
         context = find_context({**SLURM, **TORCHRUN, "RANK": "7"})
         assert context.rank == 7
         assert context.master_addr == "node0"
+
+    def test_ranks_of_our_launcher_meet_by_a_file_and_need_no_address(self):
+        environment = without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT") | {"OSORA_RANK_STORE": "/private/store"}
+        context = find_context(environment)
+        assert context.store == Path("/private/store")
+        assert find_context({**environment, "MASTER_ADDR": "node0", "MASTER_PORT": "no number"}) == context
 
     def test_of_our_launcher(self):
         context = find_context({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "OSORA_RANK_LOG": "/logs/rank0.log"})
@@ -135,3 +141,13 @@ class TestSlurm:
     def test_no_list_of_hosts(self, nodelist):
         with pytest.raises(RequestError, match="SLURM_NODELIST"):
             first_host(nodelist)
+
+
+def test_what_the_launcher_wrote_lies_beside_the_log_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs = {**TORCHRUN, LOG_VARIABLE: str(tmp_path / "logs" / "rank0.log")}
+    assert is_of_launcher(Path("logs/settings.json"), logs)
+    assert not is_of_launcher(Path("settings.json"), logs)
+    assert not is_of_launcher(Path("logs/settings.json"), TORCHRUN)

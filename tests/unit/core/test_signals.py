@@ -70,7 +70,8 @@ def test_requests_to_end_are_ctrl_c_and_count_once(clock, number):
             assert pressed == [number]
             clock[0] += 1
             signal.raise_signal(number)
-            assert pressed == [number, number]
+            # The end of the shell sends SIGHUP a second time, which may come late.
+            assert pressed == [number] * (1 if number.name == "SIGHUP" else 2)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert signal.getsignal(number) is before
@@ -124,6 +125,19 @@ def test_what_is_ignored_stays_so():
             assert is_interrupted()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_with_nohup_the_end_of_the_terminal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with requests_as_interrupts(), deferred_interrupts(lambda: None) as is_interrupted:
+            signal.raise_signal(signal.SIGHUP)
+            assert not is_interrupted()
+            signal.raise_signal(signal.SIGTERM)
+            assert is_interrupted()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_elsewhere_than_in_the_main_thread_nothing_is_noted():

@@ -1,12 +1,14 @@
 """How many threads compute, and why: of affinity, quota, load and work."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from opensora_cli.core import threads
+from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.threads import (
     RANK_VARIABLE,
@@ -155,3 +157,30 @@ def test_torch_computes_with_the_choice_and_is_put_back(monkeypatch: pytest.Monk
         raise ZeroDivisionError
     assert torch.get_num_threads() == before
     assert notes == ["threads: 3 (3 cores)", "threads: 2 (asked for)"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+@pytest.mark.parametrize(("before", "after", "is_refused"), [(2, 2, True), (2, 1, False), (1, 2, False)])
+def test_a_process_forked_from_one_that_computed_with_threads_is_refused_several(
+    before: int, after: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_computed_in", None)
+
+    def refusal(count: int) -> OsoraError | None:
+        try:
+            with threads_used(ThreadChoice(count=count, reason="as set"), SilentReporter()):
+                return None
+        except RequestError as error:
+            return error
+
+    assert refusal(before) is None
+    if not (child := os.fork()):
+        code = 9
+        with suppress(BaseException):
+            found = refusal(after)
+            is_explained = found is not None and "forked" in found.message and "spawn" in str(found.hint)
+            code = 2 if is_explained else 1 if found is None else 3
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (2 if is_refused else 1)
+    assert refusal(after) is None

@@ -15,7 +15,7 @@ from tiny_clips import write_rows
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
 from opensora_cli.data import table_files
 from opensora_cli.data.table import COLUMNS, TextColumn, read_table
-from opensora_cli.data.table_files import read_columns, split_table, write_table
+from opensora_cli.data.table_files import read_columns, read_rows, split_table, write_table
 
 KINDS = pytest.mark.parametrize("kind", [".csv", ".parquet"])
 ROWS: list[tuple[object, ...]] = [
@@ -134,6 +134,26 @@ def test_damaged_parquet_is_refused_in_a_line_that_names_it(tmp_path: Path) -> N
         assert message.isprintable(), name
         with suppress(FileProblem):  # that it has other cells than a table of clips does not matter to its parts
             split_table(path, parts)
+
+
+def test_a_small_parquet_file_that_claims_a_gigantic_table_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "table.parquet"
+    cells = {"path": ["a.mp4"], "text": ["x"]} | {name: [8] for name in COLUMNS[2:5]}
+    many = pyarrow.table({name: pyarrow.repeat(value[0], 1_100_000) for name, value in cells.items()})
+    pyarrow.parquet.write_table(many, path)
+    assert path.stat().st_size < 50_000
+    for read in (read_table, lambda path: split_table(path, [tmp_path / "1.parquet"]), read_rows):
+        with pytest.raises(FileProblem, match="claims 1,100,000 rows and"):
+            read(path)
+    monkeypatch.setattr(table_files, "_LITTLE_BYTES", 0)
+    cells["text"] = ["x" * 3_000_000]
+    pyarrow.parquet.write_table(pyarrow.table(cells), path, compression="zstd", write_statistics=False)
+    with pytest.raises(FileProblem, match=r"claims 1 rows and 3,0\d\d,\d\d\d bytes in a file of \d,\d\d\d bytes"):
+        read_table(path)
 
 
 def test_cells_of_wrong_types_are_bad_rows(tmp_path: Path) -> None:

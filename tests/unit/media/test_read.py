@@ -17,6 +17,7 @@ from hostile_files import animated_gif, cut_in_tenths, picture_bombs
 from PIL import ExifTags, Image, ImageOps
 
 from opensora_cli.core.exceptions import HardwareError, MediaError
+from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import decode_whole
 from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -264,6 +265,35 @@ class TestProblems:
         with pytest.raises(MediaError, match="decompression bomb") as caught:
             read_picture(path)
         self.one_line(caught.value, path)
+
+    @pytest.mark.parametrize("from_end", [False, True])
+    def test_a_far_timestamp_is_refused_at_once_where_the_rate_is_to_be_matched(
+        self, tmp_path: Path, from_end: bool
+    ) -> None:
+        path = write_video(tmp_path / "far.mkv", numbered(3), times=[0, 1, 10**13])
+        assert path.stat().st_size < 4000
+        with pytest.raises(
+            MediaError, match=r"shows a frame 1e\+12 s after its first, which is over 10,000,000 frames"
+        ):
+            read_video(path, fps=24, num_frames=5, from_end=from_end)
+        assert levels(read_video(path, num_frames=3).frames_THWC) == [0, 1, 2]
+
+    def test_an_animation_of_too_many_pixels_in_all_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write_media([numbered(4)], tmp_path / "a.gif", fps=9, format="gif")
+        monkeypatch.setattr(pictures, "_MOST_PIXELS", 4 * 32 * 32 - 1)
+        with pytest.raises(MediaError, match="has 4 frames of 32 x 32 pixels, and at most 4,095 pixels") as caught:
+            read_video(path, num_frames=1)
+        assert self.one_line(caught.value, path)
+        monkeypatch.setattr(pictures, "_MOST_PIXELS", 4 * 32 * 32)
+        assert len(read_video(path).frames_THWC) == 4
+
+    def test_a_video_of_gigantic_frames_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = write_video(tmp_path / "a.mp4", numbered(2))
+        monkeypatch.setattr(containers, "_MOST_PIXELS", 32 * 32 - 1)
+        with pytest.raises(MediaError, match="has frames of 32 x 32 pixels, and at most 1,023 are read"):
+            read_video(path)
 
     def test_postscript_is_no_picture(self, tmp_path: Path) -> None:
         Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")

@@ -1,4 +1,4 @@
-"""A result and its sidecar are there together, also after a kill; what is left of a kill is finished without a flag."""
+"""A result, its sidecar and its extras appear together; what a kill leaves is finished by the same call."""
 
 import errno
 import json
@@ -7,20 +7,37 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import killing
 import pytest
+from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage, arm, build
 
+from opensora_cli.core import files
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media import results
-from opensora_cli.media.results import in_the_way, published, read_sidecar, refuse_existing, result_bytes, sidecar_path
+from opensora_cli.media.results import (
+    Extra,
+    in_the_way,
+    published,
+    read_sidecar,
+    refuse_existing,
+    result_bytes,
+    sidecar_path,
+)
 
 
-def publish(media: Path, content: str, *, replace: bool = False, folder: bool = False) -> None:
-    """Publish a result of one file, or of a folder with two, whose sidecar has the content too."""
+def publish(
+    media: Path, content: str, *, replace: bool = False, folder: bool = False, replace_extra: bool = False
+) -> None:
+    """Publish a result of one file, or of a folder with two, whose sidecar and extra have the content too."""
     document = {"schema": "osora.test/1", "content": content}
-    with published(media, replace=replace, describe=lambda size: {**document, "bytes": size}) as temporary:
+    extra = Extra(extra_path(media), content.encode(), replace or replace_extra)
+    with published(
+        media, replace=replace, describe=lambda size: {**document, "bytes": size}, extras=lambda: [extra]
+    ) as temporary:
         if folder:
             temporary.mkdir()
             (temporary / "frame_0001.png").write_text(content)
@@ -29,21 +46,30 @@ def publish(media: Path, content: str, *, replace: bool = False, folder: bool = 
             temporary.write_text(content)
 
 
+def extra_path(media: Path) -> Path:
+    """Return where the extra of a result is."""
+    return media.with_name("extra.txt")
+
+
 def state(media: Path) -> str:
-    """Return what is there: `old` or `new`, `old sidecar` or `new sidecar` alone, or nothing."""
+    """Return what is there: a content where all is whole, `... media` or `... sidecar` alone, or nothing."""
     document = read_sidecar(sidecar_path(media))
     if not os.path.lexists(media):
         assert document or not sidecar_path(media).exists()
         return f"{document['content']} sidecar" if document else "nothing"
     files = [media] if media.is_file() else sorted(media.iterdir())
     assert len(files) == (2 if media.is_dir() else 1)
-    assert {file.read_text() for file in files} == {document["content"]}
-    assert document["bytes"] == result_bytes(media)
-    return str(document["content"])
+    (content,) = {file.read_text() for file in files}
+    if document["bytes"] != result_bytes(media):
+        return f"{content} media"
+    assert document["content"] == content
+    if extra_path(media).exists():
+        assert extra_path(media).read_text() == content
+    return content
 
 
-def states_of_killed(work: Path, *, folder: bool, over_old: bool) -> list[str]:
-    """Return what was there after each death; what was unfinished has been finished without a flag."""
+def states_of_killed(work: Path, new: str, *, folder: bool, over_old: bool) -> list[str]:
+    """Return what was there after each death; what was unfinished has been finished by the same call."""
     media, found = work / "a.mp4", list[str]()
 
     def prepare() -> None:
@@ -53,81 +79,170 @@ def states_of_killed(work: Path, *, folder: bool, over_old: bool) -> list[str]:
 
     def check() -> None:
         found.append(state(media))
-        if found[-1] not in ("old", "new"):
-            publish(media, "new", folder=folder)
-            assert state(media) == "new"
+        if found[-1] not in ("old", new):
+            publish(media, new, replace=over_old, folder=folder, replace_extra=found[-1].endswith("sidecar"))
+            assert state(media) == new
         visible = [path.name for path in work.iterdir() if not path.name.startswith(".osora-")]
-        assert sorted(visible) == [media.name, sidecar_path(media).name]
+        assert sorted(visible) == [media.name, sidecar_path(media).name, extra_path(media).name]
 
-    killing.kill_at_every_step(prepare, lambda: publish(media, "new", replace=over_old, folder=folder), check)
+    killing.kill_at_every_step(prepare, lambda: publish(media, new, replace=over_old, folder=folder), check)
     return found
 
 
-def test_a_kill_at_any_step_leaves_a_pair_or_a_sidecar_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize(
+    ("before", "new", "order"),
+    [
+        ("nothing", "new", ["nothing", "new sidecar", "new"]),
+        ("old", "newer", ["old", "newer media", "newer"]),
+        # The old sidecar gives the size of the new media, and loses it first.
+        ("old", "new", ["old", "old media", "new media", "new"]),
+    ],
+)
+def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(
+    tmp_path: Path, kind: str, before: str, new: str, order: list[str]
+) -> None:
     tests = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
     # In a process of its own: it forks, and counts what it writes.
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, check=False, env=environment
-    )
+    command = [sys.executable, __file__, str(tmp_path / "work"), kind, before, new]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert len(report) == 4
-    for case, found in report.items():
-        assert len(found) > 10, case
-        orders = (
-            ["old", "old sidecar", "new sidecar", "new"] if case.endswith("old") else ["nothing", "new sidecar", "new"]
-        )
-        assert found == sorted(found, key=orders.index), case
-        assert set(found) == set(orders), case
+    found = json.loads(done.stdout)
+    assert len(found) > 10
+    assert found == sorted(found, key=order.index)
+    assert set(found) == set(order)
+
+
+def broken(work: Path, log: Path, breakage: Breakage, number: int, *, over_old: bool) -> bool:
+    """Publish with one call that is broken, and again; return whether there was such a call."""
+    media = work / "a.mp4"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    if over_old:
+        publish(media, "old")
+    log.write_bytes(b"")
+    if not (child := os.fork()):
+        try:
+            arm(str(work), str(log), breakage, number)
+            publish(media, "newer", replace=over_old)
+            os._exit(0)
+        except OutputError:
+            os._exit(OutputError.exit_code)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    end = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert end in (0, OutputError.exit_code, -signal.SIGKILL if breakage == Breakage.KILL else 0)
+    found = state(media)
+    assert found in (("old", "newer media", "newer") if over_old else ("nothing", "newer sidecar", "newer"))
+    if end == 0:
+        assert found == "newer"
+    else:
+        publish(media, "newer", replace=over_old or found == "newer", replace_extra=found == "newer sidecar")
+        assert state(media) == "newer"
+    return "!" in log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library that breaks calls is for Linux")
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_any_call_may_fail_or_be_the_last(tmp_path: Path, breakage: Breakage) -> None:
+    library = build(tmp_path)
+    if library is None:
+        pytest.skip(NO_COMPILER)
+    tests = Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+        "LD_PRELOAD": str(library),
+    }
+    command = [sys.executable, __file__, "calls", str(tmp_path / "work"), str(tmp_path / "log"), str(int(breakage))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert all(count > 10 for count in json.loads(done.stdout))
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def failing_at(name: str) -> Callable[..., None]:
+    """Return a `take_name` that fails once for files of this name."""
+    take_name, failed = results.take_name, list[str]()
+
+    def take(unnamed: Path, target: Path, **options: bool) -> None:
+        if target.name == name and not failed:
+            failed.append(name)
+            no_space()
+        take_name(unnamed, target, **options)
+
+    return take
 
 
 @pytest.mark.parametrize("folder", [False, True])
-@pytest.mark.parametrize("over_old", [False, True])
-@pytest.mark.parametrize("step", ["set aside", "sidecar", "media"])
+@pytest.mark.parametrize("before", ["nothing", "old", "older"])
+@pytest.mark.parametrize("name", ["a.mp4", "a.mp4.json", "extra.txt"])
 def test_a_step_that_fails_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, over_old: bool, folder: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, before: str, folder: bool
 ) -> None:
-    media, rename, replace, failed = tmp_path / "a.mp4", Path.rename, Path.replace, list[str]()
+    media = tmp_path / "a.mp4"
+    if before != "nothing":
+        publish(media, before, folder=folder)
+    there = killing.tree(tmp_path)
+    monkeypatch.setattr(results, "take_name", failing_at(name))
+    with pytest.raises(OutputError, match=f"cannot write .*{name}: No space left"):
+        publish(media, "new", replace=before != "nothing", folder=folder)
+    assert killing.tree(tmp_path) == there
+    publish(media, "new", replace=before != "nothing", folder=folder)
+    assert state(media) == "new"
 
-    def fail(*_: object, **__: object) -> None:
-        failed.append(step)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if over_old:
-        publish(media, "old", folder=folder)
-    with monkeypatch.context() as patch:
-        if step == "set aside":
-            patch.setattr(Path, "rename", lambda *names: fail() if names[0] == media else rename(*names))
-        elif step == "sidecar":
-            first = lambda *names: fail() if names[1].suffix == ".json" and not failed else replace(*names)  # noqa: E731
-            patch.setattr(Path, "replace", first)
-        else:
-            patch.setattr(results, "take_name", fail)
-        if step == "set aside" and not over_old:
-            publish(media, "old", folder=folder)
-            assert (state(media), failed) == ("old", [])
-            return
-        with pytest.raises(OutputError, match="No space left"):
-            publish(media, "new", replace=over_old, folder=folder)
-    assert state(media) == ("old" if over_old else "nothing")
-    assert sorted(os.listdir(tmp_path)) == (["a.mp4", "a.mp4.json"] if over_old else [])
+def test_where_names_cannot_be_swapped_new_media_stay_when_a_later_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_swap_in_one_step", lambda *_: False)
+    media = tmp_path / "a.mp4"
+    publish(media, "old")
+    monkeypatch.setattr(results, "take_name", failing_at("a.mp4.json"))
+    with pytest.raises(OutputError, match="No space left"):
+        publish(media, "newer", replace=True)
+    assert state(media) == "newer media"
+    publish(media, "newer", replace=True)
+    assert state(media) == "newer"
+    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json", "extra.txt"]
+
+
+def test_an_extra_of_others_is_kept(tmp_path: Path) -> None:
+    media = tmp_path / "a.mp4"
+    extra_path(media).write_text("theirs")
+    with pytest.raises(OutputError, match=r"extra\.txt exists already"):
+        publish(media, "mine")
+    assert killing.tree(tmp_path) == {"extra.txt": b"theirs"}
+
+
+def test_a_folder_in_place_of_the_sidecar_is_not_replaced(tmp_path: Path) -> None:
+    media = tmp_path / "a.mp4"
+    (sidecar_path(media) / "theirs").mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"a\.mp4\.json"):
+        publish(media, "mine", replace=True)
+    assert os.listdir(tmp_path) == ["a.mp4.json"]
+    assert os.listdir(sidecar_path(media)) == ["theirs"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_waits_until_both_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take_name = results.take_name
 
-    def interrupted(*names: Path, replace: bool) -> None:
+    def interrupted(*names: Path, **options: bool) -> None:
         signal.raise_signal(signal.SIGINT)
-        take_name(*names, replace=replace)
+        take_name(*names, **options)
 
     monkeypatch.setattr(results, "take_name", interrupted)
     for content in ("old", "new"):
         with pytest.raises(KeyboardInterrupt):
             publish(tmp_path / "a.mp4", content, replace=True)
         assert state(tmp_path / "a.mp4") == content
-    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json"]
+    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json", "extra.txt"]
 
 
 def test_an_error_while_it_is_described_leaves_what_was_there(tmp_path: Path) -> None:
@@ -144,7 +259,7 @@ def test_an_error_while_it_is_described_leaves_what_was_there(tmp_path: Path) ->
     with pytest.raises(KeyboardInterrupt):
         write()
     assert state(media) == "old"
-    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json"]
+    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json", "extra.txt"]
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mp4.json"])
@@ -174,9 +289,9 @@ def test_what_others_made_is_kept_unless_it_is_to_be_replaced(tmp_path: Path, na
 def test_media_that_appear_in_the_last_instant_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     media, take_name = tmp_path / "a.mp4", results.take_name
 
-    def late(*names: Path, replace: bool) -> None:
+    def late(*names: Path, **options: bool) -> None:
         media.write_text("theirs")
-        take_name(*names, replace=replace)
+        take_name(*names, **options)
 
     monkeypatch.setattr(results, "take_name", late)
     with pytest.raises(OutputError, match=r"a\.mp4 exists already"):
@@ -201,17 +316,14 @@ def test_where_no_sidecar_is_wanted_an_old_one_goes(
         with published(media, replace=before != "sidecar", describe=lambda _: None) as temporary:
             temporary.write_text("new")
 
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(results, "take_name", fail)
+        patch.setattr(results, "take_name", no_space)
         with pytest.raises(OutputError, match="No space left"):
             write()
     assert killing.tree(tmp_path) == there
     write()
     kept = {"a.mp4.json": b"theirs"} if before == "theirs" else {}
-    assert killing.tree(tmp_path) == {"a.mp4": b"new", **kept}
+    assert killing.tree(tmp_path) == {"a.mp4": b"new", "extra.txt": b"old", **kept}
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -221,7 +333,7 @@ def test_a_folder_never_gives_way_to_a_file_nor_a_file_to_a_folder(tmp_path: Pat
     with pytest.raises(OutputError, match="is no result of this format"):
         publish(media, "new", replace=True, folder=folder)
     assert state(media) == "old"
-    assert sorted(os.listdir(tmp_path)) == ["a", "a.json"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.json", "extra.txt"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
@@ -252,13 +364,21 @@ def test_only_a_sidecar_of_ours_is_in_nobodys_way(tmp_path: Path) -> None:
     assert in_the_way(media, sidecar) == sidecar
 
 
+def count_broken(work: Path, log: Path, breakage: Breakage, *, over_old: bool) -> int:
+    """Break one call after the other, and return how many there were."""
+    number, misses = 0, 0
+    while misses < 5:  # calls in a row that cannot fail in this way
+        number += 1
+        misses = 0 if broken(work, log, breakage, number, over_old=over_old) else misses + 1
+    return number - misses
+
+
 if __name__ == "__main__":
-    os.fsync = lambda _: None  # a killed process loses nothing that it wrote: why wait
-    report = {
-        f"{kind} over {before}": states_of_killed(
-            Path(sys.argv[1]) / kind / before, folder=kind == "folder", over_old=before == "old"
-        )
-        for kind in ("file", "folder")
-        for before in ("nothing", "old")
-    }
-    print(json.dumps(report))
+    if sys.argv[1] == "calls":
+        work, log, breakage = Path(sys.argv[2]), Path(sys.argv[3]), Breakage(int(sys.argv[4]))
+        print(json.dumps([count_broken(work, log, breakage, over_old=over_old) for over_old in (False, True)]))
+    else:
+        os.fsync = lambda _: None  # a killed process loses nothing that it wrote: why wait
+        kind, before, new = sys.argv[2:]
+        states = states_of_killed(Path(sys.argv[1]), new, folder=kind == "folder", over_old=before == "old")
+        print(json.dumps(states))

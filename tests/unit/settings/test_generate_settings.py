@@ -134,7 +134,7 @@ def test_settings_survive_json() -> None:
         ({"sampling.num_inference_steps": "many"}, "sampling.num_inference_steps=many must be a whole number"),
         ({"sampling.guidance_scale": "nan"}, "sampling.guidance_scale=nan must be a finite number"),
         ({"sampling.guidance_scale": -1}, "sampling.guidance_scale=-1 must be at least 0"),
-        ({"sampling.flow_shift": 0}, "sampling.flow_shift=0 must be over 0"),
+        ({"sampling.flow_shift": 0}, "sampling.flow_shift=0 must be at least 0.001"),
         ({"sampling.seed": -1}, "sampling.seed=-1 must be at least 0"),
         ({"sampling.seed": 2**80}, "sampling.seed="),
         (

@@ -85,7 +85,7 @@ def test_the_nearest_name_is_named(given: str, meant: str) -> None:
         ("memory: -3", "memory='-3' is not a size such as 4GB"),
         ("memory: 0", "memory=0 must be over 0"),
         ("reserved: 99GiB", "must be under memory="),
-        ("bf16_tflops: 0", "bf16_tflops=0 must be over 0"),
+        ("bf16_tflops: 0", "bf16_tflops=0 must be at least 1e-06"),
         ("bf16_tflops: inf", "bf16_tflops=inf must be a finite number"),
         ("product_efficiency: 1.5", "product_efficiency=1.5 must be at most 1"),
         ("gpus_per_node: none", "gpus_per_node"),

@@ -39,20 +39,33 @@ def test_precedence(tmp_path: Path) -> None:
     assert seed(GenerateRequest(overrides=flag, environment=environment, saved=saved)) == 4
 
 
-def test_only_the_place_of_the_weights_comes_from_the_shell_before_a_sidecar() -> None:
+def test_the_machine_comes_from_the_shell_and_config_beside_a_sidecar(tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("memory:\n  offload: model\noutput:\n  path: mine\n", encoding="utf-8")
+    saved = {"prompt": "x", "runtime": {"weights": "/old", "device": "cpu", "dtype": "float16"}}
     request = GenerateRequest(
-        saved=SavedSettings(source="s.json", values={"prompt": "x", "runtime": {"weights": "/old", "device": "cpu"}}),
-        environment={"OSORA_WEIGHTS": "/new", "OSORA_RUNTIME__DEVICE": "cuda"},
+        saved=SavedSettings(source="s.json", values=saved),
+        environment={
+            "OSORA_WEIGHTS": "/new",
+            "OSORA_RUNTIME__DEVICE": "cuda",
+            "OSORA_RUNTIME__DTYPE": "bfloat16",
+            "OSORA_REFINE__PROMPT": "true",
+        },
+        config=config,
     )
-    runtime = load_generate_settings(request, model=ModelName.DEMO).runtime
-    assert (runtime.weights, runtime.device) == ("/new", "cpu")
-    alone = GenerateRequest(saved=request.saved)
-    assert load_generate_settings(alone, model=ModelName.DEMO).runtime.weights == "/old"
+    settings = load_generate_settings(request, model=ModelName.DEMO)
+    runtime = settings.runtime
+    assert (runtime.weights, runtime.device, runtime.dtype) == ("/new", "cuda", "float16")
+    assert (settings.memory.offload, settings.output.path) == ("model", "mine")
+    # The prompt of the file is what was refined.
+    assert not settings.refine.is_on
 
 
-def test_sidecar_and_config_exclude_each_other(tmp_path: Path) -> None:
-    request = GenerateRequest(saved=SavedSettings(source="s.json", values={}), config=tmp_path / "a.yaml")
-    with pytest.raises(RequestError, match=r"--config .* cannot go with s\.json"):
+def test_a_config_that_describes_a_video_cannot_go_with_a_sidecar(tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("sampling:\n  seed: 1\n", encoding="utf-8")
+    request = GenerateRequest(saved=SavedSettings(source="s.json", values={}), config=config)
+    with pytest.raises(RequestError, match=r"--config .* cannot go with s\.json.*: both may have sampling\.seed"):
         load_runtime_settings(request)
 
 
@@ -180,7 +193,9 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
     request = GenerateRequest(saved=read_sidecar(path), environment={"OSORA_SAMPLING__SEED": "9"})
     runtime = load_runtime_settings(request)
     assert runtime.model_choice is ModelChoice.DEMO
-    assert load_generate_settings(request, model=ModelName.DEMO) == settings
+    # The format is that of the result, and the place is that of other results.
+    expected = settings.replace({"output.path": "samples", "output.format": "gif"})
+    assert load_generate_settings(request, model=ModelName.DEMO) == expected
 
 
 @pytest.mark.parametrize(

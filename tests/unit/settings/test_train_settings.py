@@ -87,16 +87,40 @@ class TestFrom:
 
     def test_round_trip(self, tmp_path: Path) -> None:
         for recipe in RECIPES:
-            settings = load(recipe)
+            settings = load(recipe, output=str(tmp_path))
             (tmp_path / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
-            assert load(None, saved=tmp_path / "settings.json") == settings
+            cache = settings.train_mmdit.cache
+            given = {} if cache is None or settings.target != "mmdit" else {"train_mmdit__cache": cache}
+            assert load(None, saved=tmp_path / "settings.json", **given) == settings
 
     def test_above_the_environment_and_below_the_command_line(self, tmp_path: Path) -> None:
         path = tmp_path / "settings.json"
-        path.write_text(json.dumps(load("demo_text", loop__seed="1", loop__steps="900").model_dump(mode="json")))
+        before = load("demo_text", loop__seed="1", loop__steps="900", output=str(tmp_path / "run"))
+        path.write_text(json.dumps(before.model_dump(mode="json")))
         environment = {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__STEPS": "2"}
         loop = load(None, environment, saved=path, loop__steps="901").loop
         assert (loop.seed, loop.steps) == (1, 901)
+
+    def test_writes_into_its_folder_or_where_the_command_line_says(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "run" / "settings.json"
+        path.parent.mkdir()
+        (tmp_path / "run" / "link").symlink_to(tmp_path)
+        for output in (str(tmp_path), "runs/elsewhere", str(tmp_path / "run" / "link" / "x")):
+            path.write_text(json.dumps(load("demo_text", output=output).model_dump(mode="json")))
+            with pytest.raises(RequestError, match=r"output=.* is outside the folder of that file") as caught:
+                load(None, saved=path)
+            assert caught.value.hint == f"to write there, or into another folder: --set output={output}"
+            assert load(None, saved=path, output=output).output == output
+        monkeypatch.chdir(tmp_path)
+        inside = {"output": "run", "train_mmdit__cache": str(tmp_path / "cache")}
+        path.write_text(json.dumps(load("demo", **inside).model_dump(mode="json")))
+        with pytest.raises(RequestError, match=r"train_mmdit\.cache=.* is outside the folder"):
+            load(None, saved=path)
+        # The launcher wrote it, from what the user asked for.
+        launched = {"OSORA_RANK_LOG": str(path.with_name("rank0.log"))}
+        assert load(None, launched, saved=path).train_mmdit.cache == str(tmp_path / "cache")
 
     def test_not_with_a_recipe(self) -> None:
         with pytest.raises(RequestError, match=r"--config demo cannot go with --from a\.json"):

@@ -3,6 +3,7 @@
 import pytest
 
 from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset
 from opensora_cli.settings.used import used_settings
@@ -134,12 +135,16 @@ def test_what_took_part(settings: GenerateSettings, without: set[str], there: se
     assert {key for key in there if not has(key)} == set()
     # Enough to make the same again, whatever the shell has set, and with the same settings beside it.
     environment = {"OSORA_VIDEO__HEIGHT": "16", "OSORA_VIDEO__WIDTH": "16", "OSORA_CONDITION__FIT": "pad"}
-    request = GenerateRequest(saved=SavedSettings(source="s.json", values=values), environment=environment)
+    # No file brings these.
+    adapters = {"loras": Given("a", "--lora")} if settings.loras else {}
+    saved = SavedSettings(source="s.json", values=values)
+    request = GenerateRequest(overrides=adapters, saved=saved, environment=environment)
     again = load_generate_settings(request, model=ModelName(settings.model.name))
     assert used_settings(again) == values
     # One of an earlier version has all settings.
     saved = SavedSettings(source="s.json", values=settings.model_dump(mode="json"))
-    assert load_generate_settings(GenerateRequest(saved=saved), model=ModelName(settings.model.name)) == settings
+    request = GenerateRequest(overrides=adapters, saved=saved)
+    assert load_generate_settings(request, model=ModelName(settings.model.name)) == settings
 
 
 def test_compression_is_part_of_a_request_for_it_changes_the_result():

@@ -86,7 +86,7 @@ def cut_back(path: Path, *, step: int) -> None:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return float("inf")  # half a line, from a crash
 
 

@@ -252,6 +252,11 @@ class TestWriting:
         assert bit_equal(found, of_all_kinds())
 
 
+def _repeated():
+    """Return what makes a tensor of a billion elements that are all the same byte of the file."""
+    return tensor_pickle(shape=(10**9,), stride=(0,), numel=4)[9:-2]
+
+
 class TestBrokenFiles:
     @pytest.mark.parametrize("form", [True, False], ids=["zip", "old"])
     def test_a_file_cut_anywhere_is_refused(self, tmp_path, form):
@@ -299,6 +304,30 @@ class TestBrokenFiles:
             (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00abc.", "a pickle of protocol 5"),
             (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00makeK\x01sb.", "is broken"),
             (b"\x80\x02" + b"(" * 10**5 + b".", "takes more than it has"),
+            (b"\x80\x02)" + b"q\x00h\x00\x86" * 40 + b"q\x00}h\x00Ns.", "copies the same objects"),
+            (
+                b"\x80\x02(]("
+                + b"K\x01" * 10_000
+                + b"eq\x00cbuiltins\nset\nq\x01]("
+                + b"h\x01h\x00\x85R" * 10_000
+                + b"et.",
+                "copies the same objects",
+            ),
+            (b"\x80\x02(]q\x00h\x00\x85q\x01h\x00(NNecbuiltins\nset\nh\x01Rt.", "something else than new arguments"),
+            *(
+                (b"\x80\x02" + program, "a tensor")
+                for name in (b"builtins\nset", b"collections\nOrderedDict", b"collections\nCounter", b"torch\nSize")
+                for program in (
+                    b"c" + name + b"\n" + _repeated() + b"\x85R.",
+                    b"c" + name + b"\n](" + _repeated() + b"e\x85R.",
+                    b"ccollections\nOrderedDict\n)R" + _repeated() + b"b.",
+                    b"ctorch._tensor\n_rebuild_from_type_v2\n(c"
+                    + name
+                    + b"\nctorch\nTensor\n"
+                    + _repeated()
+                    + b"\x85}tR.",
+                )
+            ),
         ],
     )
     def test_pickles_that_would_take_all_memory(self, tmp_path, program, reason):
@@ -306,8 +335,18 @@ class TestBrokenFiles:
         with little_memory():
             assert reason in refused(lambda: open_torch(path))
 
+    def test_records_that_lie_over_each_other_are_refused(self, tmp_path):
+        path = with_pickle(tmp_path / "a", b"\x80\x02}.", **{f"data/{number}": bytes(4000) for number in range(3)})
+        content = bytearray(path.read_bytes())
+        # In the directory, all records are made as long as the rest of the file.
+        for start in (at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"):
+            if b"data/" in content[start + 46 : start + 80]:
+                content[start + 20 : start + 28] = struct.pack("<II", 9000, 9000)
+        path.write_bytes(content)
+        assert "longer than the file" in refused(lambda: open_torch(path))
+
     def test_a_key_that_would_overflow_the_stack_is_refused(self, tmp_path):
-        path = with_pickle(tmp_path / "a", b"\x80\x02}N" + b"\x85" * 300_000 + b"K\x01s.")
+        path = with_pickle(tmp_path / "a", b"\x80\x02](" + b"N" * 200_000 + b"e}N" + b"\x85" * 300_000 + b"K\x01s.")
         assert "nests tuples too deep" in refused(lambda: open_torch(path))
 
     def test_long_programs_are_refused(self, tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""Comparisons of a tiny model: what is measured, what took effect, and what is left when one ends early."""
+"""Comparisons of a tiny model."""
+
+from collections import Counter
 
 import pytest
 import torch
@@ -12,20 +14,18 @@ from tiny_world import (
     released_settings,
 )
 
-from opensora_cli.core.exceptions import OutputError, RequestError
-from opensora_cli.engine.bench_generate import run as bench
-from opensora_cli.engine.bench_generate.measure import kernels_of, run_once
-from opensora_cli.engine.bench_generate.run import bench_generate
-from opensora_cli.engine.generate import loaded
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.bench_generate.run import _Video, bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
-from opensora_cli.media.similarity import psnr_db
-from opensora_cli.settings.bench_generate import BenchGenerateSettings, read_tries
+from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
+from opensora_cli.settings.bench_generate import read_tries
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
 FEWER = "sampling.num_inference_steps=2"
+FRAMES = torch.randint(0, 256, (3, 16, 20, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+LATENTS = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(autouse=True)
@@ -33,188 +33,126 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def compared(settings, *tries, reporter=None, **options):
-    """Return the report of a comparison."""
-    found = []
-    bench_generate(
-        settings, read_tries(tries), BenchGenerateSettings(**options), reporter=reporter, publish=found.append
-    )
-    [report] = found
-    return report
+def compared(settings, *tries, reporter=None, repeats=1):
+    return bench_generate(settings, read_tries(tries), reporter=reporter, repeats=repeats)
 
 
-def four_steps(world, tmp_path, **changes):
-    return demo_settings(world, tmp_path / "out", sampling__num_inference_steps="4", **changes)
+def test_likeness_is_a_mean_over_frames_and_an_error_over_all_segments():
+    other, counted = FRAMES // 2, Counter()
+    exact = _Video((LATENTS, 2 * LATENTS), FRAMES)
+    found = likeness(_Video((LATENTS, 3 * LATENTS), other), exact, on_frame=lambda: counted.update("f"))
+    pairs = list(zip(other, FRAMES, strict=True))
+    expected = sum(psnr_db(*pair) for pair in pairs) / 3, sum(ssim(*pair) for pair in pairs) / 3, 1 / 5**0.5
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert counted["f"] == 3
+    assert likeness(exact, exact, on_frame=int) == (HIGHEST_PSNR_DB, 1.0, 0.0)
 
 
-def test_a_setting_is_measured_beside_the_exact_run_and_nothing_is_kept(world, tmp_path):
+def test_small_frames_have_no_ssim_and_zeros_an_absolute_error():
+    zeros, ones = (_Video((each(2),), FRAMES[:, :8]) for each in (torch.zeros, torch.ones))
+    assert likeness(ones, zeros, on_frame=int) == (HIGHEST_PSNR_DB, None, pytest.approx(2**0.5))
+
+
+def test_settings_are_measured_beside_the_exact_run_and_nothing_is_kept(world, tmp_path):
     reporter = RecordingReporter()
-    report = compared(four_steps(world, tmp_path), FEWER, reporter=reporter)
-    exact, fewer = report.settings
+    settings = demo_settings(world, tmp_path / "out", sampling__num_inference_steps="4", runtime__threads="1")
+    report = compared(settings, FEWER, "sampling.solver=euler", reporter=reporter)
+    exact, fewer, same = report.settings
     assert (exact.name, exact.evaluations, exact.speedup, exact.psnr_db) == ("exact", 8, 1.0, None)
-    assert (fewer.name, fewer.evaluations, fewer.runs) == (FEWER, 4, 1)
-    assert fewer.changes == {"sampling.num_inference_steps": "2"}
+    assert (fewer.name, fewer.evaluations, fewer.changes) == (FEWER, 4, {"sampling.num_inference_steps": "2"})
     assert 0 < fewer.psnr_db < 99
     assert 0 < fewer.ssim < 1
     assert 0 < fewer.latents_error < 2
-    assert fewer.without_effect is None
-    assert fewer.speedup == pytest.approx(exact.seconds / fewer.seconds, rel=0.05)
+    assert fewer.speedup == pytest.approx(exact.seconds.mean / fewer.seconds.mean, rel=0.05)
+    assert (same.evaluations, same.psnr_db, same.latents_error) == (8, 99.0, 0.0)
     for row in report.settings:
         assert row.peak_memory_gib > 0
-        assert {"text", "denoise", "decode"} <= row.stages_s.keys()
-        assert row.seconds == pytest.approx(sum(row.stages_s.values()) - row.loading_s, abs=0.01)
-    assert report.is_whole
+        stages = {name: time.mean for name, time in row.stages_s.items() if name != "load"}
+        assert stages.keys() == {"text", "denoise", "decode"}
+        assert row.seconds.mean == pytest.approx(sum(stages.values()), abs=0.01)
     assert not (tmp_path / "out").exists()
-    # Loaded once, to warm up.
+    # Models are loaded once, to warm up.
     assert reporter.stages.count("load") == 3
-    assert [note for note in reporter.notes if note.startswith("setting")] == [
-        "setting 1 of 2: exact, a few steps to warm up",
-        "setting 1 of 2: exact",
-        f"setting 2 of 2: {FEWER}",
-    ]
+    assert sum(note.endswith("a few steps to warm up") for note in reporter.notes) == 1
 
 
-def test_the_video_is_the_one_that_generate_makes(world, tmp_path):
-    settings = four_steps(world, tmp_path, output__format="png", runtime__threads="1")
-    plan = make_plan(settings.replace({"condition.mode": "t2v", "output.save_latents": False})).with_threads()
-    with loaded.LoadedModels() as models:
-        video, figures = run_once(plan, [], models, RecordingReporter())
-    made = sorted(generate(settings).videos[0].path.iterdir())
-    assert torch.equal(video.frames_THWC, torch.stack([read_picture(path) for path in made]))
-    assert figures.evaluations == plan.model_evaluations == 8
+def test_the_videos_are_those_that_generate_makes(world, tmp_path):
+    changes = {"sampling__num_inference_steps": "4", "runtime__threads": "1", "video__num_frames": "1"}
+    settings = demo_settings(world, tmp_path, output__format="png", **changes)
+    exact, fewer = (
+        read_picture(generate(each).videos[0].path)
+        for each in (settings, settings.replace({"sampling.num_inference_steps": 2}))
+    )
+    assert compared(settings, FEWER).settings[1].psnr_db == pytest.approx(psnr_db(fewer, exact), abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("sampling.solver=euler", "sampling.solver is euler in the exact run, too"),
-        ("runtime.attention=sdpa", "the attention is sdpa in both"),
-        ("sampling.image_guidance_scale=2.5", "sampling.image_guidance_scale takes no part in such a run"),
-        pytest.param("sampling.guidance_interval=0,0.999999", None, marks=pytest.mark.slow),
-        ("runtime.attention=math", None),
-        pytest.param("runtime.threads=2", None, marks=pytest.mark.slow),
-        pytest.param("memory.resident_blocks=1,memory.offload=blocks", None, marks=pytest.mark.slow),
-    ],
-)
-def test_what_changed_nothing_is_reported_with_its_reason(world, tmp_path, text, why):
-    report = compared(demo_settings(world, tmp_path, runtime__threads="1", video__num_frames="5"), text)
-    row = report.settings[1]
-    assert row.without_effect == why
-    if why is not None:
-        assert (row.psnr_db, row.latents_error) == (99.0, 0.0)
-        assert f"{text}: without effect: {why}" in report.lines()
-
-
-def test_repeats_go_back_and_forth_and_the_median_counts(world, tmp_path):
+def test_repeats_go_back_and_forth_and_measure_the_noise_of_the_exact_run(world, tmp_path):
     reporter = RecordingReporter()
-    report = compared(demo_settings(world, tmp_path, video__num_frames="5"), FEWER, reporter=reporter, repeats=3)
-    order = [note.split(": ", 1)[1] for note in reporter.notes if ", run " in note]
-    exact, tried = "exact", FEWER
-    turns = [[exact, tried], [tried, exact], [exact, tried]]
-    assert order == [f"{name}, run {turn + 1} of 3" for turn, names in enumerate(turns) for name in names]
-    assert [row.runs for row in report.settings] == [3, 3]
-    assert report.exact_error == 0.0
+    report = compared(demo_settings(world, tmp_path, video__num_frames="5"), FEWER, reporter=reporter, repeats=2)
+    runs = [note.split(": ")[:2] for note in reporter.notes if note.startswith("run ") and note.endswith(" s")]
+    names = ["exact", FEWER, FEWER, "exact"]
+    assert runs == [[f"run {number} of 4", name] for number, name in enumerate(names, 1)]
+    assert all(row.seconds.deviation > 0 and row.stages_s["denoise"].deviation > 0 for row in report.settings)
+    exact = report.settings[0]
+    assert (exact.psnr_db, exact.ssim, exact.latents_error) == (99.0, 1.0, 0.0)
 
 
-def test_kernels_that_are_others_are_warmed_up_too(world, tmp_path):
+def test_other_kernels_are_warmed_up_too(world, tmp_path):
     reporter = RecordingReporter()
     compared(demo_settings(world, tmp_path, video__num_frames="5"), "runtime.attention=math", reporter=reporter)
     assert sum(note.endswith("a few steps to warm up") for note in reporter.notes) == 2
 
 
-def test_the_standard_set_leaves_out_what_needs_no_fewer_evaluations(world, tmp_path):
-    with loaded.LoadedModels() as models:
-        planned = bench._Bench(RecordingReporter(), None, models)
-        planned.plan(demo_settings(world, tmp_path, sampling__num_inference_steps="20"), {})
-    assert planned._left_out == {
-        "euler-30": "50 evaluations, and the exact run takes 35",
-        "ab2-30": "50 evaluations, and the exact run takes 35",
-        "heun-15": "54 evaluations, and the exact run takes 35",
+@pytest.mark.slow
+def test_the_standard_set_skips_what_needs_no_fewer_evaluations(world, tmp_path):
+    report = compared(demo_settings(world, tmp_path, sampling__num_inference_steps="20", video__num_frames="1"))
+    assert report.skipped == {
+        "euler-30": "50 evaluations; the exact run takes 35",
+        "ab2-30": "50 evaluations; the exact run takes 35",
+        "heun-15": "54 evaluations; the exact run takes 35",
     }
-    assert [setting.name for setting in planned._settings] == ["exact", "euler-15", "ab2-15", "fast"]
+    assert [row.name for row in report.settings] == ["exact", "euler-15", "ab2-15", "fast"]
 
 
-def test_references_are_encoded_for_each(world, tmp_path):
-    given = {"condition__mode": "i2v_head", "condition__references": str(world.picture)}
-    report = compared(released_settings(world, tmp_path, **given), "sampling.num_inference_steps=1")
-    assert [row.evaluations for row in report.settings] == [6, 3]
-    assert all("encode" in row.stages_s for row in report.settings)
+def _with_reference(world, folder):
+    return released_settings(world, folder, condition__mode="i2v_head", condition__references=str(world.picture))
 
 
-def test_all_segments_are_compared(world, tmp_path):
-    report = compared(demo_settings(world, tmp_path, video__extend="1"), "sampling.num_inference_steps=1")
-    # Two segments with two branches at each step.
-    assert [row.evaluations for row in report.settings] == [8, 4]
+@pytest.mark.parametrize(
+    ("make", "evaluations", "stage"),
+    [
+        (_with_reference, [6, 3], "encode"),
+        (lambda world, folder: demo_settings(world, folder, video__extend="1"), [8, 4], "denoise"),
+        (lambda world, folder: picture_first_settings(world, folder / "out"), [6, 3], "picture denoise"),
+        (dc_ae_settings, [4, 2], "denoise"),
+        (lambda world, folder: flux_settings(world, folder, video__num_frames="1"), [2, 1], "denoise"),
+    ],
+    ids=["reference", "segments", "picture first", "dc_ae", "flux"],
+)
+def test_other_models_and_requests_are_compared(world, tmp_path, make, evaluations, stage):
+    report = compared(make(world, tmp_path), "sampling.num_inference_steps=1")
+    assert [row.evaluations for row in report.settings] == evaluations
+    assert all(stage in row.stages_s for row in report.settings)
     assert report.settings[1].latents_error > 0
-
-
-def test_a_picture_that_is_made_first_has_stages_of_its_own(world, tmp_path):
-    report = compared(picture_first_settings(world, tmp_path / "out"), "sampling.num_inference_steps=1")
-    assert {"picture denoise", "denoise"} <= report.settings[0].stages_s.keys()
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("make", [dc_ae_settings, flux_settings])
-def test_other_models_are_compared(world, tmp_path, make):
-    changes = {"video__num_frames": "1"} if make is flux_settings else {}
-    report = compared(make(world, tmp_path, **changes), "sampling.num_inference_steps=1")
-    assert [row.evaluations for row in report.settings] in ([2, 1], [4, 2])
-
-
-def test_what_was_measured_is_published_where_the_comparison_is_interrupted(world, tmp_path, monkeypatch):
-    found = []
-    settings = demo_settings(world, tmp_path, video__num_frames="5")
-    # Two steps to warm up and two of the exact run; then Ctrl-C.
+def test_an_interrupted_comparison_says_what_was_finished(world, tmp_path, monkeypatch):
+    # Two steps warm up, and the exact run has two.
     stop_after(monkeypatch, 5)
-    plot = tmp_path / "a.svg"
-    options = BenchGenerateSettings(plot=str(plot))
-    with pytest.raises(KeyboardInterrupt):
-        bench_generate(settings, read_tries(["sampling.solver=ab2"]), options, publish=found.append)
-    [report] = found
-    assert [row.name for row in report.settings] == ["exact"]
-    assert not report.is_whole
-    assert "note        it ended early: this is what was measured until then" in report.lines()
-    assert plot.exists()
+    with pytest.raises(KeyboardInterrupt, match="1 of 2 runs were finished; there is no table"):
+        compared(demo_settings(world, tmp_path, video__num_frames="5"), "sampling.solver=ab2")
 
 
-def test_nothing_is_published_before_the_first_run_has_ended(world, tmp_path, monkeypatch):
-    stop_after(monkeypatch, 1)
-    with pytest.raises(KeyboardInterrupt):
-        compared(demo_settings(world, tmp_path), FEWER)
-
-
-def test_a_chart_that_is_there_ends_it_before_anything_is_loaded(world, tmp_path):
-    (tmp_path / "a.svg").write_text("mine")
+@pytest.mark.parametrize(
+    ("changes", "tried", "error", "message"),
+    [
+        ({}, "sampling.num_inference_steps=0", ValueError, "num_inference_steps"),
+        ({"sampling__num_samples": "2"}, FEWER, RequestError, "sampling.num_samples=2 cannot be compared"),
+    ],
+)
+def test_wrong_settings_end_it_before_anything_is_loaded(world, tmp_path, changes, tried, error, message):
     reporter = RecordingReporter()
-    with pytest.raises(OutputError, match="exists already"):
-        compared(demo_settings(world, tmp_path), FEWER, reporter=reporter, plot=str(tmp_path / "a.svg"))
+    with pytest.raises(error, match=message):
+        compared(demo_settings(world, tmp_path, **changes), tried, reporter=reporter)
     assert reporter.stages == []
-
-
-def test_a_try_that_is_wrong_ends_it_before_anything_is_loaded(world, tmp_path):
-    reporter = RecordingReporter()
-    with pytest.raises(ValueError, match="num_inference_steps"):
-        compared(demo_settings(world, tmp_path), "sampling.num_inference_steps=0", reporter=reporter)
-    assert reporter.stages == []
-
-
-def test_several_videos_are_refused(world, tmp_path):
-    with pytest.raises(RequestError, match=r"sampling\.num_samples=2 cannot be compared"):
-        compared(demo_settings(world, tmp_path, sampling__num_samples="2"), FEWER)
-
-
-def test_sampling_shares_kernels(world, tmp_path):
-    plan = make_plan(demo_settings(world, tmp_path))
-    other = make_plan(plan.settings.replace({"sampling.solver": "ab2"}))
-    assert kernels_of(plan) == kernels_of(other)
-    assert kernels_of(plan) != kernels_of(make_plan(plan.settings.replace({"runtime.attention": "math"})))
-
-
-def test_psnr_is_that_of_the_frames(world, tmp_path):
-    settings = four_steps(world, tmp_path, output__format="png", runtime__threads="1", video__num_frames="1")
-    report = compared(settings, FEWER)
-    exact, fewer = (
-        read_picture(generate(each).videos[0].path)
-        for each in (settings, settings.replace({"sampling.num_inference_steps": 2}))
-    )
-    assert report.settings[1].psnr_db == pytest.approx(psnr_db(fewer, exact), abs=0.01)

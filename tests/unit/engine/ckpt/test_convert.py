@@ -15,6 +15,7 @@ from torch import Tensor
 
 import opensora_cli
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.convert import convert, plan_convert
 from opensora_cli.settings.ckpt import ConvertSettings
 from opensora_cli.settings.enums import TargetFormat
@@ -338,3 +339,21 @@ def test_products_with_scales_that_would_become_infinite_are_refused(tmp_path: P
     save_file(state, tmp_path / "source.safetensors")
     with pytest.raises(CheckpointError, match=r"x\.weight has numbers that are too large for float16"):
         converted(tmp_path / "source.safetensors", tmp_path / "target.safetensors", dtype="fp16")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_conversions_to_one_target_leave_one_whole_and_one_refused(
+    source: Path, tmp_path: Path, overwrite: bool
+) -> None:
+    asked, refused = settings(source, tmp_path / "made.pt", overwrite=overwrite), []
+
+    class Meanwhile(SilentReporter):
+        def advance(self, amount: int = 1) -> None:
+            with pytest.raises(OutputError, match=r"another run writes .*made\.pt: process \d+ on "):
+                convert(asked)
+            refused.append(amount)
+
+    convert(asked, reporter=Meanwhile())
+    assert refused
+    assert bit_equal(torch.load(tmp_path / "made.pt"), load_file(source))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.pt", "source.safetensors"]

@@ -1,9 +1,11 @@
 """Downloading from a Hub: all that is needed, nothing twice, and nothing that is not what the Hub says."""
 
+import gzip
 import hashlib
 import json
 import os
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from fake_hub import TOKEN, FakeHub, FakeRepo, connect, serving
 from hostile_files import HUB_ANSWERS, HUB_NAMES, NO_OBJECTS
 from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt import hub as hub_module
 from opensora_cli.engine.ckpt.download import State, download, plan_download
@@ -186,6 +188,22 @@ def test_an_interrupted_download_continues(knows_ranges: bool, hub: FakeHub, tmp
     assert files_in(tmp_path) == WANTED
 
 
+def test_two_downloads_into_one_folder_leave_one_whole_and_one_refused(hub: FakeHub, tmp_path: Path) -> None:
+    refused = []
+
+    class Meanwhile(SilentReporter):
+        def advance(self, amount: int = 1) -> None:
+            if not refused:
+                with pytest.raises(OutputError, match=r"another run downloads into .*: process \d+ on ") as caught:
+                    download(settings(tmp_path))
+                refused.append(caught.value.hint)
+
+    download(settings(tmp_path), reporter=Meanwhile())
+    assert refused == ["wait until it ends, or give another folder with --to"]
+    assert files_in(tmp_path) == WANTED
+    assert (tmp_path / BIG).read_bytes() == CONTENT
+
+
 def test_a_partial_file_of_another_version_is_not_continued(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         download(settings(tmp_path), reporter=Stopping(after=150_000))
@@ -250,6 +268,68 @@ def test_what_is_no_object_is_not_the_hub(hub: FakeHub, tmp_path: Path, listing:
     hub.listing = listing
     with pytest.raises(CheckpointError, match=f"{hub.endpoint} does not answer as the Hub does"):
         plan_download(settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(200, r"sends compressed content \(gzip\)"), (302, "redirects more than 10 times"), (500, "answers 500")],
+)
+def test_an_answer_that_would_fill_the_memory_is_not_decompressed(
+    hub: FakeHub, tmp_path: Path, status: int, reason: str
+) -> None:
+    hub.listing, hub.listing_status = gzip.compress(bytes(50_000_000), 1), status
+    hub.listing_headers = {"Content-Encoding": "gzip", "Location": f"{hub.endpoint}/api/models/{MAIN}"}
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=reason):
+        plan_download(settings(tmp_path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * 2**20
+
+
+def test_metadata_of_any_length_is_not_read(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "MAX_JSON_BYTES", 100)
+    with pytest.raises(CheckpointError, match="answers with over 100 bytes of metadata"):
+        plan_download(settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "shown"),
+    [
+        ("http://[::1", "http://[::1"),
+        ("ftp://x", "ftp://x"),
+        ("", ""),
+        ("  ", "  "),
+        ("http://", "http://"),
+        ("http://x:99999", "http://x:99999"),
+        ("http://x y", "http://x y"),
+        ("http://x?a", "http://x?a"),
+        ("http://a\x1b[31mb", r"'http://a\x1b[31mb'"),
+        ("https://user:pa/ss@w@host", "https://<hidden>@host"),
+    ],
+)
+def test_an_endpoint_that_is_no_address_is_a_bad_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str, shown: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    with pytest.raises(RequestError) as caught:
+        plan_download(settings(tmp_path))
+    assert caught.value.message.startswith(f"HF_ENDPOINT={shown} must be an address of http:// or https://")
+
+
+def test_the_password_of_an_endpoint_is_not_shown(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = hub.endpoint.replace("://", "://user:pass@word@")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", private)
+    hub.listing = b"[]"
+    with pytest.raises(CheckpointError) as caught:
+        plan_download(settings(tmp_path))
+    assert caught.value.message.startswith("http://<hidden>@127.0.0.1:")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:pass@word@127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=r"the connection to http://<hidden>@127\.0\.0\.1:9 broke") as caught:
+        plan_download(settings(tmp_path))
+    assert "word" not in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_a_bug_of_ours_is_not_blamed_on_the_hub(hub: FakeHub) -> None:
@@ -397,3 +477,6 @@ def test_a_file_in_place_of_the_folder_and_a_small_disk_are_refused(
     with pytest.raises(OutputError, match=r"needs 400\.\d kB, and its disk has 300\.0 kB free"):
         download(settings(tmp_path))
     assert hub.transfers == []
+    with pytest.raises(OutputError, match="needs"):
+        download(settings(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()

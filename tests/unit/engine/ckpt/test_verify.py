@@ -200,6 +200,21 @@ def test_an_index_that_disagrees_with_its_shards_is_a_problem(
     assert {path.name for path in found.hashed} <= {path.name for path in shards.glob("*.safetensors")}
 
 
+@pytest.mark.parametrize(
+    ("hashes", "problem"),
+    [
+        ({}, "no mapping of shard to hash"),
+        (["a"], "no mapping of shard to hash"),
+        ({SHARD: "0" * 64}, "has no hash for"),
+    ],
+)
+def test_an_index_without_all_its_hashes_is_a_problem(shards: Path, hashes: object, problem: str) -> None:
+    document = json.loads((shards / INDEX).read_text())
+    document["metadata"]["sha256"] = hashes
+    (shards / INDEX).write_text(json.dumps(document))
+    assert any(problem in each for each in check(shards).problems)
+
+
 def test_tensors_that_share_their_data_may_be_counted_once(tmp_path: Path) -> None:
     weight = torch.ones(4)
     torch.save({"a": weight, "b": weight, "c": torch.ones(1)}, tmp_path / "part.bin")

@@ -1,8 +1,14 @@
 """Blocks that run compiled: the same numbers under the same names, and a way out where compiling fails."""
 
 import gc
+import getpass
+import os
+import shutil
+import subprocess
+import sys
 import weakref
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +212,44 @@ def test_more_sizes_than_the_compiler_takes_run_as_they_are_with_one_warning():
     compile_blocks(model, warn=warnings.append, backend="aot_eager_decomp_partition")
     for tokens in (12, 13, 14):
         torch.testing.assert_close(velocity(model, tokens=tokens), velocity(plain, tokens=tokens))
-    assert [warning.split(":")[0] for warning in warnings] == [
-        "DoubleStreamBlock cannot be compiled and runs uncompiled"
-    ]
+    [warning] = warnings
+    assert warning.startswith("DoubleStreamBlock cannot be compiled and runs uncompiled: ")
+
+
+COMPILE = """
+import sys
+import torch
+from opensora_cli.engine.components.compiled import compile_blocks
+from tiny_transformer import inputs, transformer
+torch.set_num_threads(1)
+model = transformer()
+compile_blocks(model, warn=lambda text: sys.exit(text))
+given = inputs(model, batch=1)
+with torch.inference_mode():
+    model(given.pop("packed_latents_BND"), **given)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
+@pytest.mark.skipif(sys.platform == "win32", reason="torch compiles for CPUs with another compiler there")
+def test_compiled_code_is_kept_in_private_folders_alone(tmp_path):
+    temporary, working, cache = tmp_path / "temporary", tmp_path / "working", tmp_path / "cache"
+    # The folder that torch takes by itself, made first.
+    theirs = temporary / f"torchinductor_{getpass.getuser()}"
+    theirs.mkdir(parents=True)
+    working.mkdir()
+    (working / "torch.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "program.py").write_text(COMPILE)
+    unset = ("PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    variables = {name: value for name, value in os.environ.items() if name not in unset}
+    variables |= {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, tmp_path / "program.py"]
+    done = subprocess.run(command, cwd=working, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert list(theirs.iterdir()) == []
+    compiled = cache / "osora" / "compiled"
+    assert compiled.stat().st_mode & 0o777 == 0o700
+    assert list(compiled.rglob("*.so"))
+    assert list(compiled.rglob("*.gch"))

@@ -256,6 +256,13 @@ class TestIncompleteFolders:
         (folder / "model-1-of-2.safetensors").touch()
         assert missing_files(folder, vocabularies=T5_VOCABULARIES) == [str(folder / "model-2-of-2.safetensors")]
 
+    @pytest.mark.parametrize("content", ["[" * 100_000, "{", "[]", '{"weight_map": {"a": 1}}', '{"weight_map": 1}'])
+    def test_an_index_that_is_none(self, t5_words, copied, content):
+        folder = copied(t5_words, without=["model.safetensors"])
+        (folder / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match=re.escape(str(folder / "model.safetensors.index.json"))):
+            missing_files(folder, vocabularies=T5_VOCABULARIES)
+
     def test_sharded_and_pickled_weights_load(self, t5_words, copied):
         expected = t5(t5_words).encode(["a red boat"])
         sharded = copied(t5_words, without=["model.safetensors"])

@@ -47,6 +47,24 @@ def run(folder: Path, **changes: Any) -> ScanResult:
     return scan(ScanSettings(folder=str(folder), workers=2, **changes))
 
 
+def test_two_scans_to_one_table_leave_one_whole_and_one_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows = scan_module.write_table
+    refused = []
+
+    def meanwhile(*args: Any, **options: Any) -> None:
+        for overwrite in (False, True):
+            with pytest.raises(OutputError, match=r"another run writes .*clips\.csv: process \d+ on "):
+                run(folder, overwrite=overwrite)
+            refused.append(overwrite)
+        write_rows(*args, **options)
+
+    monkeypatch.setattr(scan_module, "write_table", meanwhile)
+    assert run(folder).rows == 4
+    assert refused == [False, True]
+    monkeypatch.undo()
+    assert run(folder).read == 0
+
+
 def test_a_folder_becomes_a_table(folder: Path) -> None:
     result = run(folder)
     assert (result.table, result.videos, result.pictures, result.read) == (folder.with_suffix(".csv"), 3, 1, 4)

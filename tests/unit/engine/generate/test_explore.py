@@ -1,16 +1,17 @@
 """Seeds that are begun to choose from, with a sheet, which go on to the bytes of a run without a pause."""
 
 import pytest
-from tiny_world import RecordingReporter, demo_settings, picture_first_settings
+from tiny_world import RecordingReporter, demo_settings, picture_first_settings, weights_of
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import preview_map
 from opensora_cli.engine.generate.documents import ExploredSeed, PlanDocument
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.load import GenerateRequest, load_preset
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -37,7 +38,7 @@ def names(folder):
 
 
 def resume(state, reporter=None):
-    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume")})
+    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **weights_of(state)})
     return generate_from_request(request, reporter=reporter or RecordingReporter())
 
 
@@ -56,8 +57,8 @@ def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
     states = [out / f"{name}.latents.safetensors" for name in NAMES]
     assert result.lines() == [
         str(out / SHEET),
-        f"osora generate --resume {states[0]}  # seed 42",
-        f"osora generate --resume {states[1]}  # seed 43",
+        f"osora generate --resume {states[0]} --weights {world.demo}  # seed 42",
+        f"osora generate --resume {states[1]} --weights {world.demo}  # seed 43",
     ]
     document = result.to_json()
     assert [(seed["seed"], seed["state"], seed["steps"]) for seed in document["explored"]] == [
@@ -145,5 +146,8 @@ def test_contradictions_are_refused(world, tmp_path, changes, problem):
 
 
 def test_a_seed_whose_steps_are_all_done_is_only_decoded(tmp_path):
-    seed = ExploredSeed(seed=7, state=tmp_path / "a b.latents.safetensors", steps=None, preview=None)
-    assert seed.line() == f"osora generate --from-latents '{tmp_path}/a b.latents.safetensors'  # seed 7"
+    state = tmp_path / "a b.latents.safetensors"
+    settings = load_preset("demo", prompt="sea").replace({"runtime.device": "cpu", "loras": ("a",)})
+    command = sample_files(settings, 0).command(state, is_begun=False)
+    seed = ExploredSeed(seed=7, state=state, steps=None, preview=None, command=command)
+    assert seed.line() == f"osora generate --from-latents '{state}' --device cpu  # seed 7"

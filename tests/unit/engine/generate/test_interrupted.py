@@ -12,7 +12,7 @@ import torch
 from hostile_files import NO_OBJECTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_world import RecordingReporter, demo_settings, released_settings
+from tiny_world import RecordingReporter, demo_settings, released_settings, weights_of
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
@@ -41,7 +41,7 @@ def raising(error):
 
 
 def go_on(path, reporter, **changes):
-    overrides = {"from_latents": Given(str(path), "--from-latents"), **changes}
+    overrides = {"from_latents": Given(str(path), "--from-latents"), **weights_of(path), **changes}
     return generate_from_request(GenerateRequest(overrides=overrides), reporter=reporter)
 
 
@@ -87,7 +87,7 @@ class TestCtrlC:
             with pytest.raises(KeyboardInterrupt) as caught:
                 generate(released_settings(world, tmp_path / "out"))
         latents = tmp_path / "out" / LATENTS
-        assert caught.value.args == (f"go on with: osora generate --from-latents {latents}",)
+        assert caught.value.args == (f"go on with: osora generate --from-latents {latents} --weights {world.released}",)
         assert names(tmp_path / "out") == [LATENTS]
         video = go_on(latents, reporter).videos[0]
         assert video.path.read_bytes() == expected
@@ -122,10 +122,14 @@ class TestCtrlC:
         with pytest.raises(KeyboardInterrupt) as caught:
             generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3"))
         folder = tmp_path / "my out"
+        commands = [
+            f"osora generate --from-latents '{folder}/raining-sea_seed{seed}.latents.safetensors' "
+            f"--weights {world.released}"
+            for seed in (43, 44)
+        ]
         assert caught.value.args[0].splitlines() == [
             f"finished: {folder}/raining-sea_seed42.mp4",
-            f"go on with: osora generate --from-latents '{folder}/raining-sea_seed43.latents.safetensors'",
-            f"go on with: osora generate --from-latents '{folder}/raining-sea_seed44.latents.safetensors'",
+            *(f"go on with: {command}" for command in commands),
         ]
         assert names(folder) == [
             "raining-sea_seed42.mp4",
@@ -158,10 +162,10 @@ class TestCtrlC:
                 generate(settings)
         assert names(tmp_path) == [LATENTS]
         assert caught.value.args[0].splitlines() == [
-            f"go on with: osora generate --from-latents {tmp_path / LATENTS}",
+            f"go on with: osora generate --from-latents {tmp_path / LATENTS} --weights {world.released}",
             f"of 2 samples: 0 finished, 1 with saved latents, 1 still to be made{advice}",
         ]
-        latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from-latents")}
+        latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from-latents"), **weights_of(tmp_path / LATENTS)}
         planned = plan_from_request(GenerateRequest(overrides=latents), reporter=reporter)
         assert set(planned.weights) == {"vae"}
 
@@ -227,7 +231,9 @@ class TestFailures:
             generate(released_settings(world, tmp_path), reporter=reporter)
         assert caught.value.exit_code == 3
         assert names(tmp_path) == [LATENTS]
-        assert reporter.warnings == [f"go on with: osora generate --from-latents {tmp_path / LATENTS}"]
+        assert reporter.warnings == [
+            f"go on with: osora generate --from-latents {tmp_path / LATENTS} --weights {world.released}"
+        ]
 
     @pytest.mark.parametrize("overwrite", ["false", "true"])
     def test_full_disk_while_saving_the_sidecar(self, world, tmp_path, monkeypatch, overwrite):
@@ -363,7 +369,9 @@ class TestFromLatents:
     def test_settings_come_from_the_file_and_the_sidecar_is_that_of_an_uninterrupted_run(self, first, saved, reporter):
         result = go_on(saved, reporter)
         [video] = result.videos
-        assert video.path == first.with_name("raining-sea_seed5.mp4")
+        # Beside the latents, wherever they were made.
+        assert first.parent != saved.parent
+        assert video.path == saved.with_name("raining-sea_seed5.mp4")
         assert result.model == "demo"
         assert (result.settings.prompt, result.settings.sampling.seed) == ("raining, sea", 5)
         document = json.loads(video.sidecar.read_text())
@@ -394,11 +402,11 @@ class TestFromLatents:
         result = go_on(saved, reporter, **{"output.path": Given(str(tmp_path / "x.gif"), "--out")})
         assert result.videos[0].path == tmp_path / "x.gif"
 
-    def test_failing_again_names_the_same_file(self, saved, monkeypatch, reporter):
+    def test_failing_again_names_the_same_file(self, world, saved, monkeypatch, reporter):
         monkeypatch.setattr(decode, "write_media", raising(OutputError("disk on fire")))
         with pytest.raises(OutputError):
             go_on(saved, reporter, **{"output.path": Given(str(saved.parent), "--out")})
-        assert reporter.warnings == [f"go on with: osora generate --from-latents {saved}"]
+        assert reporter.warnings == [f"go on with: osora generate --from-latents {saved} --weights {world.demo}"]
         assert saved.exists()
 
     def test_other_size(self, saved, reporter):

@@ -11,6 +11,19 @@ from opensora_cli.engine.generate.manifest import Manifest
 from opensora_cli.engine.generate.prompts import Row, Shard
 
 
+@pytest.mark.parametrize("outputs", [["../sea.mp4"], ["sea.mp4", "../sea.mp4"], ["/proc/version"], ["a\0b"], []])
+def test_files_outside_the_folder_are_no_results(tmp_path, outputs):
+    (tmp_path / "sea.mp4").write_bytes(b"video")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "sea.mp4").write_bytes(b"video")
+    line = {"row": 1, "key": "first", "prompt": "sea", "status": "done"}
+    listed = [{"path": path, "seed": 1, "bytes": 0 if path == "/proc/version" else 5} for path in outputs]
+    (folder / "manifest.jsonl").write_text(json.dumps(line | {"outputs": listed}) + "\n")
+    with Manifest(folder, Shard()) as manifest:
+        assert manifest.finished("first") is None
+
+
 def test_a_line_that_cannot_be_written_whole_is_taken_back(tmp_path, monkeypatch):
     write = os.write
 

@@ -165,6 +165,7 @@ class TestMade:
         assert again.path.read_bytes() == bytes_before
         for sidecar in (video.sidecar, video.picture.file.with_name(f"{video.picture.file.name}.json")):
             overrides = {"output.path": Given(str(tmp_path / "again"), "--out")}
+            overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
             request = GenerateRequest(saved=read_sidecar(sidecar), overrides=overrides)
             made, _ = resolve_generate_settings(request, reporter=reporter)
             [same] = generate(made).videos
@@ -206,6 +207,7 @@ class TestMade:
                 generate(ended)
         latents = tmp_path / "raining-sea_seed42.latents.safetensors"
         overrides = {"from_latents": Given(str(latents), "x"), "output.path": Given(str(tmp_path / "decoded"), "x")}
+        overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
         decoded, _ = resolve_generate_settings(GenerateRequest(overrides=overrides), reporter=reporter)
         [video] = generate(decoded).videos
         assert (video.path.read_bytes(), video.picture) == (whole, None)

@@ -77,6 +77,7 @@ class TestRefined:
             ("<think>\nA boat?\n</think>\nA boat.", "A boat."),
             ("A boat?</think>A boat.", "A boat."),
             ("A b\x1b[31moat\x00.", "A b[31moat."),
+            ("A \u202eb\u2066oat\u2069 \u200b\ufeff.\u2028Snow\x9b 👩\u200d🚀", "A boat . Snow 👩\u200d🚀"),
             ("Ein Böötchen 🚤 на воде", "Ein Böötchen 🚤 на воде"),
         ],
     )

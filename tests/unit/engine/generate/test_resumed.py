@@ -8,7 +8,7 @@ import shlex
 import pytest
 from safetensors.torch import load_file, safe_open, save_file
 from stopping import stop_after, stopped
-from tiny_world import RecordingReporter, demo_settings, released_settings
+from tiny_world import RecordingReporter, demo_settings, released_settings, weights_of
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components import attention
@@ -37,7 +37,7 @@ def whole(world, tmp_path_factory):
 
 def go_on(state, **overrides):
     given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
-    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **given})
+    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **weights_of(state), **given})
     reporter = RecordingReporter()
     return generate_from_request(request, reporter=reporter), reporter
 
@@ -56,7 +56,7 @@ def test_what_is_stopped_after_a_step_goes_on_to_the_same_bytes(world, tmp_path,
     folder = tmp_path / "my out"
     words = stopped(demo_settings(world, folder, **T2V), steps)
     state = folder / STATE
-    assert words == f"go on with: osora generate --resume {shlex.quote(str(state))}"
+    assert words == f"go on with: osora generate --resume {shlex.quote(str(state))} --weights {world.demo}"
     assert (names(folder), steps_in(state)) == ([STATE], str(steps))
     result, reporter = go_on(state)
     assert result.videos[0].path == folder / f"{NAME}.mp4"
@@ -144,8 +144,8 @@ def test_one_of_several_samples(world, tmp_path):
     words = stopped(settings, STEPS + 1)
     second = tmp_path / "out" / "raining-sea_seed43.latents.safetensors"
     assert words.splitlines() == [
-        f"go on with: osora generate --from-latents {tmp_path / 'out' / STATE}",
-        f"go on with: osora generate --resume {second}",
+        f"go on with: osora generate --from-latents {tmp_path / 'out' / STATE} --weights {world.demo}",
+        f"go on with: osora generate --resume {second} --weights {world.demo}",
         "of 3 samples: 0 finished, 1 with saved latents, 1 begun, 1 still to be made: the same command goes on",
     ]
     alone, _ = go_on(second)
@@ -217,7 +217,7 @@ def test_an_error_in_the_middle_keeps_what_is_done(world, tmp_path, monkeypatch,
         patched.setattr(denoise, "GuidedVelocity", Failing)
         with pytest.raises(HardwareError, match="rank 1 was lost"):
             generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
-    assert reporter.warnings == [f"go on with: osora generate --resume {tmp_path / STATE}"]
+    assert reporter.warnings == [f"go on with: osora generate --resume {tmp_path / STATE} --weights {world.demo}"]
     result, _ = go_on(tmp_path / STATE)
     assert result.videos[0].path.read_bytes() == whole
 
@@ -246,7 +246,8 @@ def test_a_state_of_another_request_is_refused(state, changes):
 
 
 def test_a_state_is_no_finished_latents(state, reporter):
-    request = GenerateRequest(overrides={"from_latents": Given(str(state), "--from-latents")})
+    overrides = {"from_latents": Given(str(state), "--from-latents"), **weights_of(state)}
+    request = GenerateRequest(overrides=overrides)
     with pytest.raises(RequestError, match=f"was saved after step 2 of {STEPS}") as caught:
         generate_from_request(request, reporter=reporter)
     assert caught.value.hint == f"go on with osora generate --resume {state}"
@@ -275,6 +276,25 @@ def test_steps_that_the_run_does_not_have(state, steps):
         go_on(state)
 
 
+def test_a_state_names_no_place(state, tmp_path, whole):
+    """It goes on beside itself, under its own name, and replaces nothing, whatever its settings say."""
+    mine = tmp_path / "mine.mp4"
+    mine.write_bytes(b"mine")
+    with safe_open(state, "pt") as file:
+        settings = json.loads(file.metadata()["settings"])
+    settings["output"] |= {"path": str(mine), "overwrite": True}
+    rewritten(state, settings=json.dumps(settings))
+    beside = state.with_name(f"{NAME}.mp4")
+    beside.write_bytes(b"mine, too")
+    with pytest.raises(OutputError, match="exists already"):
+        go_on(state)
+    assert (mine.read_bytes(), beside.read_bytes()) == (b"mine", b"mine, too")
+    beside.unlink()
+    result, _ = go_on(state)
+    assert (result.videos[0].path, mine.read_bytes()) == (beside, b"mine")
+    assert beside.read_bytes() == whole
+
+
 def test_torn_and_foreign_files(state, tmp_path):
     whole = state.read_bytes()
     for content in (b"", whole[:20], whole[:-1]):
@@ -301,7 +321,8 @@ def test_a_run_that_is_to_stop_leaves_a_video_and_a_state_that_goes_on(world, tm
     assert [video.path for video in result.videos] == [partial]
     assert result.model_evaluations == reporter.totals["denoise"] == 4
     assert json.loads((tmp_path / f"{partial.name}.json").read_text())["model_evaluations"] == 4
-    assert f"stopped after step 2 of {STEPS}: go on with osora generate --resume {state}" in reporter.notes
+    command = f"osora generate --resume {state} --weights {world.demo}"
+    assert f"stopped after step 2 of {STEPS}: go on with {command}" in reporter.notes
     frames = read_video(partial).frames_THWC.float()
     assert frames.shape[0] == settings.video.num_frames
     [again] = generate(settings).videos

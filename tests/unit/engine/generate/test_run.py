@@ -1,10 +1,15 @@
 """Whole generations with a shrunken model: every mode and preset, the same bytes twice, what lies beside a result."""
 
+import errno
 import hashlib
 import json
 import math
+import os
+import shutil
 import socket
+from pathlib import Path
 
+import killing
 import pytest
 import torch
 from closeness import assert_close
@@ -12,8 +17,9 @@ from media_tags import read_metadata
 from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, flux_settings, moving_frames, released_settings
 
+from opensora_cli.core import folder_lock
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, ReferenceLengths, Source
-from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, RequestError
+from opensora_cli.core.exceptions import MediaError, OsoraError, OsoraWarning, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, load, references
@@ -26,6 +32,7 @@ from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
 )
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -139,6 +146,7 @@ def test_pictures_alone(world, tmp_path, reporter):
     ]
     saved = read_sidecar(result.videos[1].sidecar)
     overrides = {"output.path": Given(str(tmp_path / "again.png"), "--out")}
+    overrides["runtime.weights"] = Given(result.settings.runtime.weights, "--weights")
     again, _ = resolve_generate_settings(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter)
     [video] = generate(again).videos
     assert video.path.read_bytes() == result.videos[1].path.read_bytes()
@@ -311,9 +319,9 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     assert document["peak_resident_gib"] > 0
     assert document["tf32"] is None
     assert document["settings"]["precision"] == {"tf32": None}
-    request = GenerateRequest(
-        overrides={"output.path": Given(str(tmp_path / "b"), "--out")}, saved=read_sidecar(video.sidecar)
-    )
+    overrides = {"output.path": Given(str(tmp_path / "b"), "--out")}
+    overrides["runtime.weights"] = Given(str(world.released), "--weights")
+    request = GenerateRequest(overrides=overrides, saved=read_sidecar(video.sidecar))
     again = generate_from_request(request, reporter=SilentReporter())
     assert [path.name for path in (video.path, again.videos[0].path)] == ["raining-sea_seed43.mp4"] * 2
     assert again.videos[0].path.read_bytes() == video.path.read_bytes()
@@ -328,9 +336,9 @@ def test_sidecar_without_what_took_no_part_makes_the_same_file_again(world, tmp_
     assert set(saved.values["condition"]) == {"mode"}
     assert not {"image_guidance_scale", "embedded_guidance"} & saved.values["sampling"].keys()
     environment = {"OSORA_SAMPLING__IMAGE_GUIDANCE_SCALE": "5", "OSORA_VAE__SAMPLE_TSIZE": "64"}
-    request = GenerateRequest(
-        overrides={"output.path": Given(str(tmp_path / "b"), "--out")}, saved=saved, environment=environment
-    )
+    overrides = {"output.path": Given(str(tmp_path / "b"), "--out")}
+    overrides["runtime.weights"] = Given(str(world.released), "--weights")
+    request = GenerateRequest(overrides=overrides, saved=saved, environment=environment)
     again = generate_from_request(request, reporter=SilentReporter()).videos[0]
     assert again.path.read_bytes() == video.path.read_bytes()
     assert json.loads(again.sidecar.read_text())["settings"]["vae"] == saved.values["vae"]
@@ -487,7 +495,11 @@ def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, re
     settings = released_settings(world, tmp_path / target)
     video = generate(settings).videos[0]
     content = video.path.read_bytes()
-    saved = GenerateRequest(saved=read_sidecar(video.sidecar))
+    overrides = {
+        "output.path": Given(str(tmp_path / target), "--out"),
+        "runtime.weights": Given(str(world.released), "x"),
+    }
+    saved = GenerateRequest(overrides=overrides, saved=read_sidecar(video.sidecar))
     for made in (settings, settings.replace({"sampling.num_inference_steps": 3}), saved):
         video.path.unlink()
         if isinstance(made, GenerateRequest):
@@ -545,13 +557,21 @@ def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
     assert names(tmp_path) == before
 
 
-def test_a_name_that_another_run_has_claimed_is_not_taken(world, tmp_path):
+def test_what_another_run_has_claimed_is_not_taken(world, tmp_path):
+    """Another request in the same folder has the next name, and the same one is not made twice."""
     settings = released_settings(world, tmp_path)
+    other = settings.replace({"sampling.num_inference_steps": 3})
     with Claims() as claims:
         [first] = choose_outputs(make_plan(with_mode(settings, SilentReporter())), claims=claims)
-        assert generate(settings).videos[0].path.name == "raining-sea_seed42_2.mp4"
-        with pytest.raises(OutputError, match="is being made by another run"):
-            generate(settings.replace({"output.path": str(first.media)}))
+        for same in (settings, settings.replace({"output.overwrite": True})):
+            with pytest.raises(
+                OutputError, match=rf"another run is making the same result in .*: process {os.getpid()} on "
+            ):
+                generate(same)
+        assert generate(other).videos[0].path.name == "raining-sea_seed42_2.mp4"
+        for request in (settings, other):
+            with pytest.raises(OutputError, match=rf"is being made by another run: process {os.getpid()} on "):
+                generate(request.replace({"output.path": str(first.media)}))
     assert names(tmp_path) == ["raining-sea_seed42_2.mp4", "raining-sea_seed42_2.mp4.json"]
     assert generate(settings).videos[0].path == first.media
 
@@ -829,6 +849,63 @@ def test_the_last_frame_is_kept_beside_the_video(world, tmp_path):
     assert last.read_bytes() == b"theirs"
     generate(demo_settings(world, tmp_path, **png, output__overwrite="true"))
     assert torch.equal(read_picture(last), kept)
+
+
+@pytest.mark.parametrize("evidence", ["sidecar", "latents"])
+def test_a_last_frame_that_an_unfinished_run_left_is_in_nobodys_way(world, tmp_path, monkeypatch, evidence):
+    metadata = "true" if evidence == "sidecar" else "false"
+    latents = "true" if evidence == "latents" else "false"
+    wanted = {"output__last_frame": "true", "output__metadata": metadata, "output__save_latents": latents}
+    settings = demo_settings(world, tmp_path / "a.mp4", **wanted)
+    [video] = generate(settings).videos
+    whole = killing.tree(tmp_path)
+    if evidence == "sidecar":
+        video.path.unlink()
+    else:
+        shutil.rmtree(tmp_path)
+        monkeypatch.setattr(RunRecord, "complete", lambda *_: None)
+        [video] = generate(settings).videos
+        monkeypatch.undo()
+        assert (tmp_path / "a.latents.safetensors").exists()
+        video.path.unlink()
+    [again] = generate(settings).videos
+    assert not again.made_before
+    found = killing.tree(tmp_path)
+    assert found.keys() == whole.keys()
+    assert all(found[name] == whole[name] for name in ("a.mp4", "a.last.png"))
+
+
+def test_latents_that_cannot_be_removed_do_not_end_a_run_whose_video_is_there(world, tmp_path, monkeypatch):
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.warns(OsoraWarning, match=r"a\.latents\.safetensors .* cannot be removed"):
+        [video] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    monkeypatch.undo()
+    assert video.path.exists()
+    [again] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    assert again.made_before
+
+
+def test_what_a_killed_run_left_beside_a_whole_result_is_removed_by_the_next(world, tmp_path, monkeypatch):
+    settings = demo_settings(world, tmp_path / "a.mp4")
+    generate(settings)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / ".osora-762069bc07a6e1b5.lock").touch()
+    monkeypatch.setattr(folder_lock, "_looked_through", set())  # as in another process
+    [again] = generate(settings).videos
+    assert again.made_before
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_last_frame_that_is_missing_beside_a_video_made_before_is_warned_of(world, tmp_path, reporter):
+    generate(demo_settings(world, tmp_path / "a.mp4"))
+    [video] = generate(demo_settings(world, tmp_path / "a.mp4", output__last_frame="true"), reporter=reporter).videos
+    assert video.made_before
+    assert reporter.warnings == [
+        f"{tmp_path / 'a.last.png'} is not there: the video was made without it; --overwrite makes both"
+    ]
 
 
 @pytest.mark.parametrize(("psnr_db", "warns"), [(16.0, True), (23.9, True), (24.1, False)])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from small_stages import small_stages
 from stopping import stopped
-from tiny_world import RecordingReporter, demo_settings
+from tiny_world import RecordingReporter, demo_settings, weights_of
 
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
@@ -40,7 +40,7 @@ def luma(frames_THWC):
 
 def held(settings) -> HeldVideo:
     """Return a video in memory."""
-    saved = SavedSettings(source="the test", values=settings.model_dump(mode="json"))
+    saved = SavedSettings(source="the test", values=settings.model_dump(mode="json"), is_own=True)
     return hold_from_request(GenerateRequest(saved=saved), LoadedModels(), reporter=RecordingReporter())
 
 
@@ -111,9 +111,8 @@ def test_the_sidecar_has_every_segment_and_makes_the_same_again(world, tmp_path)
     assert [segment["seed"] for segment in document["segments"]] == [43, 10_043, 20_043]
     assert document["settings"]["video"]["extend"] == 2
     assert "segment 3 of 3, seed 43" in reporter.notes
-    request = GenerateRequest(
-        overrides={"output.path": Given(str(tmp_path / "two"), "--out")}, saved=read_sidecar(result.videos[1].sidecar)
-    )
+    overrides = {"output.path": Given(str(tmp_path / "two"), "--out"), "runtime.weights": Given(str(world.demo), "x")}
+    request = GenerateRequest(overrides=overrides, saved=read_sidecar(result.videos[1].sidecar))
     made = generate_from_request(request, reporter=RecordingReporter())
     assert made.videos[0].path.read_bytes() == result.videos[1].path.read_bytes()
     assert generate(settings).videos[0].made_before
@@ -134,11 +133,12 @@ def whole(world, tmp_path_factory):
 )
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
     said = stopped(demo_settings(world, tmp_path, **EXTENDED), steps)
-    assert said == f"go on with: osora generate --resume {tmp_path / STATE}"
+    assert said == f"go on with: osora generate --resume {tmp_path / STATE} --weights {world.demo}"
     if steps % 2:
         result = generate(demo_settings(world, tmp_path, **EXTENDED))
     else:
-        request = GenerateRequest(overrides={"resume": Given(str(tmp_path / STATE), "--resume")})
+        overrides = {"resume": Given(str(tmp_path / STATE), "--resume"), **weights_of(tmp_path / STATE)}
+        request = GenerateRequest(overrides=overrides)
         result = generate_from_request(request, reporter=RecordingReporter())
     assert result.model_evaluations == 2 * (3 * STEPS - steps)
     assert result.videos[0].path.read_bytes() == whole
@@ -165,7 +165,7 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
         patched.setattr("opensora_cli.engine.generate.decode.write_media", full)
         with pytest.raises(OutputError):
             generate(demo_settings(world, tmp_path, **EXTENDED))
-    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from-latents")}
+    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from-latents"), **weights_of(tmp_path / STATE)}
     overrides["output.path"] = Given(str(tmp_path / "out.mp4"), "--out")
     result = generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
     assert result.model_evaluations == 0

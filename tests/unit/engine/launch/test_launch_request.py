@@ -1,7 +1,9 @@
 """Requests that contradict themselves, or ask for more than there is, are refused before anything starts."""
 
 import os
+import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,9 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.files import atomic_path
-from opensora_cli.core.left_overs import is_abandoned
+from opensora_cli.core.left_overs import is_abandoned, temporary_folder
 from opensora_cli.engine.launch.failures import RankFailure
-from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder
+from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder, write_settings
 from opensora_cli.settings.devices import ParallelSettings
 
 
@@ -68,6 +70,25 @@ def test_several_machines_are_started_by_torchrun_or_srun():
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in caught.value.hint
 
 
+def denied_to_others(*paths):
+    """Return for each file whether another account can neither read nor write it."""
+    if not (child := os.fork()):
+        answer = 0
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        for place, path in enumerate(paths):
+            for flags in (os.O_RDONLY, os.O_WRONLY):
+                try:
+                    os.close(os.open(path, flags))
+                    answer |= 1 << place
+                except PermissionError:
+                    continue
+        os._exit(answer)
+    answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return [not answer & 1 << place for place in range(len(paths))]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="ranks are started on Linux and macOS only")
 class TestLogFolder:
     @pytest.fixture(autouse=True)
@@ -88,6 +109,27 @@ class TestLogFolder:
         with log_folder("train") as folder:
             assert list(tmp_path.iterdir()) == [folder]
         assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root becomes another account")
+    def test_another_account_reads_neither_the_settings_nor_the_store(self, monkeypatch):
+        with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+            os.chmod(shared, 0o777)
+            monkeypatch.setattr("tempfile.tempdir", shared)
+            open_to_all = Path(shared, "open")
+            open_to_all.write_text("text")
+            with log_folder("generate") as folder, temporary_folder() as private:
+                secrets = [write_settings(folder, {"prompt": "a secret"}), private / "store"]
+                secrets[1].write_text("keys")
+                assert denied_to_others(open_to_all, *secrets) == [False, True, True]
+
+    def test_a_generous_umask_opens_nothing(self):
+        before = os.umask(0)
+        try:
+            with log_folder("generate") as folder:
+                settings = write_settings(folder, {"prompt": "a secret"})
+                assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, settings)] == [0o700, 0o600]
+        finally:
+            os.umask(before)
 
     def test_results_beside_the_temporary_file_of_a_killed_run_stay(self, tmp_path):
         results = tmp_path / "osora-results"

@@ -237,7 +237,7 @@ class TestRestore:
         expected = [whole.do_step() for _ in range(4)]
         fresh = trained(steps=0, adversary=adversary, micro_batches=2, precision=precision)
         running = restore(fresh, folder)
-        assert running["global_step"] == fresh.step == 2
+        assert running.global_step == fresh.step == 2
         found = [fresh.do_step() for _ in range(4)]
         for one, other in zip(expected, found, strict=True):
             assert one.figures == other.figures
@@ -268,7 +268,7 @@ class TestRestore:
         def refuse(*args, **options):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(torch, "load", refuse)
+        monkeypatch.setattr(fresh.batches, "load_state_dict", refuse)
         with pytest.raises(torch.OutOfMemoryError):
             restore(fresh, folder)
 

@@ -1,5 +1,6 @@
 """Resumed runs equal uninterrupted ones bit for bit, whatever ended the first part; two never share a folder."""
 
+import hashlib
 import json
 import os
 import random
@@ -16,10 +17,11 @@ import psutil
 import pytest
 import tiny_training
 import torch
+from hostile_files import little_resident_memory, state_bombs
 from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
-from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.folder_lock import locked_folder
 from opensora_cli.core.threads import VARIABLES, Cores, ThreadChoice
 from opensora_cli.engine.train.resuming import Resume, with_recorded_threads
@@ -148,6 +150,8 @@ def _stop() -> None:
         (signal.SIGINT, 2, False),
         # As Slurm's --signal=USR1.
         (signal.SIGUSR1, 2, True),
+        # As a shell whose terminal is gone.
+        (signal.SIGHUP, 2, False),
     ],
 )
 def test_a_run_whose_group_was_asked_to_end_is_resumed_bit_for_bit(tmp_path, whole, number, times, in_background):
@@ -268,6 +272,46 @@ def test_micro_batches_stay_as_the_run_began_unless_others_are_set(run, asked, t
     assert json.loads((run / "settings.json").read_text())["loop"]["micro_batches"] == taken
     # No micro-batch is skipped at the change, and none is repeated.
     assert torch.load(folder / "sampler.pt")["number"] == 2 * 2 + taken
+
+
+def _replace_state(run: Path, name: str, content: bytes, **changes: object) -> None:
+    """Replace a file of the checkpoint, with its hash, and values of its running states."""
+    (running,) = run.glob("epoch*-global_step2/running_states.json")
+    document = json.loads(running.read_text()) | changes
+    if name:
+        (running.parent / name).write_bytes(content)
+        document["sha256"][name] = hashlib.sha256(content).hexdigest()
+    running.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("name", "bomb"), [("sampler.pt", "compressed"), ("random_states/rank0.pt", "bytes by their number")]
+)
+def test_states_that_would_take_all_memory_are_refused(run, name, bomb):
+    settings = clips(run, **{"loop.steps": 3})
+    _replace_state(run, name, state_bombs()[bomb])
+    with little_resident_memory(), pytest.raises(CheckpointError, match=name) as caught:
+        train(settings, resume=Resume())
+    assert "\n" not in caught.value.message
+    assert "weights_only=False" not in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"schema": "osora.train/99"}, r"has the schema 'osora\.train/99', and this version of osora reads 'osora\."),
+        ({"sha256": {}}, "sha256 is no mapping of file to hash"),
+        ({"sha256": {"sampler.pt": "0" * 64}}, "has no hash in running_states"),
+        ({"sha256": {"sampler.pt": ""}}, "is no hash of 'sampler.pt'"),
+        ({"done": 7}, r"running_states\.json is broken: done: "),
+        ({"attention": []}, r"running_states\.json is broken: attention: "),
+        ({"global_step": 2**63}, r"running_states\.json is broken: global_step: "),
+    ],
+)
+def test_running_states_that_are_not_understood_are_refused(run, changes, problem):
+    _replace_state(run, "", b"", **changes)
+    with pytest.raises(CheckpointError, match=problem):
+        train(clips(run, **{"loop.steps": 3}), resume=Resume())
 
 
 def test_a_log_that_cannot_be_read_is_refused(run):

@@ -1,0 +1,52 @@
+"""Runs whose terminal goes away, as at a lost ssh connection: they save, and end, although nothing can be printed."""
+
+import json
+import re
+import signal
+import sys
+
+import pytest
+import tiny_training
+from pseudo_terminals import Terminal
+from safetensors import safe_open
+
+from opensora_cli.checkpoint.shared_folder import wrong_files
+from opensora_cli.engine.generate.targets import STEPS_KEY
+
+pytestmark = pytest.mark.slow
+
+OSORA = [sys.executable, "-m", "opensora_cli"]
+SMALL = ["--height", "32", "--width", "32", "--num-frames", "1"]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_generation_saves_its_latents(tmp_path, gpus):
+    steps = ["--steps", "1000", "--gpus", str(gpus), "--device", "cpu", "--out", "a.png"]
+    with Terminal([*OSORA, "generate", "sea", *SMALL, *steps], cwd=tmp_path) as terminal:
+        terminal.wait_for(lambda: re.search(r"\d\d/\d+ evaluations", terminal.shown))
+        terminal.hang_up()
+        assert terminal.end() == 130
+    with safe_open(tmp_path / "a.latents.safetensors", framework="numpy") as latents:
+        assert int(latents.metadata()[STEPS_KEY]) < 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["a.latents.safetensors"]
+
+
+def test_with_nohup_a_generation_goes_on_to_its_end(tmp_path):
+    command = [*OSORA, "generate", "sea", *SMALL, "--steps", "30", "--out", "a.png"]
+    with Terminal(command, ignored=[signal.SIGHUP], cwd=tmp_path) as terminal:
+        terminal.wait_for(lambda: "denoise" in terminal.shown)
+        terminal.hang_up()
+        assert terminal.end() == 3  # its result is made, and could not be printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.png.json"]
+
+
+def test_a_training_run_saves_a_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    settings = tiny_training.vae_settings(run).replace({"loop.steps": 5000, "data.workers": 1})
+    (tmp_path / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
+    with Terminal([*OSORA, "train", "--from", str(tmp_path / "settings.json")]) as terminal:
+        terminal.wait_for(lambda: (run / "log.jsonl").is_file() and len((run / "log.jsonl").read_text()) > 0)
+        terminal.hang_up()
+        assert terminal.end() == 130
+    (checkpoint,) = run.glob("epoch*-global_step*")
+    assert wrong_files(checkpoint) == []

@@ -1,0 +1,65 @@
+"""Commands that start processes run no code that lies in the working folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.engine.mem_profile import allocator_use
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+
+# As in the script that is installed. Not with `-P`, which processes would inherit.
+SCRIPT = "import sys\nfrom opensora_cli.__main__ import main\nsys.exit(main())\n"
+CPU = ["--device", "cpu"]
+SMALL = ["--steps", "1", "--num-frames", "1", "--height", "64", "--width", "64"]
+RANKS = ["--gpus", "2", *CPU]
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file that modules of the working folder write to when they are imported."""
+    ran = tmp_path / "ran"
+    folder = tmp_path / "working"
+    folder.mkdir()
+    for name in ("queue", "psutil", "torch", "signal", "pickle", "json", "sitecustomize", "numpy"):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\nraise ImportError('planted')\n")
+    monkeypatch.chdir(folder)
+    return ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["generate", "sea", *RANKS, *SMALL, "--out", "sea.png"], {}),
+        (["bench-comm", *RANKS, "--max-bytes", "8", "--iters", "1", "--collective", "all_to_all"], {}),
+        (["env-check"], {"TORCH_LOGS": "x"}),
+        (["env-check"], {}),
+    ],
+    ids=["generate", "bench-comm", "env-check with a variable that torch refuses", "env-check"],
+)
+def test_no_code_of_the_working_folder_runs(
+    arguments: list[str], environment: dict[str, str], planted: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    script = tmp_path_factory.mktemp("bin") / "osora"
+    script.write_text(SCRIPT)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env={**variables, **environment}, capture_output=True, text=True, timeout=300)
+    assert not planted.exists(), planted.read_text()
+    # env-check judges the machine, too.
+    assert done.returncode in ((0, 4) if "env-check" in arguments else (0,)), done.stderr
+
+
+@pytest.mark.slow
+def test_none_runs_where_the_allocator_is_tried(planted: Path) -> None:
+    values = {"prompt": "sea", "runtime.device": "cpu", "video.num_frames": "1"}
+    given = {key: Given(value, "test") for key, value in values.items()}
+    settings = load_generate_settings(GenerateRequest(overrides=given), model=ModelName.DEMO)
+    # It comes as far as the limit of memory, which a CPU has not.
+    assert "its process failed: " in str(allocator_use._in_a_process(settings, None))
+    assert not planted.exists(), planted.read_text()

@@ -1,0 +1,209 @@
+"""Commands of which one system call fails, or that are killed at it, and what the next run makes of that.
+
+Every call counts that changes a file of the command: see `failing_calls.c` for what is seen.
+"""
+
+import json
+import random
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from hostile import judge
+from hostile.breaking import CALLS
+from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage
+from hostile.inputs import Base
+from hostile.judge import Fault
+from hostile.kills import (
+    ENDED,
+    Commands,
+    Ended,
+    Kills,
+    age,
+    faults_of_next,
+    files_of,
+    generate_on,
+    named,
+    run_again,
+    run_again_unless_done,
+)
+from hostile.sandbox import Folder, NotPossibleError, Outcome
+
+_LOG = "calls.log"
+_CODES = frozenset({0, 3, 4, 5})
+"""Exit codes of a command of which a call fails."""
+
+_LAST = "--save-last-frame"
+_SHORT = ("--num-frames", "5", "--steps", "1")
+_TINY = ("generate", "raining sea", "--config", "generate.yaml", *_SHORT)
+_MADE = ("made.mp4", "made.mp4.json")
+_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos", *_SHORT)
+_OVER = ("--seed", "7", "--overwrite")
+
+
+def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
+    reads = ("generate.yaml", "tiny", *replaces)
+    return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
+
+
+def _again_without_sidecar(folder: Folder, base: Base) -> Commands:
+    """Return the same command; it may replace a video that is there, which by itself never counts as made before."""
+    return [(*base.argv, "--overwrite") if (folder.work / "out.mp4").exists() else base.argv]
+
+
+CALLED: tuple[Ended, ...] = (
+    *ENDED,
+    Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
+    Ended(
+        _generated("over itself", "--out", "made.mp4", "--overwrite", replaces=_MADE), run_again, files_of("made.mp4")
+    ),
+    Ended(_generated("with its last frame", "--out", "out.mp4", _LAST), generate_on, files_of("out.*[4g]")),
+    Ended(
+        _generated("over, with its last frame", "--out", "made.mp4", _LAST, *_OVER, replaces=_MADE),
+        run_again,
+        files_of("made.*[4g]"),
+    ),
+    Ended(
+        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"),
+        _again_without_sidecar,
+        files_of("out.*[4g]"),
+    ),
+    Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
+    Ended(
+        _generated("over pictures", "--out", "many.png", *_OVER, replaces=("many", "many.json")),
+        run_again,
+        files_of("many/*.png"),
+    ),
+    Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
+    Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
+    *(
+        Ended(named(name), run_again, files_of(pattern))
+        for name, pattern in (
+            ("generate from picture", "*.webp"),
+            ("generate from latents", "out.mp4"),
+            ("cache filled", "*.csv"),
+        )
+    ),
+    *(
+        Ended(named(name), run_again_unless_done, files_of(pattern))
+        for name, pattern in (("convert to torch", "out"), ("convert run", "out.*"), ("profile training", "memory.png"))
+    ),
+)
+"""Commands whose calls fail."""
+
+
+@dataclass
+class Calls:
+    """Breaks calls of commands, which a number chooses. Raises NotPossibleError where there is no compiler."""
+
+    kills: Kills
+    _logs: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.kills.sandbox.fails_calls:
+            raise NotPossibleError(NO_COMPILER)
+
+    def faults(self, number: int) -> tuple[str, list[Fault]]:
+        """Return which call was broken how, and what is wrong with what the command or the next run left."""
+        rng = random.Random(number)
+        ended = rng.choice(CALLED)
+        return self.faults_of(ended, rng.choice(BREAKAGES), rng.choice(self.numbers(ended)))
+
+    def every(self, ended: Ended) -> Iterator[tuple[str, list[Fault]]]:
+        """Break each of the `numbers` of a command in each way."""
+        for call in self.numbers(ended):
+            for breakage in BREAKAGES:
+                yield self.faults_of(ended, breakage, call)
+
+    def numbers(self, ended: Ended) -> list[int]:
+        """Return the numbers of the calls of a command that change files: of many writes to one file in a row, the
+        first, the second and the last.
+        """
+        if ended.base.name not in self._logs:
+            with self.kills.sandbox.folder() as folder:
+                self.kills.inputs.put(ended.base, folder)
+                outcome, log = self._run(ended.base.argv, folder, Breakage.COUNT, 0)
+                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
+            rows = [[number for number, _ in row] for _, row in groupby(enumerate(log, start=1), lambda each: each[1])]
+            self._logs[ended.base.name] = [number for row in rows for number in sorted({*row[:2], row[-1]})]
+        return self._logs[ended.base.name]
+
+    def faults_of(self, ended: Ended, breakage: Breakage, call: int) -> tuple[str, list[Fault]]:
+        """Break one call of a command, and return what `faults` returns."""
+        whole = self.kills.results_of(ended)
+        with self.kills.sandbox.folder() as folder:
+            self.kills.inputs.put(ended.base, folder)
+            before, old = judge.tree(folder), ended.results(folder.work)
+            outcome, log = self._run(ended.base.argv, folder, breakage, call)
+            broken = [line[1:] for line in log if line.startswith("!")]
+            what = broken[0] if broken else "not come to"
+            title = f"{ended.base.name}, {breakage.name} at call {call} ({what})"
+            if breakage is Breakage.KILL and outcome.signal == signal.SIGKILL:
+                found = []
+            else:
+                found = judge.faults_of_outcome(outcome, codes=_CODES if broken else frozenset({0}))
+            after = judge.tree(folder)
+            kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
+            found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
+            found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
+            found += _lost(old, ended.results(folder.work), whole)
+            commands = _clean_up(ended.base, after) if outcome.code == 0 else ended.go_on(folder, ended.base)
+            age(folder)
+            for argv in commands:
+                resumed = self.kills.run(argv, folder)
+                if resumed.code != 0:
+                    found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
+            results = ended.results(folder.work)
+            if outcome.code == 0:
+                results, whole = _without_excused(outcome.stderr, results, whole)
+            found += faults_of_next(judge.tree(folder), results, whole)
+            if found:
+                said = f"  which ended: {outcome}\n{outcome.stderr[-600:]}"
+                found[-1] = Fault(found[-1].kind, f"{found[-1].text}\n{said}")
+        return title, found
+
+    def _run(self, argv: Sequence[str], folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:
+        path = folder.root / _LOG
+        path.touch()
+        environment = {CALLS: json.dumps([str(folder.root), str(path), breakage, call])}
+        outcome = self.kills.run(argv, folder, environment=environment, patch="hostile.breaking:fail_calls")
+        log = path.read_text(errors="replace").replace(f"{folder.root}/", "").splitlines()
+        path.unlink()
+        return outcome, log
+
+
+def _clean_up(base: Base, after: judge.Tree) -> Commands:
+    """Return what removes what a command left that succeeded: a run that writes there again."""
+    if not any(map(judge.is_unfinished, after)):
+        return ()
+    replaces = "--overwrite" in base.argv or base.name.startswith("cache")
+    return [base.argv if replaces else (*base.argv, "--overwrite")]
+
+
+def _without_excused(
+    stderr: str, results: Mapping[str, bytes], whole: Mapping[str, bytes]
+) -> tuple[Mapping[str, bytes], Mapping[str, bytes]]:
+    """Return results without those that the command warned of, and made do without: a preview, or one checkpoint of
+    several, but never the last.
+    """
+    if "previews are not kept" in stderr:
+        excused = {name for name in whole if ".preview." in name}
+    elif "the next save tries again" in stderr:
+        last = max(name.split("/")[1] for name in whole)
+        excused = {name for name in results.keys() | whole.keys() if name.split("/")[1] != last}
+    else:
+        return results, whole
+    return (
+        {name: results[name] for name in results.keys() - excused},
+        {name: whole[name] for name in whole.keys() - excused},
+    )
+
+
+def _lost(old: Mapping[str, bytes], now: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
+    """Return results that were there, and now neither are as they were nor as they were to be."""
+    return [
+        Fault(judge.LOST, f"{name} is {'changed' if name in now else 'gone'}")
+        for name, content in old.items()
+        if now.get(name) not in (content, whole.get(name))
+    ]

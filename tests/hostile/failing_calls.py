@@ -1,0 +1,45 @@
+"""The library that breaks system calls: how it is built, and how a process is armed with it. See `failing_calls.c`."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from enum import IntEnum
+from pathlib import Path
+
+NO_COMPILER = "there is no C compiler to build the library that breaks system calls"
+
+
+class Breakage(IntEnum):
+    """What happens to a call; numbers as in `failing_calls.c`."""
+
+    COUNT = 0
+    KILL = 1
+    EIO_ONCE = 2
+    EIO_ON = 3
+    ENOSPC_ON = 4
+    EINTR_ONCE = 5
+
+
+BREAKAGES = tuple(each for each in Breakage if each is not Breakage.COUNT)
+
+
+def build(folder: Path) -> Path | None:
+    """Build the library in a folder, for LD_PRELOAD; None where there is no compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    library, source = folder / "failing_calls.so", Path(__file__).with_suffix(".c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+def arm(folder: str, log: str, breakage: int, number: int) -> None:
+    """Count the calls of this process that change files below `folder`, and break that of a number.
+
+    `log` is a file that gets a line for each, with an exclamation mark before the first that is broken.
+    """
+    fail_calls = ctypes.CDLL(None).fail_calls
+    fail_calls.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long)
+    if fail_calls(os.fsencode(folder), os.fsencode(log), breakage, number):
+        raise OSError(f"calls below {folder} are not watched: {log}")

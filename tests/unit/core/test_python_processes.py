@@ -1,0 +1,127 @@
+"""Python processes that the package starts import nothing from the working folder."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opensora_cli
+from opensora_cli.core import run_module
+from opensora_cli.core.python_processes import module_command, python_command, safe_environment
+
+PACKAGE = Path(opensora_cli.__file__).parent
+# The second reports what Python this is, and starts nothing.
+MAY_NAME_PYTHON = {"core/python_processes.py", "engine/env_check/facts.py"}
+SHOW = "import sys, copied; print(copied.__file__, sys.argv, sys.path[0], sys.path[-1], sep='|')"
+
+
+def files_that(use):
+    """Return the files of the package for which `use` is true of their code."""
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    likely = {path: text for path, text in texts.items() if "executable" in text or "_command" in text}
+    nodes = {path.relative_to(PACKAGE).as_posix(): list(ast.walk(ast.parse(text))) for path, text in likely.items()}
+    return {name for name in nodes if use(nodes[name])}
+
+
+def uses(nodes, *names):
+    return any(isinstance(node, ast.Name) and node.id in names for node in nodes)
+
+
+def names_python(nodes):
+    of_sys = any(isinstance(node, ast.ImportFrom) and node.module == "sys" for node in nodes)
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "executable"]
+    return of_sys or any(isinstance(node.value, ast.Name) and node.value.id == "sys" for node in attributes)
+
+
+def test_all_python_processes_are_started_by_one_helper():
+    assert files_that(names_python) == MAY_NAME_PYTHON
+
+
+def test_each_that_is_started_also_has_a_safe_environment():
+    starting = files_that(lambda nodes: uses(nodes, "python_command", "module_command")) - {"core/python_processes.py"}
+    assert len(starting) >= 4
+    assert starting <= files_that(lambda nodes: uses(nodes, "safe_environment"))
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """The working folder, with modules in it that take the place of Python's own and leave a file when they run."""
+    for name in ("queue", "pickle", "signal", "psutil", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(command, **variables):
+    done = subprocess.run(command, env=safe_environment({**os.environ, **variables}), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        python_command("-c", "import queue, pickle, signal, psutil"),
+        module_command("opensora_cli.core.signals"),
+        # A process of a process, as a library starts it.
+        python_command("-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import queue, pickle'])"),
+    ],
+    ids=["code", "module", "grandchild"],
+)
+def test_nothing_in_the_working_folder_runs(command, planted):
+    run(command)
+    assert not (planted / "ran").exists()
+
+
+@pytest.mark.slow
+def test_workers_of_multiprocessing_import_nothing_from_it(planted, tmp_path_factory):
+    """They inherit no `-P` from the installed script, which needs none: its own folder is first in `sys.path`."""
+    script = tmp_path_factory.mktemp("bin") / "osora.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        "import opensora_cli.cli.app as app\n"
+        "from opensora_cli.__main__ import main\n"
+        "def work():\n"
+        "    for way in ('spawn', 'forkserver'):\n"
+        "        with multiprocessing.get_context(way).Pool(1) as pool:\n"
+        '            print(pool.apply(eval, (\'__import__("sys").path.count("")\',)))\n'
+        "    return 0\n"
+        "app.main = work\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "0\n0\n"), done.stderr
+    assert not (planted / "ran").exists()
+
+
+def copy_of_package(folder):
+    (folder / "copied" / "core").mkdir(parents=True)
+    for name in ("__init__.py", "core/__init__.py"):
+        (folder / "copied" / name).touch()
+    shutil.copy(run_module.__file__, folder / "copied" / "core")
+    (folder / "copied" / "tool.py").write_text(SHOW)
+    return [sys.executable, "-P", str(folder / "copied" / "core" / "run_module.py"), "copied.tool"]
+
+
+def test_a_copy_that_only_the_working_folder_has_can_be_run(tmp_path, monkeypatch):
+    command = copy_of_package(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    file, arguments, first, last = run([*command, "-a", "b"]).strip().split("|")
+    assert file == str(tmp_path / "copied" / "__init__.py")
+    assert arguments == str([str(tmp_path / "copied" / "tool.py"), "-a", "b"])
+    assert first != str(tmp_path)
+    assert last == str(tmp_path)
+
+
+def test_the_copy_of_the_process_that_starts_it_is_run_where_another_is_installed(tmp_path):
+    copy_of_package(tmp_path / "installed")
+    (tmp_path / "installed" / "copied" / "tool.py").write_text("raise SystemExit('the installed copy')")
+    command = copy_of_package(tmp_path / "checkout")
+    file, *_ = run(command, PYTHONPATH=str(tmp_path / "installed")).split("|")
+    assert file == str(tmp_path / "checkout" / "copied" / "__init__.py")

@@ -1,0 +1,475 @@
+"""The reference implementation's `.py` files as settings of `osora generate`, `osora train` and `osora vae`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opensora_cli.cli.app import main
+from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, load_runtime_settings
+from opensora_cli.settings.mem_profile import profiled_settings
+from opensora_cli.settings.reference import read_reference_training
+from opensora_cli.settings.train import load_train_settings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
+
+SAMPLING = """save_dir = "made"; seed = 42; batch_size = 1; dtype = "bf16"; cond_type = "t2v"
+dataset = dict(type="text")
+sampling_option = dict(resolution="256px", aspect_ratio="16:9", num_frames=129, num_steps=50, shift=True,
+                       temporal_reduction=4, is_causal_vae=True, guidance=7.5, guidance_img=3.0, text_osci=True,
+                       image_osci=True, scale_temporal_osci=True, method="i2v", seed=None)
+motion_score = "4"; fps_save = 24
+model = dict(type="flux", from_pretrained="./ckpts/Open_Sora_v2.safetensors", guidance_embed=False, fused_qkv=False,
+             use_liger_rope=True, in_channels=64, vec_in_dim=768, context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0,
+             num_heads=24, depth=19, depth_single_blocks=38, axes_dim=[16, 56, 56], theta=10_000, qkv_bias=True,
+             cond_embed=True)
+ae = dict(type="hunyuan_vae", from_pretrained="./ckpts/hunyuan_vae.safetensors", in_channels=3, out_channels=3,
+          layers_per_block=2, latent_channels=16, use_spatial_tiling=True, use_temporal_tiling=False)
+t5 = dict(type="text_embedder", from_pretrained="./ckpts/google/t5-v1_1-xxl", max_length=512, shardformer=True)
+clip = dict(type="text_embedder", from_pretrained="./ckpts/openai/clip-vit-large-patch14", max_length=77)
+"""
+SPLIT = """plugin = "hybrid"
+plugin_config = dict(tp_size={tensor}, pp_size=1, sp_size={sequence}, sequence_parallelism_mode="ring_attn",
+                     enable_sequence_parallelism=True, static_graph=True)
+plugin_ae = "hybrid"
+plugin_config_ae = dict(tp_size=8, pp_size=1, sp_size=1)
+"""
+PICTURES_FIRST = """use_t2i2v = True
+img_flux = dict(type="flux", from_pretrained="./ckpts/flux1-dev.safetensors", guidance_embed=True)
+img_flux_ae = dict(type="autoencoder_2d", from_pretrained="./ckpts/flux1-dev-ae.safetensors")
+img_resolution = "768px"
+"""
+HIGH_COMPRESSION = """_base_ = 't2i2v_768px.py'
+patch_size = 1; plugin = None; plugin_config = None; plugin_ae = None; plugin_config_ae = None
+model = dict(from_pretrained="./ckpts/Open_Sora_v2_Video_DC_AE.safetensors", in_channels=128, patch_size=1)
+ae = dict(_delete_=True, type="dc_ae", model_name="dc-ae-f32t4c128", from_scratch=True, use_spatial_tiling=True,
+          from_pretrained="./ckpts/F32T4C128_AE.safetensors", use_temporal_tiling=True, spatial_tile_size=256,
+          temporal_tile_size=32, tile_overlap_factor=0.25)
+ae_spatial_compression = 32
+sampling_option = dict(num_frames=128)
+"""
+TRAINING = """dataset = dict(type="video_text", transform_name="resize_crop", fps_max=16, vmaf=True)
+grad_ckpt_settings = (2, 100)
+bucket_config = {"256px": {1: (1.0, 4)}, "1024px": {1: (0.5, 1)}}
+model = dict(type="flux", from_pretrained=None, strict_load=False, fused_qkv=False,
+             grad_ckpt_settings=grad_ckpt_settings,
+             hidden_size=96, num_heads=4, depth=3, depth_single_blocks=5, axes_dim=[8, 8, 8], theta=10_000)
+dropout_ratio = {"t5": 0.25, "clip": 0.5}
+ae = dict(type="hunyuan_vae", from_pretrained="./ckpts/hunyuan_vae.safetensors", in_channels=3,
+          use_temporal_tiling=False)
+is_causal_vae = True
+t5 = dict(type="text_embedder", from_pretrained="google/t5-v1_1-xxl", max_length=256, shardformer=True)
+clip = dict(type="text_embedder", from_pretrained="openai/clip-vit-large-patch14", max_length=77)
+lr = 2e-5
+optim = dict(cls="HybridAdam", lr=lr, eps=1e-15, weight_decay=0.0, adamw_mode=True)
+warmup_steps = 3; grad_clip = 0.5; use_cosine_scheduler = True; sigma_min = 1e-4; accumulation_steps = 1
+ema_decay = None; num_workers = 5; prefetch_factor = 4; dtype = "fp16"; grad_checkpoint = True; load = "outputs/epoch0"
+plugin = "zero2"; plugin_config = dict(reduce_bucket_size_in_m=128)
+seed = 7; outputs = "out"; log_every = 11; ckpt_every = 12; keep_n_latest = 13
+"""
+TRAINING_CHANGED = """_base_ = ["train.py"]
+bucket_config = {"_delete_": True, "256px": {33: (0.25, 2)}}
+model = dict(cond_embed=True)
+condition_config = dict(t2v=1, i2v_head=5)
+optim = dict(lr=5e-5)
+grad_ckpt_buffer_size = 2 * 1024**3
+plugin = "hybrid"
+plugin_config = dict(_delete_=True, tp_size=2, pp_size=1, sp_size=4, zero_stage=2,
+                     sequence_parallelism_mode="ring_attn")
+"""
+TRAINING_OF_AUTOENCODER = """model = dict(type='dc_ae', model_name='dc-ae-f32t4c128', from_scratch=True,
+             from_pretrained=None)
+bucket_config = {'256px_ar1:1': {32: (1.0, 1)}}
+optim = dict(cls='HybridAdam', lr=5e-5, eps=1e-8, betas=(0.9, 0.98))
+lr_scheduler = dict(warmup_steps=0)
+mixed_strategy = 'mixed_video_image'; mixed_image_ratio = 0.2; plugin = 'zero2'; grad_checkpoint = False
+vae_loss_config = dict(perceptual_loss_weight=0.5, kl_loss_weight=0)
+discriminator = dict(type='N_Layer_discriminator_3D', n_layers=5)
+gen_loss_config = dict(gen_start=10, disc_factor=1, disc_weight=0.05)
+disc_loss_config = dict(disc_start=10, disc_factor=1.0, disc_loss_type='hinge')
+optim_discriminator = dict(cls='HybridAdam', lr=1e-4, eps=1e-8, betas=(0.9, 0.98))
+"""
+AUTOENCODER = """dtype = 'bf16'; batch_size = 1; seed = 42; save_dir = 'there'; plugin = 'zero2'
+dataset = dict(type='video_text', data_path='clips.csv')
+bucket_config = {'512px_ar1:1': {97: (1.0, 1)}}
+"""
+FILES = {
+    "256px.py": SAMPLING,
+    "plugins/sp.py": SPLIT.format(tensor=1, sequence=8),
+    "plugins/tp.py": SPLIT.format(tensor=8, sequence=1),
+    "plugins/t2i2v.py": PICTURES_FIRST,
+    "768px.py": "_base_ = ['256px.py', 'plugins/sp.py']\nsampling_option = dict(resolution='768px')\n",
+    "256px_tp.py": "_base_ = ['256px.py', 'plugins/tp.py']\n",
+    "t2i2v_768px.py": "_base_ = ['768px.py', 'plugins/t2i2v.py']\n",
+    "high_compression.py": HIGH_COMPRESSION,
+    "train.py": TRAINING,
+    "changed.py": TRAINING_CHANGED,
+    "train_vae.py": TRAINING_OF_AUTOENCODER,
+    "vae.py": AUTOENCODER,
+}
+LISTED = ["seed", "sampling_option.seed", "model.fused_qkv", "model.use_liger_rope", "t5.shardformer"]
+LISTED_SPLIT = [*LISTED, "plugin_config.static_graph", "plugin_ae", "plugin_config_ae"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "plugins").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def own(folder: Path, text: str, *, base: str = "256px.py") -> Path:
+    path = folder / "own.py"
+    path.write_text(f"_base_ = {base!r}\n{text}\n")
+    return path
+
+
+def listed(path: Path, lines: list[str]) -> list[str]:
+    assert len(lines) <= 1
+    assert all(line.startswith(f"{path}: not carried over: ") for line in lines)
+    return [name for line in lines for name in line.split("not carried over: ")[1].split(", ")]
+
+
+def generation(path: Path, **overrides: object):
+    """Return the settings, and the names that are not carried over."""
+    lines: list[str] = []
+    given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
+    request = GenerateRequest(overrides={"prompt": Given("sea", "the test"), **given}, config=path)
+    choice = load_runtime_settings(request).model_choice
+    settings = load_generate_settings(request, model=ModelName(choice), report=lines.append)
+    return settings, listed(path, lines)
+
+
+def training(path: Path, **overrides: object):
+    lines: list[str] = []
+    given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
+    given["data.table"] = Given("clips.csv", "the test")
+    settings = load_train_settings(config=path, overrides=given, environment={}, report=lines.append)
+    return settings, listed(path, lines)
+
+
+def reconstruction(path: Path):
+    lines: list[str] = []
+    files = {"files": Given(("a.mp4",), "FILE")}
+    settings = load_vae_settings(ReconstructSettings, config=path, overrides=files, environment={}, report=lines.append)
+    return settings, listed(path, lines)
+
+
+def wrong(settings: Any, expected: str) -> list[str]:
+    """Return which of the expected `key=value` are others, as they are."""
+    found = []
+    for pair in expected.split():
+        place = settings
+        for name in pair.partition("=")[0].split("."):
+            place = getattr(place, name)
+        is_there = f"{pair.partition('=')[0]}={place}".replace(" ", "")
+        found += [is_there] if is_there != pair else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "names"),
+    [
+        ("256px", {}, LISTED),
+        ("768px", {}, LISTED_SPLIT),
+        ("t2i2v_768px", {}, LISTED_SPLIT),
+        # The reference's own file leaves the flag of the other model on.
+        ("high_compression", {"video.causal_lengths": True}, LISTED),
+    ],
+)
+def test_the_published_files_are_the_presets(
+    folder: Path, name: str, changes: dict[str, object], names: list[str]
+) -> None:
+    settings, left = generation(folder / f"{name}.py")
+    same = {"output.path": "made", "runtime.dtype": "bfloat16", **changes}
+    assert settings == load_preset(name, prompt="sea").replace(same)
+    assert left == names
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "dtype = 'fp16'\ncond_type = 'i2v_head'\nref = 'a.png'\nfps_save = 16\nmotion_score = 7\nnum_sample = 3",
+            "runtime.dtype=float16 condition.mode=i2v_head condition.references=('a.png',) video.fps=16 "
+            "prompt_suffix.motion_score=7 sampling.num_samples=3",
+        ),
+        (
+            "sampling_option = dict(num_frames=33, num_steps=5, guidance=2.5, guidance_img=1.5, text_osci=False,"
+            " image_osci=False, scale_temporal_osci=False, seed=9, shift=False)",
+            "video.num_frames=33 sampling.num_inference_steps=5 sampling.seed=9 sampling.guidance_scale=2.5 "
+            "sampling.image_guidance_scale=1.5 sampling.flow_shift=1.0 sampling.text_oscillation=False "
+            "sampling.image_oscillation=False sampling.temporal_image_scaling=False",
+        ),
+        (
+            "t5 = dict(max_length=256)\nae = dict(use_temporal_tiling=True)",
+            "text.t5_max_length=256 vae.temporal_tiling=True",
+        ),
+        ("prompt_refine = True\nmotion_score = 'dynamic'", "refine.prompt=True refine.motion_score=True"),
+        (
+            # A name that stands alone wins.
+            "num_steps = 7\nresolution = '768px'\nckpt_path = '/w/mine.safetensors'",
+            "sampling.num_inference_steps=7 video.resolution=768px runtime.weights=/w "
+            "files.transformer=mine.safetensors files.vae=ckpts/hunyuan_vae.safetensors",
+        ),
+        (
+            "sampling_option = dict(_delete_=True, height=288, width=512, num_frames=5)",
+            "video.height=288 video.width=512",
+        ),
+    ],
+    ids=["names", "sampling", "sections", "refine", "alone", "pixels"],
+)
+def test_every_value_of_sampling_has_its_place(folder: Path, text: str, expected: str) -> None:
+    settings, left = generation(own(folder, text))
+    assert wrong(settings, expected) == []
+    assert set(left) <= set(LISTED)
+
+
+def test_settings_of_the_reference_that_a_file_does_not_name(folder: Path) -> None:
+    path = folder / "bare.py"
+    path.write_text("sampling_option = dict(resolution='256px', aspect_ratio='1:1', num_frames=5)\nmodel = dict()\n")
+    settings, left = generation(path)
+    expected = "video.fps=16 prompt_suffix.motion_score=None model.cond_embed=False picture.first=False"
+    assert wrong(settings, expected) == []
+    assert left == ["model"]
+
+
+def test_names_without_a_place_are_listed_once_and_whole_sections_by_their_name(folder: Path) -> None:
+    text = "lora_config = dict(r=8, alpha=8)\nsampling_option = dict(height=288)\noffload_model = True\nbatch_size = 2"
+    assert generation(own(folder, text))[1] == [
+        *("seed", "batch_size", "sampling_option.seed", "sampling_option.height", *LISTED[2:]),
+        "lora_config",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "degrees"),
+    [
+        ("768px.py", None, {}),
+        ("768px.py", 8, {"ring_degree": 8}),
+        ("768px.py", 4, {"ring_degree": 4}),
+        ("256px_tp.py", 2, {"tensor_parallel_degree": 2}),
+        ("256px.py", 8, {}),
+    ],
+)
+def test_a_model_is_split_over_the_devices_that_there_are(
+    folder: Path, name: str, gpus: int | None, degrees: dict[str, int]
+) -> None:
+    settings, _ = generation(folder / name, **({} if gpus is None else {"parallel__gpus": gpus}))
+    assert settings.parallel.degrees == degrees
+
+
+def test_a_plugin_alone_changes_no_other_model(folder: Path) -> None:
+    given = {"prompt": Given("sea", "x"), "parallel.devices": Given("0,1,2,3", "--devices")}
+    request = GenerateRequest(overrides=given, config=folder / "plugins" / "sp.py")
+    demo = load_generate_settings(request, model=ModelName.DEMO)
+    assert demo.parallel.ring_degree == 4
+    assert demo.replace({"parallel": {}}) == load_preset("demo", prompt="sea")
+
+
+def test_a_picture_first(folder: Path) -> None:
+    text = (
+        "img_resolution = '1024px'\nimg_flux_ae = dict(ch=64)\n"
+        "img_flux = dict(depth=2, from_pretrained='/elsewhere/flux.safetensors')\n"
+    )
+    settings, _ = generation(own(folder, text, base="t2i2v_768px.py"))
+    expected = "resolution=1024px model.depth=2 vae.flux_ae.ch=64 files.transformer=/elsewhere/flux.safetensors"
+    assert wrong(settings.picture, expected) == []
+    settings, left = generation(own(folder, "use_t2i2v = False", base="t2i2v_768px.py"))
+    assert not settings.picture.first
+    assert left == [*LISTED_SPLIT, "img_flux", "img_flux_ae", "img_resolution"]
+
+
+def test_everything_of_training_that_has_a_place(folder: Path) -> None:
+    settings, left = training(folder / "train.py")
+    expected = """
+        target=mmdit strategy=zero2 precision.compute=fp16 weights=('ckpts',) output=out
+        data.fps_max=16.0 data.workers=5 data.prefetch=4
+        model.hidden_size=96 model.num_heads=4 model.depth=3 model.axes_dim=(8,8,8) model.cond_embed=False
+        train_mmdit.t5_dropout=0.25 train_mmdit.clip_dropout=0.5 train_mmdit.sigma_min=0.0001
+        train_mmdit.files.vae=hunyuan_vae.safetensors train_mmdit.files.t5=google/t5-v1_1-xxl
+        train_mmdit.files.clip=openai/clip-vit-large-patch14 text.t5_max_length=256 text.clip_max_length=77
+        optimizer.learning_rate=2e-05 optimizer.eps=1e-15 optimizer.beta1=0.9 optimizer.beta2=0.999
+        optimizer.weight_decay=0.0 optimizer.warmup_steps=3 optimizer.max_grad_norm=0.5 optimizer.schedule=cosine
+        memory.checkpointing=True memory.checkpoint_double_blocks=2 memory.checkpoint_single_blocks=None
+        loop.seed=7 loop.log_every=11 loop.ema_decay=None checkpoints.every=12 checkpoints.keep=13
+    """
+    assert wrong(settings, expected) == []
+    assert settings.data.buckets == {"256px": {1: (1.0, 4)}, "1024px": {1: (0.5, 1)}}
+    assert settings.train_mmdit.mode_weights.by_mode() == {"t2v": 1}
+    names = ["dataset.vmaf", "model.strict_load", "model.fused_qkv", "is_causal_vae", "t5.shardformer", "load"]
+    assert left == [*names, "plugin_config"]
+
+
+def test_a_file_of_training_changes_its_base(folder: Path) -> None:
+    settings, left = training(folder / "changed.py", parallel__gpus="8")
+    expected = """
+        model.cond_embed=True optimizer.learning_rate=5e-05 optimizer.eps=1e-15
+        memory.activation_offload=all memory.activation_buffer=2147483648 strategy=hybrid
+        parallel.tensor_parallel_degree=2 parallel.ring_degree=4
+    """
+    assert wrong(settings, expected) == []
+    assert settings.data.buckets == {"256px": {33: (0.25, 2)}}
+    assert settings.train_mmdit.mode_weights.by_mode() == {"t2v": 1, "i2v_head": 5}
+    assert not any("plugin" in name for name in left)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "config", "strategy", "degrees"),
+    [
+        ("zero1", {}, "zero1", {}),
+        ("hybrid", {"tp_size": 1, "sp_size": 1, "zero_stage": 2}, "zero2", {}),
+        ("hybrid", {"tp_size": 1, "sp_size": 1, "zero_stage": 0}, "ddp", {}),
+        ("hybrid", {"tp_size": 2, "sp_size": 1}, "hybrid", {"tensor_parallel_degree": 2}),
+        ("hybrid", {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}, "hybrid", {"ulysses_degree": 2}),
+    ],
+)
+def test_plugins(folder: Path, plugin: str, config: dict[str, object], strategy: str, degrees: dict[str, int]) -> None:
+    path = own(folder, f"plugin = {plugin!r}\nplugin_config = {config!r}", base="train.py")
+    settings, _ = training(path, parallel__gpus="2")
+    assert (settings.strategy, settings.parallel.degrees) == (strategy, degrees)
+
+
+def test_the_training_of_an_autoencoder(folder: Path) -> None:
+    settings, left = training(folder / "train_vae.py")
+    expected = """
+        target=vae vae.kind=dc_ae strategy=ddp
+        train_vae.single_frame_share=0.2 train_vae.perceptual_weight=0.5 train_vae.kl_weight=0.0
+        train_vae.discriminator.layers=5 train_vae.discriminator.weight=0.05 train_vae.discriminator.start_step=10
+        train_vae.discriminator.learning_rate=0.0001 optimizer.beta2=0.98 optimizer.warmup_steps=0
+    """
+    assert wrong(settings, expected) == []
+    assert settings.data.buckets == {"256px": {32: (1.0, 1)}}
+    assert left == ["plugin", "the aspect ratio of bucket_config.256px_ar1:1"]
+    text = (
+        "model = dict(_delete_=True, type='hunyuan_vae', in_channels=3)\ngrad_checkpoint = True\n"
+        "bucket_config = {'_delete_': True, '256px': {33: (1.0, 1)}}\n"
+        "vae_loss_config = dict(kl_loss_weight=48)\nlr_scheduler = dict(warmup_steps=9)\n"
+        "disc_lr_scheduler = dict(warmup_steps=0)"
+    )
+    settings, left = training(own(folder, text, base="train_vae.py"))
+    assert wrong(settings, "optimizer.warmup_steps=9 train_vae.kl_weight=1.0 model.in_channels=64") == []
+    assert {"grad_checkpoint", "disc_lr_scheduler"} <= set(left)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected", "names"),
+    [
+        (
+            "type='hunyuan_vae', from_pretrained='./ckpts/hunyuan_vae.safetensors', in_channels=3, out_channels=3,"
+            " layers_per_block=2, latent_channels=16, scale_factor=0.476986, shift_factor=0, use_spatial_tiling=True,"
+            " use_temporal_tiling=True, time_compression_ratio=4, encoder_add_residual=False",
+            "vae.kind=hunyuan vae.temporal_tiling=True weights.file=hunyuan_vae.safetensors "
+            "weights.hub_repo=hpcai-tech/Open-Sora-v2 runtime.weights=None",
+            [],
+        ),
+        (
+            "type='dc_ae', model_name='dc-ae-f32t4c128', from_scratch=True, use_spatial_tiling=True,"
+            " spatial_tile_size=128, temporal_tile_size=32, tile_overlap_factor=0.25",
+            "vae.kind=dc_ae vae.dc_ae.spatial_tile_size=128 weights.file=F32T4C128_AE.safetensors",
+            [],
+        ),
+        (
+            "type='dc_ae', model_name='dc-ae-f128c512-sana-1.0', from_scratch=True",
+            "vae.kind=dc_ae",
+            ["model.model_name", "model.from_scratch"],
+        ),
+        (
+            "type='autoencoder_2d', from_pretrained='/w/flux/ae.safetensors', resolution=256, in_channels=3, ch=128,"
+            " out_ch=3, ch_mult=[1, 2, 4, 4], num_res_blocks=2, z_channels=16, scale_factor=1.0, shift_factor=0.0",
+            "vae.kind=flux_ae vae.flux_ae.scale_factor=1.0 weights.file=ae.safetensors runtime.weights=/w/flux",
+            [],
+        ),
+    ],
+    ids=["hunyuan", "dc_ae", "another dc_ae", "flux_ae"],
+)
+def test_autoencoders(folder: Path, model: str, expected: str, names: list[str]) -> None:
+    settings, left = reconstruction(own(folder, f"model = dict({model})", base="vae.py"))
+    assert wrong(settings, f"clip.num_frames=97 output.folder=there runtime.dtype=bfloat16 {expected}") == []
+    assert left == ["seed", "dataset", *names]
+
+
+def test_the_autoencoder_that_a_training_makes(folder: Path) -> None:
+    settings, _ = reconstruction(own(folder, "outputs = 'runs/x'", base="train_vae.py"))
+    assert wrong(settings, "vae.kind=dc_ae runtime.weights=runs/x weights.file=vae.safetensors") == []
+
+
+def test_files_for_another_command(folder: Path) -> None:
+    with pytest.raises(FileProblem, match=r"train\.py is not for sampling") as caught:
+        load_runtime_settings(GenerateRequest(config=folder / "train.py"))
+    assert "osora train" in str(caught.value.hint)
+    with pytest.raises(FileProblem, match=r"256px\.py is for sampling") as caught:
+        read_reference_training(folder / "256px.py")
+    assert "osora generate --config" in str(caught.value.hint)
+    with pytest.raises(FileProblem, match=r"256px\.py is not for an autoencoder"):
+        reconstruction(folder / "256px.py")
+
+
+def test_a_file_is_profiled_as_the_command_that_it_is_for(folder: Path) -> None:
+    profiled = profiled_settings(folder / "768px.py", assignments=(), device=None, environment={})
+    assert isinstance(profiled, GenerateRequest)
+    assert load_generate_settings(profiled, model=ModelName.OPEN_SORA_V2).video.resolution == "768px"
+
+
+@pytest.mark.parametrize(
+    ("command", "base", "line", "message"),
+    [
+        ("generate sea", "256px.py", "model = dict(from_pretrained=3)", "model.from_pretrained=3 must be a text"),
+        ("generate sea", "256px.py", "ae = dict(type=['dc_ae'])", "ae.type=['dc_ae'] must be a text"),
+        ("generate sea", "256px.py", "ae = dict(type='magvit')", "ae.type=magvit is no autoencoder that osora knows"),
+        (
+            "generate sea",
+            "256px.py",
+            "plugin_config = dict(sp_size='8')",
+            "plugin_config.sp_size='8' must be a number from 1 on",
+        ),
+        ("train", "train.py", "ae = dict(from_pretrained=3)", "ae.from_pretrained=3 must be a text"),
+    ],
+)
+def test_a_value_of_another_type_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, base: str, line: str, message: str
+) -> None:
+    config = own(folder, line, base=base)
+    assert main([*command.split(), "--config", str(config), "--dry-run"]) == 3
+    assert f"error: {config}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "optim = dict(_delete_=True, betas=5)",
+        "bucket_config = None",
+        "condition_config = 3",
+        "model = dict(grad_ckpt_settings=7, depth=None)",
+        "dtype = ['bf16']\nplugin = None",
+    ],
+)
+def test_values_of_another_form_are_no_crash(folder: Path, lines: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train.py", "train_vae.py"):
+        config = own(folder, lines, base=name)
+        assert main(["train", "--config", str(config), "--set", "nope=1"]) == 2
+    config = own(folder, f"model = dict(type='dc_ae')\n{lines}", base="vae.py")
+    assert main(["vae", "reconstruct", "gone.mp4", "--config", str(config)]) in (2, 3)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_commands_list_what_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", "sea", "--config", str(folder / "256px.py"), "--set", "video.num_frames=5"]
+    assert main([*command, "--gpus", "5", "--set", "parallel.ring_degree=3", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "parallel.ring_degree=3 must divide the 5 devices" in error
+    assert [line for line in error.splitlines() if f"256px.py: not carried over: {', '.join(LISTED)}" in line] != []
+
+    monkeypatch.setattr("opensora_cli.engine.train.plan.estimate_ranks", lambda settings, *, reporter: ())
+    command = ["train", "--config", str(folder / "train.py"), "--dry-run", "--device", "cpu"]
+    assert main(command) == 2
+    assert "names no table of clips" in capsys.readouterr().err
+    assert main([*command, "--set", "data.table=clips.csv"]) == 0
+    captured = capsys.readouterr()
+    assert "not carried over: dataset.vmaf, model.strict_load, " in captured.err
+    assert "missing     hunyuan_vae.safetensors" in captured.out

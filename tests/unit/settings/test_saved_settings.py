@@ -1,0 +1,118 @@
+"""What the file of an earlier run may bring: its description of the video, and nothing of the machine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import all_keys
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
+from opensora_cli.settings.saved import DESCRIPTION, RESERVED, TYPED
+
+
+def load(
+    values: Mapping[str, object], *, given: Mapping[str, object] | None = None, **details: object
+) -> GenerateSettings:
+    saved = SavedSettings(source="s.json", values={"prompt": "sea", **values}, **details)  # type: ignore[arg-type]
+    overrides = {key: Given(value, f"--{key}") for key, value in (given or {}).items()}
+    return load_generate_settings(GenerateRequest(overrides=overrides, saved=saved), model=ModelName.DEMO)
+
+
+def test_every_setting_is_decided_on() -> None:
+    assert sorted(DESCRIPTION | RESERVED) == sorted(all_keys(GenerateSettings))
+    assert not DESCRIPTION & RESERVED
+    assert TYPED <= RESERVED
+
+
+def test_reserved_settings_are_not_taken() -> None:
+    values = {
+        "from_latents": "a.safetensors",
+        "resume": "a.safetensors",
+        "refine": {"prompt": True, "motion_score": True, "instructions": "/evil", "timeout_s": 1, "tries": 20},
+        "prompt_suffix": {"motion_score": "auto"},
+        "output": {"path": "/etc/x.mp4", "overwrite": True, "name_from": "prompt", "explore": True},
+        "runtime": {"device": "cuda:7", "prompt_cache": False, "prompt_cache_limit": 1},
+        "memory": {"offload": "blocks", "resident_blocks": 1, "limit": 1, "host_weights": "mapped"},
+        "parallel": {"gpus": 64, "devices": [1], "nnodes": 9, "watch": True, "ulysses_degree": 64},
+    }
+    assert load(values) == load({})
+
+
+def test_a_prompt_that_was_refined_keeps_what_was_typed() -> None:
+    assert load({"refine": {"original": "typed"}}).refine.original == "typed"
+
+
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [
+        ({"runtime": {"weights": "/my ckpt"}}, "--weights '/my ckpt'"),
+        ({"files": {"transformer": "/a.safetensors"}}, "--set files.transformer=/a.safetensors"),
+        ({"loras": [{"path": "/a.safetensors", "scale": 1.0}]}, "--lora /a.safetensors"),
+        ({"loras": [{"path": "/a", "scale": 0.25}, {"path": "/b:2", "scale": 1}]}, "--lora /a:0.25 --lora /b:2:1"),
+        ({"picture": {"files": {"vae": "\x1b[2Ja"}}}, "--set 'picture.files.vae=\\x1b[2Ja'"),
+    ],
+)
+def test_weights_and_adapters_are_to_be_given_again(values: dict[str, object], flags: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        load(values)
+    assert caught.value.message == f"s.json was made with {flags}, and files are not taken from it"
+
+
+def test_others_may_be_given() -> None:
+    values = {"runtime": {"weights": "/a"}, "loras": ["/a"], "files": {"vae": "/a"}}
+    settings = load(values, given={"runtime.weights": "none", "loras": "", "files.vae": "vae.safetensors"})
+    assert (settings.runtime.weights, settings.loras, settings.files.vae) == (None, (), "vae.safetensors")
+
+
+def test_an_adapter_that_is_given_again_must_be_the_same() -> None:
+    path = str(Path("a").absolute())
+    values = {"loras": [{"path": path, "scale": 0.5, "sha256": "0" * 64}]}
+    assert [lora.sha256 for lora in load(values, given={"loras": "a:2;b"}).loras] == ["0" * 64, None]
+
+
+@pytest.mark.parametrize("loras", [3, [3], [{"scale": 1}], {"a": 1}])
+def test_damaged_adapters(loras: object) -> None:
+    with pytest.raises(FileProblem, match=r"s\.json is damaged: loras is no list"):
+        load({"loras": loras})
+
+
+@pytest.mark.parametrize(
+    ("path", "frames", "given", "expected"),
+    [
+        ("/a/x.gif", 17, {}, "gif"),
+        ("/a/x.png", 17, {}, "png"),
+        ("/a/x.png", 1, {}, None),
+        ("/a/x.mp4", 17, {}, None),
+        ("/a/x", 17, {}, None),
+        ("/a/x.gif", 17, {"output.path": "b.webp"}, None),
+        ("/a/x.gif", 17, {"output.format": "webp"}, "webp"),
+    ],
+)
+def test_the_ending_of_the_result_is_taken(
+    path: str, frames: int, given: dict[str, object], expected: str | None
+) -> None:
+    settings = load({"output": {"path": path}, "video": {"num_frames": frames}}, given=given)
+    assert settings.output.format == expected
+
+
+def test_references_of_a_file_are_sent_to_no_server() -> None:
+    values = {"condition": {"references": ["/private cat.png"]}}
+    assert load(values).condition.references == ("/private cat.png",)
+    for wanted in ("refine.prompt", "refine.motion_score"):
+        with pytest.raises(RequestError, match="would send files to the server") as caught:
+            load(values, given={wanted: True})
+        assert "--ref '/private cat.png'" in caught.value.message
+    assert load(values, given={"refine.prompt": True, "condition.references": "/b.png"}).refine.is_on
+
+
+def test_what_made_latents_is_kept_as_a_record_where_they_are_decoded() -> None:
+    values = {"loras": [{"path": "/a", "sha256": "0" * 64}], "files": {"t5": "/t5"}}
+    given = {"from_latents": "a.latents.safetensors"}
+    settings = load(values, given=given, decodes=True)
+    assert (settings.loras[0].path, settings.files.t5) == ("/a", "/t5")
+    with pytest.raises(RequestError, match=r"made with --set files\.vae=/vae, and"):
+        load({"files": {"vae": "/vae"}}, given=given, decodes=True)
