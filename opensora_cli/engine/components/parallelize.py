@@ -1,4 +1,4 @@
-"""How ranks share a model: the mesh, the exchange of tokens for heads, and the shares of weights."""
+"""Divide a model between ranks: the mesh, the exchange of tokens for heads, and the shares of weights."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -66,12 +66,12 @@ from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 _STEPS = 2
-"""Of which no later one has more branches: from the second on there are latents besides the noise."""
+"""Steps that are estimated: from the second one on there are latents besides the noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSizes:
-    """What a plan has settled of the sizes of a video."""
+    """Sizes of a video that a plan has decided."""
 
     height: int
     width: int
@@ -80,16 +80,16 @@ class GenerationSizes:
     mode: ConditionMode
     lengths: ReferenceLengths
     scales: GuidanceScales
-    """Of a step with the most branches."""
+    """Guidance scales of a step with the most branches."""
     solver: Solver = Solver.EULER
     cached: tuple[GuidanceScales, ...] = ()
-    """Of a step of each phase, with a step cache."""
+    """Guidance scales of one step of each phase, with a step cache."""
     mesh: MeshShape = field(default_factory=MeshShape)
-    """Ranks, of which this is one."""
+    """Mesh of the ranks."""
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
     loras: LoraRanks = ()
     attention: str = "sdpa"
-    """The backend."""
+    """Attention backend."""
     has_draft: bool = False
     """Whether a whole video is encoded, to start from."""
 

@@ -47,23 +47,23 @@ _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
 _STEPS = 2
-"""Of sampling: from the second on there are latents besides the noise."""
+"""Sampling steps: from the second one on there are latents besides the noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a stage took."""
+    """Memory and time of a stage."""
 
     peak_bytes: int
     counter: TensorBytes
     allocated_bytes: int = 0
-    """The most that torch's allocator on CUDA had in use while it ran; 0 on a CPU."""
+    """Peak of allocated memory on CUDA; 0 on a CPU."""
     reserved_bytes: int = 0
-    """The most that it reserved on the GPU."""
+    """Peak of reserved memory on CUDA."""
     seconds: tuple[float, ...] = ()
-    """Of runs that were not counted, after the one that was."""
+    """Seconds of the runs after the counted one."""
     blocks: Mapping[str, Spread] = field(default_factory=dict)
-    """Of the calls of blocks in these."""
+    """Times of the calls of blocks in these runs."""
 
 
 def profile_generation(
