@@ -183,7 +183,7 @@ def test_a_profile_is_asked_for_and_planned(osora):
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        (["--attention", "flash2"], 4, ["needs flash-attn, which is not installed", "pip install flash-attn"]),
+        (["--attention", "flash2"], 4, ["flash2 runs on CUDA devices only", "use auto, sdpa or math"]),
         (["--attention", "cudnn"], 4, ["runs on CUDA devices only, and this is cpu", "use auto, sdpa or math"]),
         (["--attention", "cudnn", "--dtype", "float32"], 2, ["computes in float16 and bfloat16 only"]),
         (
