@@ -100,11 +100,11 @@ def bench_generate(
                 refuse_early(tried, dry_run=True, reporter=reporter)
         output.note_start(reporter)
         with errors.uninterrupted():
-            from opensora_cli.engine.bench_generate.run import bench_from_request
+            from opensora_cli.engine.bench_generate.run import bench_generate as compare
 
         rank_flags = [f"--repeats={settings.repeats}", *(f"--try={text}" for text in try_ or [])]
         rank_flags += [flag for flag, is_on in (("--json", json_), ("--quiet", quiet)) if is_on]
-        report = bench_from_request(
+        report = compare(
             request, tries, repeats=settings.repeats, reporter=reporter, context=context, rank_flags=rank_flags
         )
         if report is not None:

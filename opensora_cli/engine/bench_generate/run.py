@@ -46,52 +46,29 @@ _NOTHING_KEPT: Mapping[str, object] = {
 _WARM_UP_STEPS = 2
 
 
-def bench_from_request(
+def bench_generate(
     request: GenerateRequest,
     tries: Tries,
     *,
-    repeats: int,
+    repeats: int = 1,
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
 ) -> BenchGenerateReport | None:
-    """Resolve the settings and compare; for several devices, start ranks with `rank_flags`, of which rank 0 prints the
-    report. Other arguments, results and errors are those of `bench_generate`.
-    """
-    if context is not None:
-        request = generate_ranks.request_of_rank(request, context)
-    settings, choice = resolve_generate_settings(request, reporter=reporter)
-    if choice is not None:
-        reporter.note(choice)
-    if context is not None or settings.parallel.world_size == 1:
-        return bench_generate(settings, tries, repeats=repeats, reporter=reporter, context=context)
-    refuse_data_parallel(settings)
-    refuse_unfit(settings)
-    generate_ranks.require_devices(settings)
-    generate_ranks.start_ranks(refined(settings, reporter=reporter), flags=rank_flags, command="bench-generate")
-    return None
-
-
-def bench_generate(
-    settings: GenerateSettings,
-    tries: Tries,
-    *,
-    repeats: int = 1,
-    reporter: Reporter | None = None,
-    context: RankContext | None = None,
-) -> BenchGenerateReport | None:
-    """Make the video of `settings`, the exact run, and the same video with each of `tries`; return what each took.
+    """Make the video of a request, the exact run, and the same video with each of `tries`; return what each took.
 
     No video is kept. Everything is planned before the first run begins. A few steps warm up before the first run, and
-    before the first run of settings that differ in more than sampling.
+    before the first run of settings that differ in more than sampling. For several devices, ranks are started, and
+    rank 0 prints the report.
 
     Args:
-        settings: settings of the exact run.
+        request: settings of the exact run, as they are given.
         tries: changed settings by name. None means the standard set, without what these settings do not allow, or
             what needs no fewer evaluations.
         repeats: timed runs of each row.
-        reporter: shows progress; None shows nothing.
-        context: set in one of several ranks. All ranks call this, and rank 0 alone gets a report.
+        reporter: shows progress.
+        context: set in one of several ranks, all of which call this. Rank 0 alone gets a report.
+        rank_flags: options of the command line for ranks that are started here.
 
     Raises:
         RequestError: the settings ask for more than one whole video, or contradict themselves.
@@ -99,9 +76,17 @@ def bench_generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument says how many runs were finished.
     """
-    reporter = reporter or SilentReporter()
+    if context is not None:
+        request = generate_ranks.request_of_rank(request, context)
+    settings, choice = resolve_generate_settings(request, reporter=reporter)
     refuse_data_parallel(settings)
     refuse_unfit(settings)
+    if choice is not None:
+        reporter.note(choice)
+    if context is None and settings.parallel.world_size > 1:
+        generate_ranks.require_devices(settings)
+        generate_ranks.start_ranks(refined(settings, reporter=reporter), flags=rank_flags, command="bench-generate")
+        return None
     settings = settings.replace(_NOTHING_KEPT)
     with ExitStack() as stack:
         device = None
@@ -113,11 +98,12 @@ def bench_generate(
         runner = _Runner(reporter, device, stack.enter_context(LoadedModels(stay=True)))
         rows, skipped = _planned(settings, tries, runner)
         exact = rows[0].plan
-        if context is not None and not context.is_main:
-            _run_all(rows, repeats, runner)
-            return None
-        runner.references = references_of(exact, reporter)
+        is_main = context is None or context.is_main
+        if is_main:
+            runner.references = references_of(exact, reporter)
         _run_all(rows, repeats, runner)
+    if not is_main:
+        return None
     return BenchGenerateReport(
         of=exact.what,
         prompt=exact.settings.prompt,
