@@ -68,7 +68,7 @@ def test_dry_run_touches_nothing(
     # It takes seconds, and would find the same.
     memory = tuple(map(plan.RankMemory.model_validate, document["memory"]))
     monkeypatch.setattr(plan, "estimate_ranks", lambda settings, reporter: memory)
-    assert document["schema"] == "osora.train-plan/1"
+    assert document["schema"] == "osora.train-plan/2"
     assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
     assert document["parameters"] > 1000
     [rank] = document["memory"]

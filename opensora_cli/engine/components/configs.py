@@ -1,6 +1,6 @@
-"""From settings to the transformer's configuration, and the parameters of every component."""
+"""The transformer from settings: its configuration, the module without weights, and parameter counts of all parts."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 
 from torch import nn
@@ -16,49 +16,33 @@ from opensora_cli.settings.generate import GenerateSettings
 
 
 def mmdit_config(settings: ModelSettings) -> MMDiTConfig:
-    """Return the transformer's sizes; a RequestError if they contradict each other."""
-    return MMDiTConfig(
-        in_channels=settings.in_channels,
-        vec_in_dim=settings.vec_in_dim,
-        context_in_dim=settings.context_in_dim,
-        hidden_size=settings.hidden_size,
-        mlp_ratio=settings.mlp_ratio,
-        num_heads=settings.num_heads,
-        depth=settings.depth,
-        depth_single_blocks=settings.depth_single_blocks,
-        axes_dim=settings.axes_dim,
-        theta=int(settings.theta),
-        qkv_bias=settings.qkv_bias,
-        guidance_embed=settings.guidance_embed,
-        predicts_data=settings.predicts_data,
-        cond_embed=settings.cond_embed,
-        patch_size=settings.patch_size,
-    )
+    """Return the configuration of the transformer; raises RequestError if sizes contradict each other."""
+    return MMDiTConfig(**{field.name: getattr(settings, field.name) for field in fields(MMDiTConfig)})
 
 
 def transformer_on_meta(settings: ModelSettings) -> MMDiT:
-    """Return the transformer without weights; RequestError where its sizes contradict each other."""
+    """Return the transformer without weights; errors are those of `mmdit_config`."""
     with on_meta():
         return MMDiT(mmdit_config(settings))
 
 
 def with_depth(config: MMDiTConfig, most: int) -> MMDiTConfig:
-    """Return the sizes of a transformer with at most so many blocks in each stack."""
+    """Return the configuration with at most `most` blocks in each stack."""
     return replace(config, depth=min(config.depth, most), depth_single_blocks=min(config.depth_single_blocks, most))
 
 
 @lru_cache(maxsize=16)
 def one_block_of_each(config: MMDiTConfig) -> MMDiT:
-    """Return the transformer without weights, and with at most one block in each stack."""
+    """Return the transformer without weights, with at most one block in each stack."""
     with on_meta():
         return MMDiT(with_depth(config, 1))
 
 
 def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[Component, int]:
-    """Return the parameters of every component; no weight is read.
+    """Return the number of parameters of every component; no weight is read.
 
-    Text encoders that are not there yet are taken for the released ones. Contradicting sizes are a RequestError, a
-    broken text encoder's configuration a CheckpointError.
+    A missing text encoder counts as the released one. Raises RequestError if sizes contradict each other, and
+    CheckpointError if the configuration of a text encoder is broken.
     """
     return {
         Component.TRANSFORMER: _count_transformer(settings.model),
@@ -68,7 +52,7 @@ def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[C
     }
 
 
-# Plans are made several times for one run.
+# One run is planned several times.
 @lru_cache(maxsize=16)
 def _count_transformer(settings: ModelSettings) -> int:
     config = mmdit_config(settings)

@@ -1,4 +1,4 @@
-"""Building models without weights: in no time, and without random numbers."""
+"""Build models without weights: fast, and without random numbers."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,16 +15,16 @@ _SET_VALUES = frozenset(
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Inside the block, new modules are on the meta device, and the first values of their weights are not computed.
+    """Create new modules on the meta device inside the block, and skip the initialization of their weights.
 
-    Torch computes them there too, to no effect: it takes longer than everything else that a module is built of.
+    Torch runs the initialization on the meta device too, and this takes longer than the rest of a constructor.
     """
     with torch.device("meta"), _NoValues():
         yield
 
 
 class _NoValues(TorchFunctionMode):
-    """Leaves out what sets the values of tensors."""
+    """Skips functions that set the values of tensors."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

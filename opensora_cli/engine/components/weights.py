@@ -1,4 +1,4 @@
-"""Finding weights on this machine, without any request to a network, and choosing the model that they allow."""
+"""Find weights on this machine, without a network request, and choose the model that they allow."""
 
 import importlib.resources
 import os
@@ -16,48 +16,38 @@ from opensora_cli.settings.enums import DownloadPreset, ModelChoice, ModelName, 
 from opensora_cli.settings.generate import GenerateSettings
 
 DEFAULT_FOLDER = "ckpts"
-"""Where weights are looked for in the working directory, and where the download command puts them."""
-
+"""Folder in the working directory that is searched by default; the download command writes there."""
 
 _DOWNLOADS = {
     VAEKind.HUNYUAN: DownloadPreset.OPEN_SORA_V2,
     VAEKind.DC_AE: DownloadPreset.OPEN_SORA_V2_DC_AE,
     VAEKind.FLUX_AE: DownloadPreset.FLUX1_DEV,
 }
-"""What `osora ckpt download` calls the weights of each autoencoder."""
-
+"""Name for `osora ckpt download` of the weights of each autoencoder."""
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Names, sizes and times of change of the files of a component: what stands for their content."""
+"""Names, sizes and modification times of the files of a component, in place of their content."""
 
 
 class Component(StrEnum):
-    """A part of a video model that has weights of its own."""
+    """Part of a video model with weights of its own."""
 
     TRANSFORMER = "transformer"
     VAE = "vae"
     T5 = "t5"
     CLIP = "clip"
 
-    @property
-    def is_folder(self) -> bool:
-        """Whether its weights are a transformers folder and not one file."""
-        return self in (Component.T5, Component.CLIP)
-
-
-ALL_COMPONENTS = tuple(Component)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """Where every component's weights are; a component that was not found is not in `paths`."""
+    """Places of the weights of every component; `paths` has the components that were found."""
 
     model: ModelName
     paths: Mapping[Component, Path]
     missing: Mapping[Component, tuple[str, ...]]
-    """What each component lacks, below a weights folder."""
+    """Names of the missing files of each component, below a weights folder."""
     looked_in: str
-    """Where, in words."""
+    """Searched places, as text."""
     download_folder: str
 
     @property
@@ -66,55 +56,103 @@ class WeightFiles:
         return not self.missing
 
     def borrowed(self) -> list[Component]:
-        """Return the parts of the packaged demo that complete a transformer from elsewhere."""
+        """Return the parts of the packaged demo that complete a transformer from another place."""
         demo = packaged_demo()
         parts = [component for component, path in self.paths.items() if path.is_relative_to(demo)]
         return [] if Component.TRANSFORMER in parts else parts
 
     def path(self, component: Component) -> Path:
-        """Return the file or folder of `component`; CheckpointError as in `require` if it is missing."""
+        """Return the file or folder of `component`, or raise CheckpointError as `require` does."""
         self.require([component])
         return self.paths[component]
 
-    def require(self, components: Iterable[Component] = ALL_COMPONENTS) -> None:
-        """Check that the weights of `components` are there.
+    def require(self, components: Iterable[Component] = tuple(Component)) -> None:
+        """Raise CheckpointError if weights of `components` are missing.
 
-        A CheckpointError names everything that is missing at once, where it was looked for, and how to get it.
+        The message names all missing files and the searched places, the hint how to get them.
         """
-        lacking = [component for component in components if component in self.missing]
-        if not lacking:
+        names = [name for component in components for name in self.missing.get(component, ())]
+        if not names:
             return
-        names = [name for component in lacking for name in self.missing[component]]
-        raise CheckpointError(
-            f"weights of the {self.model} model are missing: {', '.join(names)} (looked in {self.looked_in})",
-            hint=self._how_to_get(),
-        )
-
-    def _how_to_get(self) -> str:
+        hint = _download_line(self.model.value, to=self.download_folder)
         if self.model is ModelName.DEMO:
-            return "the demo comes with osora: install it again; a file elsewhere is named by its absolute path"
-        return _download_line(self.model.value, to=self.download_folder)
+            hint = "the demo is part of osora: install it again; name a file in another place by its absolute path"
+        raise CheckpointError(
+            f"weights of the {self.model} model are missing: {', '.join(names)} (looked in {self.looked_in})", hint=hint
+        )
 
 
 def find_weights(settings: GenerateSettings) -> WeightFiles:
-    """Return where the weights for `settings` are.
+    """Return the places of the weights for `settings`.
 
-    A folder that was named (`--weights`, `OSORA_WEIGHTS`) is the only one that is looked in. Without one, it is
-    `./ckpts`, then the Hugging Face cache; a component may come from either. The demo's weights are part of osora;
-    a named folder wins where it holds a transformer of the demo's file name, and what it lacks is the demo's.
+    Only the folder of `--weights` or `OSORA_WEIGHTS` is searched if there is one. The default is `./ckpts`, then the
+    Hugging Face cache, for each component. The weights of the demo are part of osora. A named folder replaces them if
+    it has a transformer with the file name of the demo; its missing parts are taken from the packaged demo.
     """
     files, named = settings.files, settings.runtime.weights
     if settings.model.name is not ModelName.DEMO:
         return find_released(files, named, model=settings.model.name)
-    # OSORA_WEIGHTS is usually set for the released model: a folder without a demo in it must not hide the packaged one.
+    # OSORA_WEIGHTS usually names the released model: a folder without a demo must not hide the packaged one.
     folders = [packaged_demo()]
     if named is not None and (Path(named) / files.transformer).exists():
         folders.insert(0, Path(named))
-    return _located(files, folders, model=ModelName.DEMO, looked_in=" and ".join(map(str, folders)))
+    return _locate(files, folders, model=ModelName.DEMO, looked_in=" and ".join(map(str, folders)))
+
+
+def find_released(files: FileSettings, named: str | None, *, model: ModelName = ModelName.OPEN_SORA_V2) -> WeightFiles:
+    """Return the places of the weights of a released model; see `find_weights`. `named` is the only searched folder."""
+    if named is not None:
+        return _locate(files, [Path(named)], model=model, looked_in=named, download_folder=named)
+    # All released models use the text encoders of the first one.
+    snapshots = map(_hub_snapshot, dict.fromkeys((files.hub_repo, FileSettings().hub_repo)))
+    folders = [Path(DEFAULT_FOLDER), *(folder for folder in snapshots if folder is not None)]
+    looked_in = f"{Path(DEFAULT_FOLDER).absolute()} and the Hugging Face cache"
+    return _locate(files, folders, model=model, looked_in=looked_in, use_hub=True)
+
+
+def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:
+    """Return the weights of an autoencoder, or raise a CheckpointError that names the searched places.
+
+    Args:
+        file: name of the file.
+        hub_repo: Hub repository whose cache is searched; None means the packaged demo.
+        named: the only folder to search; None means `./ckpts`, then the Hugging Face cache.
+    """
+    if named is not None:
+        folders = [Path(named)]
+    elif hub_repo is None:
+        folders = [packaged_demo()]
+    else:
+        folders = [folder for folder in (Path(DEFAULT_FOLDER), _hub_snapshot(hub_repo)) if folder is not None]
+    for folder in folders:
+        if (folder / file).exists():
+            return folder / file
+    hint = None if hub_repo is None else download_command(kind, to=named or DEFAULT_FOLDER)
+    raise CheckpointError(
+        f"weights of the autoencoder are missing: {file} (looked in {' and '.join(map(str, folders))})", hint=hint
+    )
+
+
+def needed_components(settings: GenerateSettings) -> tuple[Component, ...]:
+    """Return the components whose weights a generation reads: decoding saved latents needs the autoencoder only."""
+    return tuple(Component) if settings.from_latents is None else (Component.VAE,)
+
+
+def require_weights_of(settings: GenerateSettings) -> None:
+    """Raise CheckpointError if weights that `settings` need are missing."""
+    find_weights(settings).require(needed_components(settings))
+
+
+def warn_of_missing(check: Callable[[], object], reporter: Reporter) -> None:
+    """Turn the FileProblem of `check` into a warning: a dry run plans without the files."""
+    try:
+        check()
+    except FileProblem as error:
+        reporter.warn("; ".join(filter(None, (f"a run would be refused: {error.message}", error.hint))))
 
 
 def stamp_of(weights: Path | None) -> Stamp:
-    """Return what changes with the file, or the files of a folder; empty where they cannot be read."""
+    """Return the stamp of a file, or of all files in a folder; it is empty if they cannot be read."""
     if weights is None:
         return ()
     try:
@@ -125,24 +163,8 @@ def stamp_of(weights: Path | None) -> Stamp:
     return tuple((name, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
-def needed_components(settings: GenerateSettings) -> tuple[Component, ...]:
-    """Return the parts whose weights a generation reads: saved latents are only decoded."""
-    return ALL_COMPONENTS if settings.from_latents is None else (Component.VAE,)
-
-
-def find_released(files: FileSettings, named: str | None, *, model: ModelName = ModelName.OPEN_SORA_V2) -> WeightFiles:
-    """Return where a released model's weights are; see `find_weights`. A folder `named` is the only one searched."""
-    if named is not None:
-        return _located(files, [Path(named)], model=model, looked_in=named, download_folder=named)
-    # The text encoders of all released models are the first one's.
-    snapshots = map(hub_snapshot, dict.fromkeys((files.hub_repo, FileSettings().hub_repo)))
-    folders = [Path(DEFAULT_FOLDER), *(folder for folder in snapshots if folder is not None)]
-    looked_in = f"{Path(DEFAULT_FOLDER).absolute()} and the Hugging Face cache"
-    return _located(files, folders, model=model, looked_in=looked_in, use_hub=True)
-
-
 def download_command(kind: VAEKind, *, to: str) -> str:
-    """Return the line that fetches the released model with this autoencoder; what is there already is not fetched."""
+    """Return the command that downloads the missing files of the released model with this autoencoder."""
     return _download_line(_DOWNLOADS[kind], to=to)
 
 
@@ -151,52 +173,16 @@ def _download_line(name: str, *, to: str) -> str:
     return f"osora ckpt download {name}{place}"
 
 
-def warn_of_missing(check: Callable[[], object], reporter: Reporter) -> None:
-    """Warn of a file that `check` misses: a dry run plans, and the run would be refused for it."""
-    try:
-        check()
-    except FileProblem as error:
-        reporter.warn("; ".join(filter(None, (f"a run would be refused: {error.message}", error.hint))))
-
-
-def warn_of_missing_weights(settings: GenerateSettings, reporter: Reporter) -> None:
-    """Warn likewise of weights that `settings` need."""
-    warn_of_missing(lambda: find_weights(settings).require(needed_components(settings)), reporter)
-
-
-def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:
-    """Return where the weights of an autoencoder are; a CheckpointError names where they were looked for.
-
-    Args:
-        file: the name of its file.
-        hub_repo: the Hub repository in whose cache it may be; None: it is the demo's, which is part of osora.
-        named: the folder to look in, and in no other; None: `./ckpts`, then the Hugging Face cache.
-    """
-    if named is not None:
-        folders = [Path(named)]
-    elif hub_repo is None:
-        folders = [packaged_demo()]
-    else:
-        folders = [folder for folder in (Path(DEFAULT_FOLDER), hub_snapshot(hub_repo)) if folder is not None]
-    for folder in folders:
-        if (folder / file).exists():
-            return folder / file
-    hint = None if hub_repo is None else download_command(kind, to=named or DEFAULT_FOLDER)
-    raise CheckpointError(
-        f"weights of the autoencoder are missing: {file} (looked in {' and '.join(map(str, folders))})", hint=hint
-    )
-
-
 def packaged_demo() -> Path:
-    """Return the folder of the demo model that comes with osora."""
+    """Return the folder of the demo model in the package."""
     return Path(str(importlib.resources.files("opensora_cli") / "assets" / "demo"))
 
 
-def hub_snapshot(repo: str) -> Path | None:
-    """Return the folder in the Hugging Face cache that holds what was downloaded of `repo`; makes no request.
+def _hub_snapshot(repo: str) -> Path | None:
+    """Return the folder of `repo` in the Hugging Face cache, without a request.
 
-    By the documented layout of the cache and its variables: huggingface_hub itself takes longer to import than the rest
-    of a wrong request takes to be refused.
+    The layout of the cache and its variables are documented. Importing huggingface_hub takes longer than everything
+    else that refuses a wrong request.
     """
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     places = (os.environ.get("HF_HUB_CACHE"), os.environ.get("HUGGINGFACE_HUB_CACHE"), os.path.join(home, "hub"))
@@ -210,7 +196,7 @@ def hub_snapshot(repo: str) -> Path | None:
     return snapshot if revision and snapshot.is_dir() else None
 
 
-def _located(
+def _locate(
     files: FileSettings,
     folders: Sequence[Path],
     *,
@@ -219,38 +205,23 @@ def _located(
     download_folder: str = DEFAULT_FOLDER,
     use_hub: bool = False,
 ) -> WeightFiles:
-    """Return the components, each from the first folder that has all of it."""
+    """Return each component from the first folder that has all of it."""
     paths: dict[Component, Path] = {}
     missing: dict[Component, tuple[str, ...]] = {}
-    for component, name in _names(files).items():
+    for component in Component:
+        name = str(getattr(files, component))
         candidates = [folder / name for folder in folders]
-        # Text encoders are often downloaded from their own repositories, whose names these are.
-        own = hub_snapshot(name) if use_hub and component.is_folder else None
-        if own is not None:
-            candidates.append(own)
+        if use_hub and component in (Component.T5, Component.CLIP):
+            # Text encoders are often downloaded from their own repositories, which have these names.
+            candidates += filter(None, [_hub_snapshot(name)])
         lacking = {path: _lacking(component, path) for path in candidates}
         best = min(lacking, key=lambda path: len(lacking[path]))
         if lacking[best]:
-            # Of the place where most of it is, so that half a download names what remains.
+            # The most complete place: half a download names the rest.
             missing[component] = tuple(f"{name}{file.removeprefix(str(best))}" for file in lacking[best])
         else:
             paths[component] = best
-    return WeightFiles(
-        model=model,
-        paths=paths,
-        missing=missing,
-        looked_in=looked_in,
-        download_folder=download_folder,
-    )
-
-
-def _names(files: FileSettings) -> dict[Component, str]:
-    return {
-        Component.TRANSFORMER: files.transformer,
-        Component.VAE: files.vae,
-        Component.T5: files.t5,
-        Component.CLIP: files.clip,
-    }
+    return WeightFiles(model=model, paths=paths, missing=missing, looked_in=looked_in, download_folder=download_folder)
 
 
 def _lacking(component: Component, path: Path) -> list[str]:
@@ -261,43 +232,30 @@ def _lacking(component: Component, path: Path) -> list[str]:
     return [] if path.exists() else [str(path)]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDecision:
-    """Which model runs, and why."""
+def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str = "auto") -> tuple[ModelName, str]:
+    """Return the model to run, and the reason.
 
-    name: ModelName
-    reason: str
-
-    def line(self) -> str:
-        """Return it in one line."""
-        return f"model: {self.name} ({self.reason})"
-
-
-def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str = "auto") -> ModelDecision:
-    """Return the model to run.
-
-    `auto` takes the released model where its weights, under their published names, and a CUDA device are there
-    (`device` may rule that out), and the demo otherwise.
+    `auto` is the released model if its weights, under their published names, and a CUDA device are available, else the
+    demo. `device` can be the CPU.
     """
     if choice is not ModelChoice.AUTO:
-        return ModelDecision(ModelName(choice), "as asked")
-    located = find_released(FileSettings(), weights)
+        return ModelName(choice), "as asked"
+    found = find_released(FileSettings(), weights)
     lacks_cuda = device == "cpu" or not _has_cuda()
-    if located.complete and not lacks_cuda:
-        folder = located.paths[Component.TRANSFORMER].parent
-        return ModelDecision(ModelName.OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device")
+    if found.complete and not lacks_cuda:
+        folder = found.paths[Component.TRANSFORMER].parent
+        return ModelName.OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device"
     reasons = []
-    if not located.complete:
-        what = "the weights" if not located.paths else f"weights ({', '.join(located.missing)})"
-        where = "" if weights is None else f" in {weights}"
-        reasons.append(f"{what} of {located.model} are missing{where}")
+    if not found.complete:
+        parts = f"weights ({', '.join(found.missing)})" if found.paths else "the weights"
+        reasons.append(f"{parts} of {found.model} are missing{'' if weights is None else f' in {weights}'}")
     if lacks_cuda:
         reasons.append("the CPU was asked for" if device == "cpu" else "there is no CUDA device")
-    return ModelDecision(ModelName.DEMO, " and ".join(reasons))
+    return ModelName.DEMO, " and ".join(reasons)
 
 
 def choose_model_early(choice: ModelChoice, *, weights: str | None, device: str) -> ModelName | None:
-    """Return the model that `choose_model` chooses; None where that takes torch to know."""
+    """Return the choice of `choose_model`, or None if only torch can tell."""
     if choice is not ModelChoice.AUTO:
         return ModelName(choice)
     if device == "cpu" or not find_released(FileSettings(), weights).complete:

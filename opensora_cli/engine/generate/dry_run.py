@@ -1,9 +1,11 @@
 """What a generation would do, without doing it."""
 
+from functools import partial
+
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import Hardware
-from opensora_cli.engine.components.weights import warn_of_missing_weights
+from opensora_cli.engine.components.weights import require_weights_of, warn_of_missing
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.encoded_text import without_cached_text
@@ -38,7 +40,7 @@ def plan_from_request(
     if request.on is not None:
         return _plan_elsewhere(settings, request.on, reporter)
     for part in filter(None, (picture_settings(settings), settings)):
-        warn_of_missing_weights(part, reporter)
+        warn_of_missing(partial(require_weights_of, part), reporter)
     hardware = planned_hardware(settings, reporter) if context is None else None
     plan = plan_generation(settings, reporter=reporter, hardware=hardware)
     if choice is not None:

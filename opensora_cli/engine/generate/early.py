@@ -6,7 +6,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.weights import choose_model_early, find_weights, needed_components
+from opensora_cli.engine.components.weights import choose_model_early, require_weights_of
 from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.engine.generate.refinement import require_refinement
 from opensora_cli.engine.generate.targets import num_samples, read_made, sample_files
@@ -124,11 +124,11 @@ def _require_weights(settings: GenerateSettings) -> None:
     picture = picture_settings(settings)
     if picture is not None:
         try:
-            find_weights(picture).require(needed_components(picture))
+            require_weights_of(picture)
         except CheckpointError as error:
             hint = f"{error.hint}; --set picture.first=false makes no picture first"
             raise CheckpointError(error.message, hint=hint) from error
-    find_weights(settings).require(needed_components(settings))
+    require_weights_of(settings)
 
 
 def _refuse_named(settings: GenerateSettings, *, remake: bool) -> None:

@@ -39,9 +39,9 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
         refuse_sampled(request.overrides, saved.values)
         request = dataclasses.replace(request, saved=saved)
     runtime = load_runtime_settings(request)
-    decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
-    settings = load_generate_settings(request, model=decision.name, report=reporter.note)
-    return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
+    model, reason = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
+    settings = load_generate_settings(request, model=model, report=reporter.note)
+    return settings, f"model: {model} ({reason})" if runtime.model_choice is ModelChoice.AUTO else None
 
 
 def _settings_in(latents: str) -> SavedSettings:

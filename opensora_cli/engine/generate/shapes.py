@@ -14,7 +14,7 @@ from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.hardware import versions
-from opensora_cli.engine.components.weights import find_weights, needed_components, stamp_of
+from opensora_cli.engine.components.weights import find_weights, require_weights_of, stamp_of
 from opensora_cli.engine.generate.draft import draft_settings
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
@@ -196,7 +196,7 @@ def shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter)
     for shape in shapes:
         if shape.template.output.explore:
             raise RequestError("output.explore=true leaves no videos, and --prompts makes them: drop one of them")
-        find_weights(shape.template).require(needed_components(shape.template))
+        require_weights_of(shape.template)
     return shapes, failures
 
 

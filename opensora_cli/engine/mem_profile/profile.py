@@ -9,7 +9,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.weights import warn_of_missing_weights
+from opensora_cli.engine.components.weights import require_weights_of, warn_of_missing
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
@@ -80,7 +80,7 @@ def mem_profile(
 
 
 def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
-    warn_of_missing_weights(what, reporter)
+    warn_of_missing(lambda: require_weights_of(what), reporter)
     plan = make_plan(with_mode(what, reporter))
     if plan.picture is not None:
         reporter.note("the picture that is made first is no part of this profile")

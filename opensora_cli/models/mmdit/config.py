@@ -40,7 +40,7 @@ class MMDiTConfig:
     depth: int = 19
     depth_single_blocks: int = 38
     axes_dim: tuple[int, ...] = (16, 56, 56)
-    theta: int = 10000
+    theta: float = 10000
     qkv_bias: bool = True
     guidance_embed: bool = False
     cond_embed: bool = True

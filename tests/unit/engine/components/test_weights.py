@@ -146,39 +146,39 @@ def test_missing_demo_says_how_to_get_it(world, tmp_path, monkeypatch):
 
 
 def test_auto_without_anything():
-    decision = choose_model(ModelChoice.AUTO)
-    assert decision.name is ModelName.DEMO
-    assert "weights of open-sora-v2 are missing and there is no CUDA device" in decision.line()
+    name, reason = choose_model(ModelChoice.AUTO)
+    assert name is ModelName.DEMO
+    assert "weights of open-sora-v2 are missing and there is no CUDA device" in reason
 
 
 def test_auto_with_weights_but_without_cuda(world):
-    decision = choose_model(ModelChoice.AUTO, weights=str(world.released))
-    assert decision.name is ModelName.DEMO
-    assert decision.reason == "there is no CUDA device"
+    name, reason = choose_model(ModelChoice.AUTO, weights=str(world.released))
+    assert name is ModelName.DEMO
+    assert reason == "there is no CUDA device"
 
 
 @pytest.mark.usefixtures("cuda")
 def test_auto_with_weights_and_cuda(world):
-    decision = choose_model(ModelChoice.AUTO, weights=str(world.released))
-    assert decision.name is ModelName.OPEN_SORA_V2
-    assert str(world.released) in decision.reason
+    name, reason = choose_model(ModelChoice.AUTO, weights=str(world.released))
+    assert name is ModelName.OPEN_SORA_V2
+    assert str(world.released) in reason
 
 
 @pytest.mark.usefixtures("cuda")
 def test_auto_with_cuda_but_without_some_weights(world, tmp_path):
     shutil.copytree(world.released, tmp_path / "w", ignore=shutil.ignore_patterns("openai"))
-    decision = choose_model(ModelChoice.AUTO, weights=str(tmp_path / "w"))
-    assert decision.name is ModelName.DEMO
-    assert decision.reason == f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
+    name, reason = choose_model(ModelChoice.AUTO, weights=str(tmp_path / "w"))
+    assert name is ModelName.DEMO
+    assert reason == f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
 
 
 @pytest.mark.usefixtures("cuda")
 def test_auto_for_the_cpu(world):
-    decision = choose_model(ModelChoice.AUTO, weights=str(world.released), device="cpu")
-    assert decision.name is ModelName.DEMO
-    assert decision.reason == "the CPU was asked for"
+    name, reason = choose_model(ModelChoice.AUTO, weights=str(world.released), device="cpu")
+    assert name is ModelName.DEMO
+    assert reason == "the CPU was asked for"
 
 
 @pytest.mark.parametrize("choice", [choice for choice in ModelChoice if choice is not ModelChoice.AUTO])
 def test_what_is_asked_for_is_not_questioned(choice):
-    assert choose_model(choice).name == choice
+    assert choose_model(choice) == (choice, "as asked")

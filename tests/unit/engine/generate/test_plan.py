@@ -175,7 +175,7 @@ def test_a_transformer_that_was_trained_on_latents_of_another_scale_is_refused(w
     trained_with = settings.replace({"vae.dc_ae.scaling_factor": 0.493}).vae
     metadata = autoencoders.scale_metadata(trained_with)
     write_weights(path, {"any": torch.zeros(1)}, dtype=torch.float32, metadata=metadata)
-    with pytest.raises(CheckpointError, match=r"scaling_factor=0\.493, and here they have .*=none") as caught:
+    with pytest.raises(CheckpointError, match=r"scaling_factor=0\.493, and the settings have .*=none") as caught:
         make_plan(settings)
     assert caught.value.hint == "use --set vae.dc_ae.scaling_factor=0.493"
     autoencoders.require_same_scale(path, trained_with)
