@@ -12,7 +12,7 @@ from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 from opensora_cli.settings.components import FileSettings
-from opensora_cli.settings.enums import DownloadPreset, ModelChoice, ModelName, VAEKind
+from opensora_cli.settings.enums import DownloadPreset, ModelName, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
 DEFAULT_FOLDER = "ckpts"
@@ -232,13 +232,13 @@ def _lacking(component: Component, path: Path) -> list[str]:
     return [] if path.exists() else [str(path)]
 
 
-def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str = "auto") -> tuple[ModelName, str]:
+def choose_model(choice: ModelName, *, weights: str | None = None, device: str = "auto") -> tuple[ModelName, str]:
     """Return the model to run, and the reason.
 
     `auto` is the released model if its weights, under their published names, and a CUDA device are available, else the
     demo. `device` can be the CPU.
     """
-    if choice is not ModelChoice.AUTO:
+    if choice is not ModelName.AUTO:
         return ModelName(choice), "as asked"
     found = find_released(FileSettings(), weights)
     lacks_cuda = device == "cpu" or not _has_cuda()
@@ -254,9 +254,9 @@ def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str
     return ModelName.DEMO, " and ".join(reasons)
 
 
-def choose_model_early(choice: ModelChoice, *, weights: str | None, device: str) -> ModelName | None:
+def choose_model_early(choice: ModelName, *, weights: str | None, device: str) -> ModelName | None:
     """Return the choice of `choose_model`, or None if only torch can tell."""
-    if choice is not ModelChoice.AUTO:
+    if choice is not ModelName.AUTO:
         return ModelName(choice)
     if device == "cpu" or not find_released(FileSettings(), weights).complete:
         return ModelName.DEMO
