@@ -2,11 +2,11 @@
 
 import pytest
 
+from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset
-from opensora_cli.settings.used import used_settings
 
 SIZE = {"video.height": 288, "video.width": 512}
 
