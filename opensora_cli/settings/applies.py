@@ -1,4 +1,4 @@
-"""Where each setting applies: one table for each command.
+"""Conditions under which settings apply: one table for each command.
 
 Settings without effect are refused by these tables, and sidecars and request hashes have the settings that apply. A
 setting without a row always applies.
