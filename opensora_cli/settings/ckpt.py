@@ -114,9 +114,7 @@ class ConvertSettings(WriteSettings):
     select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
     only: Patterns = Field(default=(), description="Shell patterns of the names in the source to write.")
     drop: Patterns = Field(default=(), description="Shell patterns of the names in the source to drop.")
-    rename: tuple[str, ...] = Field(
-        default=(), description="OLD=NEW for the start of names, re:PATTERN=NEW for a regular expression."
-    )
+    rename: tuple[str, ...] = Field(default=(), description="OLD=NEW for starts of names, re:PATTERN=NEW for patterns.")
     qkv: QKVLayout | None = Field(default=None, description="Layout of q, k and v. None keeps it.")
     rotary: RotaryLayout | None = Field(default=None, description="Layout of rotary pairs. None keeps it.")
     dtype: WeightDType | None = Field(default=None, description="Type of floating point weights. None keeps it.")

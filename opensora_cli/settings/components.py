@@ -118,7 +118,7 @@ class DCAESettings(Section):
     encoder_depth_list: tuple[_Depth, ...] = Field(default=(2, 2, 2, 3, 3, 3), description="Blocks of encoder stages.")
     decoder_depth_list: tuple[_Depth, ...] = Field(default=(3, 3, 3, 3, 3, 3), description="Blocks of decoder stages.")
     temporal: tuple[bool, ...] = Field(
-        default=(False, False, False, True, True, False), description="Stages that also halve time."
+        default=(False, False, False, True, True, False), description="Stages that halve time."
     )
     spatial_tile_size: _TileSide = Field(default=256, description="Side of a spatial tile in pixels.")
     temporal_tile_size: _TileLength = Field(default=32, description="Length of a temporal tile in frames.")
@@ -201,7 +201,7 @@ class VAESettings(Section):
     spatial_compression_ratio: _Ratio = Field(default=8, description="Pixels of a latent pixel, along each side.")
     spatial_tiling: bool = Field(default=True, description="Encode and decode in spatial tiles.")
     temporal_tiling: bool = Field(
-        default=False, description="Encode and decode in temporal tiles. Tiles of flux_ae have one frame."
+        default=False, description="Encode and decode in temporal tiles, for flux_ae of one frame."
     )
     dc_ae: DCAESettings = Field(default=DCAESettings(), description="Sizes and tiles of kind dc_ae.")
     flux_ae: FluxAESettings = Field(default=FluxAESettings(), description="Sizes and tiles of kind flux_ae.")
@@ -252,9 +252,7 @@ class TextSettings(Section):
 
     t5_max_length: _Tokens = Field(default=512, description="Tokens that T5 reads. Shorter prompts are padded.")
     clip_max_length: _Tokens = Field(default=77, description="Tokens that CLIP reads, start and end tokens included.")
-    known_words_warning: bool = Field(
-        default=False, description="Warn about words that the text encoders were not trained on."
-    )
+    known_words_warning: bool = Field(default=False, description="Warn about words that the text encoders do not know.")
 
 
 class FileSettings(Section):
@@ -263,9 +261,7 @@ class FileSettings(Section):
     transformer: FileName = Field(default="Open_Sora_v2.safetensors", description="MMDiT weights.")
     vae: FileName = Field(default="hunyuan_vae.safetensors", description="Autoencoder weights.")
     t5: FileName = Field(default="google/t5-v1_1-xxl", description="T5 folder in the transformers layout.")
-    clip: FileName = Field(
-        default="openai/clip-vit-large-patch14", description="CLIP folder in the transformers layout."
-    )
+    clip: FileName = Field(default="openai/clip-vit-large-patch14", description="CLIP folder in that layout.")
     hub_repo: FileName = Field(default="hpcai-tech/Open-Sora-v2", description="Hub repository of all these files.")
 
 

@@ -73,9 +73,7 @@ class DataSettings(Section):
         description="Largest frame rate. Of faster videos, every second or third frame stays.",
     )
     fit: Fit = Field(default=Fit.CROP, description="How frames of another shape are fitted to their bucket.")
-    workers: int = Field(
-        default=2, ge=0, le=256, description="Processes that read clips. 0 means the training process."
-    )
+    workers: int = Field(default=2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
     prefetch: int = Field(default=2, ge=1, le=64, description="Micro-batches that each process prefetches.")
     scenes: SceneSettings = SceneSettings()
 

@@ -46,9 +46,7 @@ class DeviceSettings(Section):
     devices: tuple[_Device, ...] | None = Field(
         default=None, min_length=1, max_length=1024, description="Numbers of the GPUs, as in 0,2. None means the first."
     )
-    nnodes: PositiveInt = Field(
-        default=1, le=65_536, description="Machines with equally many devices. torchrun and srun set it."
-    )
+    nnodes: PositiveInt = Field(default=1, le=65_536, description="Number of machines. torchrun and srun set it.")
 
     @property
     def ranks_per_node(self) -> int:
@@ -101,11 +99,9 @@ class ExchangeSettings(DeviceSettings):
         default=Compression.NONE,
         description="Round exchanged elements: bf16 by at most 1/256 of an element, fp8 by at most 1/16.",
     )
-    watch: bool = Field(
-        default=False, description="Check before each collective that all ranks reach it, and name those that do not."
-    )
+    watch: bool = Field(default=False, description="Name ranks that do not reach a collective.")
     watch_limit_s: float = Field(
-        default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late when watch is set."
+        default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late with watch."
     )
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
@@ -162,7 +158,7 @@ class ParallelSettings(ExchangeSettings):
     ulysses_degree: Degree | None = Field(default=None, description="Devices that exchange tokens for heads.")
     ring_degree: Degree | None = Field(default=None, description="Devices in the ring of keys and values.")
     cfg_parallel_degree: PositiveInt | None = Field(
-        default=None, le=3, description="Devices that share the branches of guidance."
+        default=None, le=3, description="Devices that share guidance branches."
     )
     tensor_parallel_degree: Degree | None = Field(
         default=None, description="Devices that share the heads, features and weights of each block."
@@ -196,16 +192,10 @@ def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
 class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
-    weights: str | None = Field(
-        default=None, description="Folder with the weights. None means ./ckpts or the Hub's cache."
-    )
+    weights: str | None = Field(default=None, description="Weights folder. None means ./ckpts or the Hub's cache.")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
-    dtype: DType = Field(
-        default=DType.AUTO, description="Floating point type. auto means bfloat16 on CUDA, float32 on a CPU."
-    )
-    threads: Threads | None = Field(
-        default=None, description="CPU threads. None means chosen by the work, the cores and the load."
-    )
+    dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
+    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
 
     def rules(self) -> Iterator[str]:
         """Yield one line for each broken rule between these settings."""
@@ -216,9 +206,7 @@ class PlacementSettings(Section):
 class RuntimeSettings(PlacementSettings):
     """Model, weights, device and precision of generation."""
 
-    model_choice: ModelName = Field(
-        default=ModelName.AUTO, description="Model. auto means the best one that this machine can run."
-    )
+    model_choice: ModelName = Field(default=ModelName.AUTO, description="auto means the best model for this machine.")
     attention: AttentionChoice = Field(
         default=AttentionChoice.AUTO,
         description="Attention backend. auto means the first in a fixed order that works on the device.",
@@ -239,13 +227,9 @@ class MemorySettings(Section):
     resident_blocks: Blocks | None = Field(
         default=None, description="Transformer blocks on the device, with those in transit. None means as many as fit."
     )
-    limit: ByteSize | None = Field(
-        default=None, description="Device memory to plan for, as in 24GiB. None means the free memory."
-    )
+    limit: ByteSize | None = Field(default=None, description="Device memory to use, as in 24GiB. None means all free.")
     host_weights: HostWeights | None = Field(
         default=None,
         description="Location of offloaded blocks. None means pinned if a GPU's machine has the memory, else mapped.",
     )
-    fp8_storage: bool = Field(
-        default=False, description="Store block weights in 8 bits, which halves them and changes the result."
-    )
+    fp8_storage: bool = Field(default=False, description="Store block weights in 8 bits, which changes the result.")

@@ -70,9 +70,7 @@ class GpuSettings(Section):
     host_memory: ByteSize = Field(description="Host memory of a machine.")
     product_efficiency: _Efficiency = Field(default=PRODUCT_EFFICIENCY, description="Share for matrix products.")
     attention_efficiency: _Efficiency = Field(default=ATTENTION_EFFICIENCY, description="Share for fused attention.")
-    autoencoder_efficiency: _Efficiency = Field(
-        default=AUTOENCODER_EFFICIENCY, description="Share for the autoencoder."
-    )
+    autoencoder_efficiency: _Efficiency = Field(default=AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
     launch_us: _Figure = Field(default=5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
 
     def rules(self) -> Iterator[str]:

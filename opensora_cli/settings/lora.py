@@ -34,7 +34,7 @@ class LoraSettings(Section):
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of the adapter's inputs.")
     targets: tuple[LoraTarget, ...] = Field(
-        default=tuple(LoraTarget), min_length=1, description="Linear layers that get an adapter."
+        default=tuple(LoraTarget), min_length=1, description="Layers with an adapter."
     )
     init: FileName | None = Field(
         default=None, description="Adapter to continue, with this rank, alpha and targets. None starts a new one."

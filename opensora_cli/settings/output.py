@@ -30,15 +30,13 @@ class OutputSettings(Section):
     last_frame: bool = Field(default=False, description="Keep the last frame of a video as NAME.last.png.")
     save_latents: bool = Field(default=True, description="Save latents before decoding and when a run is stopped.")
     save_state_every: Count | None = Field(
-        default=None, description="Steps between saves of the latents. None means only at the end."
+        default=None, description="Steps between saves of latents. None: at the end."
     )
     preview_every: Count | None = Field(
         default=None,
         description="Steps between previews in the terminal and in NAME.preview.gif. None means no previews.",
     )
-    explore: bool = Field(
-        default=False, description="Start all samples, stop them early, and make a contact sheet to choose from."
-    )
+    explore: bool = Field(default=False, description="Stop all samples early and make a contact sheet of them.")
 
     @property
     def makes_previews(self) -> bool:

@@ -62,9 +62,7 @@ class RefineSettings(Section):
     )
     timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
     tries: int = Field(default=3, ge=1, le=20, description="Largest number of tries.")
-    original: Words | None = Field(
-        default=None, description="Prompt before it was rewritten. The run that rewrites it sets this."
-    )
+    original: Words | None = Field(default=None, description="Prompt before it was rewritten, set by that run.")
 
     @property
     def is_on(self) -> bool:

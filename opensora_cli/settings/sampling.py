@@ -53,9 +53,7 @@ class SamplingSettings(Section):
         lt=1,
         description="Reuse block outputs while the relative L2 change of the latents stays below this. 0: never.",
     )
-    temporal_image_scaling: bool = Field(
-        default=True, description="Increase reference guidance along the video in i2v modes."
-    )
+    temporal_image_scaling: bool = Field(default=True, description="Increase reference guidance along i2v videos.")
     guidance_interval: tuple[Share, Share] = Field(
         default=(0.0, 1.0), description="Lowest and highest time, from 0 (video) to 1 (noise), of guided steps."
     )

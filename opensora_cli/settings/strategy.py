@@ -63,9 +63,7 @@ class TrainParallelSettings(ExchangeSettings):
     ulysses_degree: Degree | None = Field(
         default=None, description="Devices that exchange the tokens of a sample for heads, with hybrid."
     )
-    ring_degree: Degree | None = Field(
-        default=None, description="Devices in the ring of keys and values of a sample, with hybrid."
-    )
+    ring_degree: Degree | None = Field(default=None, description="Devices in the ring of a sample, with hybrid.")
     tensor_parallel_degree: Degree | None = Field(
         default=None, description="Devices that share the heads and features of each block, with hybrid."
     )

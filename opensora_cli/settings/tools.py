@@ -96,9 +96,7 @@ class MemProfileSettings(Section):
 
     compare: bool = Field(default=False, description="Measure techniques that save memory, one by one.")
     adaptive_batch: bool = Field(default=False, description="Find the largest batch that fits in memory.")
-    memory_limit: ByteSize | None = Field(
-        default=None, description="Memory for the batch, as in 24GiB. None means all free memory."
-    )
+    memory_limit: ByteSize | None = Field(default=None, description="Memory for the batch, as in 24GiB. None: all.")
     runs: int = Field(default=3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
     snapshot: FileName | None = Field(default=None, description="File for PyTorch's memory viewer.")
     plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")

@@ -61,9 +61,7 @@ class TrainSettings(Section):
         default=(), description="Folders with the frozen parts, or demo. train_mmdit.files has the names in them."
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto means cuda if there is a GPU.")
-    threads: Threads | None = Field(
-        default=None, description="CPU threads. None means chosen by the work, the cores and the load."
-    )
+    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()

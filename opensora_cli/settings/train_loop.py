@@ -116,9 +116,7 @@ class PrecisionSettings(Tf32Settings):
         le=2.0**126,
         description="First scale of the loss in fp16. It halves when a gradient overflows.",
     )
-    loss_scale_window: Count = Field(
-        default=2000, description="Updates without overflow after which the loss scale doubles."
-    )
+    loss_scale_window: Count = Field(default=2000, description="Updates without overflow that double the scale.")
 
     def rules(self) -> Iterator[str]:
         """Yield one line for each broken rule between these settings."""

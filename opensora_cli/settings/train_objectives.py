@@ -59,9 +59,7 @@ class MMDiTTrainSettings(Section):
     clip_dropout: Share = Field(default=0.3162, description="Share of captions that CLIP reads as an empty prompt.")
     add_fps: bool = Field(default=True, description="Add the frame rate of clips to captions.")
     add_motion_score: bool = Field(default=True, description="Add the motion score, if there is one, to captions.")
-    embedded_guidance: float = Field(
-        default=4.0, ge=0, le=100, description="Guidance input of a guidance-distilled model."
-    )
+    embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="Guidance input of a distilled model.")
     masked_loss: bool = Field(
         default=False,
         description="Omit given first and last frames from the loss, unless frames between them are given too.",
@@ -95,14 +93,10 @@ class MMDiTTrainSettings(Section):
 class DiscriminatorSettings(Section):
     """Discriminator between decoded and real clips, which the autoencoder learns to deceive."""
 
-    weight: Weight = Field(
-        default=0.0, description="Weight of the adversarial term, before gradients are balanced. 0 disables it."
-    )
+    weight: Weight = Field(default=0.0, description="Weight of the adversarial term. 0 disables it.")
     start_step: CountOrZero = Field(default=0, description="First steps without the discriminator.")
     learning_rate: float = Field(default=1e-4, gt=0, le=1, description="Peak learning rate of its adamw.")
-    width: int = Field(
-        default=64, ge=8, le=8192, multiple_of=8, description="Channels of the first layer, a multiple of 8."
-    )
+    width: int = Field(default=64, ge=8, le=8192, multiple_of=8, description="Channels of the first layer.")
     layers: int = Field(default=3, ge=1, le=8, description="Layers that halve time, height and width.")
 
 
@@ -112,17 +106,13 @@ class VAETrainSettings(Section):
     decoder_only: bool = Field(default=False, description="Train the decoder alone, so that latents stay the same.")
     picture_steps: CountOrZero = Field(default=0, description="First steps on single frames instead of clips.")
     picture_batch_size: int = Field(default=32, ge=1, le=4096, description="Pictures of such a step.")
-    single_frame_share: Share = Field(
-        default=0.0, description="Share of the batches of clips that are cut to one frame of each clip."
-    )
+    single_frame_share: Share = Field(default=0.0, description="Share of batches that are cut to single frames.")
     crop_size: int = Field(
         default=0, ge=0, le=2**16, description="Side of random square crops of clips, in pixels. 0 disables cropping."
     )
     whole_steps: CountOrZero = Field(default=0, description="Last steps without cropping.")
     squared_error_weight: Weight = Field(default=0.0, description="Weight of the mean squared error.")
-    gradient_weight: Weight = Field(
-        default=0.0, description="Weight of the absolute error of differences between adjacent pixels."
-    )
+    gradient_weight: Weight = Field(default=0.0, description="Weight of the absolute error of pixel gradients.")
     kl_weight: Weight = Field(default=0.0, description="Weight of the mean KL divergence of a latent value, in nats.")
     perceptual_weight: Weight = Field(default=0.0, description="Weight of the perceptual distance LPIPS.")
     perceptual_files: tuple[str, ...] = Field(

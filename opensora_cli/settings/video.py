@@ -27,10 +27,10 @@ class VideoSettings(Section):
     num_frames: _Frames = Field(default=129, description="Number of frames. 1 makes a picture.")
     fps: int = Field(default=24, ge=1, le=240, description="Frames per second.")
     resolutions: tuple[str, ...] = Field(
-        default=("256px", "768px"), min_length=1, description="Resolutions that the model supports."
+        default=("256px", "768px"), min_length=1, description="Resolutions of the model."
     )
     aspect_ratios: tuple[AspectRatio, ...] = Field(
-        default=tuple(AspectRatio), min_length=1, description="Aspect ratios that the model supports."
+        default=tuple(AspectRatio), min_length=1, description="Aspect ratios of the model."
     )
     max_frames: _Frames = Field(default=129, description="Largest number of frames that the model supports.")
     extend: int = Field(
@@ -65,9 +65,7 @@ class VideoSettings(Section):
 class DraftSettings(Section):
     """Smaller video that is made first. The video starts from it instead of noise."""
 
-    resolution: str | None = Field(
-        default=None, description="Pixel count of the draft, below that of the video. None means no draft."
-    )
+    resolution: str | None = Field(default=None, description="Pixel count of the draft. None means no draft.")
     strength: float = Field(
         default=0.7,
         gt=0,
@@ -93,9 +91,7 @@ class ConditionSettings(Section):
     video_latent_frames: _Frames = Field(
         default=8, description="Latent frames of a v2v reference, without the first one of a causal autoencoder."
     )
-    seamless: bool = Field(
-        default=False, description="Drop the last frame of i2v_loop, which repeats the first when the video loops."
-    )
+    seamless: bool = Field(default=False, description="Drop the last frame of i2v_loop, which equals the first.")
     easy_latent_frames: _Frames = Field(
         default=16, description="Latent frames of an easy v2v reference, without the first one of a causal autoencoder."
     )
@@ -155,9 +151,7 @@ class PictureSettings(Section):
     first: bool = Field(default=False, description="Make a picture first and give it to the video as a reference.")
     save: bool = Field(default=False, description="Keep the picture beside the video as NAME.picture.png.")
     resolution: str = Field(default="768px", description="Pixel count. The shape is that of the video, or the nearest.")
-    own_model: bool = Field(
-        default=False, description="Make the picture with the video's model as a clip of one frame."
-    )
+    own_model: bool = Field(default=False, description="Make the picture with the video's model.")
     model: PictureModel = Field(default=PictureModel(), description="Name and sizes of the transformer.")
     vae: PictureVAE = Field(default=PictureVAE(), description="Autoencoder.")
     files: PictureFiles = Field(default=PictureFiles(), description="Names of the weights in the weights folder.")

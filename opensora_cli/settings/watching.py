@@ -40,9 +40,7 @@ class ValidationSettings(Section):
     every: Count | None = Field(
         default=None, description="Updates between validations. One is before the first update. None disables them."
     )
-    table: FileName | None = Field(
-        default=None, description="Table of held-out clips. Procedural scenes have their own."
-    )
+    table: FileName | None = Field(default=None, description="Table of held-out clips for data.table.")
     batches: int = Field(default=8, ge=1, le=100_000, description="Largest number of micro-batches.")
     seed: _Seed = Field(default=0, description="Seed of the clips' order, times and noise.")
 
@@ -61,21 +59,15 @@ class ValidationSettings(Section):
 class SampleSettings(Section):
     """Videos of the model in training."""
 
-    every: Count | None = Field(
-        default=None, description="Updates between videos in the folder samples. None disables them."
-    )
+    every: Count | None = Field(default=None, description="Updates between videos. None disables them.")
     prompts: tuple[Words, ...] = Field(
         default=(), max_length=64, description='One prompt, or a list as in ["raining, sea", snow].'
     )
     num_frames: int | None = Field(
-        default=None, ge=1, le=1025, description="Number of frames. None means that of the procedural scenes."
+        default=None, ge=1, le=1025, description="Number of frames. None means that of the scenes."
     )
-    height: _Pixels | None = Field(
-        default=None, description="Height in pixels. None means that of the procedural scenes."
-    )
-    width: _Pixels | None = Field(
-        default=None, description="Width in pixels. None means that of the procedural scenes."
-    )
+    height: _Pixels | None = Field(default=None, description="Height in pixels. None means that of the scenes.")
+    width: _Pixels | None = Field(default=None, description="Width in pixels. None means that of the scenes.")
     fps: float | None = Field(
         default=None, gt=0, le=240, description="Frames per second. None means that of the scenes, or data.fps_max."
     )

@@ -312,20 +312,6 @@ class TestFindRecipe:
         ("demo", {"text__batch_size": "8"}, "text.batch_size=8 (from --set) has no effect with target=mmdit"),
         ("demo_vae", {"watching__peak_tflops": "8"}, "peak_tflops=8 (from --set) has no effect with target=vae"),
         ("demo_text", {"optimizer__muon_learning_rate": "1"}, "has no effect with optimizer.name=adamw"),
-        ("demo_text", {"validation__batches": "2"}, "batches=2 (from --set) has no effect without validation.every"),
-        ("demo", {"samples__prompts": "sea"}, "prompts=sea (from --set) has no effect without samples.every"),
-        ("demo", {"data__workers": "0", "data__prefetch": "3"}, "has no effect without data.workers"),
-        ("demo", {"data__scenes__picture_batch_size": "3"}, "has no effect without data.scenes.picture_share"),
-        (
-            "demo_vae",
-            {"train_vae__picture_steps": "0", "train_vae__picture_batch_size": "3"},
-            "picture_batch_size=3 (from --set) has no effect without train_vae.picture_steps",
-        ),
-        (
-            "demo_vae",
-            {"train_vae__crop_size": "0", "train_vae__whole_steps": "3"},
-            "whole_steps=3 (from --set) has no effect without train_vae.crop_size",
-        ),
         (
             "demo_vae",
             {"train_vae__discriminator__width": "8"},
