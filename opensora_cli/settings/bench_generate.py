@@ -54,11 +54,11 @@ _SAME_FOR_ALL = frozenset(
 
 
 class BenchGenerateSettings(Section):
-    """How often each setting runs, and where a chart goes."""
+    """Repeats and chart of a comparison."""
 
-    repeats: int = Field(default=1, ge=1, le=1000, description="timed runs of each setting")
-    plot: PlotFile | None = Field(default=None, description="file for a chart: .png, .svg or .pdf")
-    overwrite: bool = Field(default=False, description="replace the chart that is there")
+    repeats: int = Field(default=1, ge=1, le=1000, description="Timed runs of each setting.")
+    plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
+    overwrite: bool = Field(default=False, description="Replace an existing chart.")
 
 
 def read_tries(texts: Sequence[str]) -> Tries:

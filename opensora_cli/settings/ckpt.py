@@ -48,7 +48,6 @@ class VerifySettings(Section):
     data: bool = Field(default=True, description="Read all data to check hashes and find non-finite values.")
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.sha256 is not None and not _SHA256.fullmatch(self.sha256.lower()):
             yield f"sha256={self.sha256} must be 64 hexadecimal digits"
         elif self.sha256 is not None and not self.data:
@@ -91,7 +90,6 @@ class WriteSettings(Section):
         return _FORMAT_OF_ENDING.get(PurePath(self.target).suffix.lower())
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         written, named, ending = self.resolved_format, self.named_format, PurePath(self.target).suffix
         # `v1.5` is a name, and letters after a dot are an ending.
         if self.format is None and named is None and ending[1:2].isalpha():

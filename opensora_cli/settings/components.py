@@ -1,9 +1,10 @@
 """Settings of the models and their files, shared by generation and training."""
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.core.linear_products import LinearProducts
@@ -84,22 +85,21 @@ class ModelSettings(Section):
             raise ValueError("model.name=auto must be a model: use runtime.model_choice=auto")
         return value
 
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"model.num_heads={self.num_heads} must divide model.hidden_size={self.hidden_size}")
+            yield f"model.num_heads={self.num_heads} must divide model.hidden_size={self.hidden_size}"
+            return
         head = self.hidden_size // self.num_heads
         if len(self.axes_dim) != 3 or sum(self.axes_dim) != head or any(dim % 2 for dim in self.axes_dim):
             axes = ",".join(map(str, self.axes_dim))
-            raise ValueError(
+            yield (
                 f"model.axes_dim={axes} must be three even numbers (time, height, width) that add up to {head}, "
                 f"the width of a head (model.hidden_size={self.hidden_size} / model.num_heads={self.num_heads})"
             )
         if not int(self.hidden_size * self.mlp_ratio):
-            raise ValueError(
+            yield (
                 f"model.mlp_ratio={self.mlp_ratio:g} must give the MLPs of model.hidden_size={self.hidden_size} a width"
             )
-        return self
 
 
 class DCAESettings(Section):
@@ -139,15 +139,11 @@ class DCAESettings(Section):
             is_causal=False,
         )
 
-    @model_validator(mode="after")
-    def _lists_are_equally_long(self) -> Self:
+    def rules(self) -> Iterator[str]:
         stages = len(self.block_types)
         for name in ("width_list", "encoder_depth_list", "decoder_depth_list", "temporal"):
             if (found := len(getattr(self, name))) != stages:
-                raise ValueError(
-                    f"vae.dc_ae.{name} has {found} entries and must have {stages}, as vae.dc_ae.block_types has"
-                )
-        return self
+                yield f"vae.dc_ae.{name} has {found} entries and must have {stages}, as vae.dc_ae.block_types has"
 
 
 class FluxAESettings(Section):
@@ -236,15 +232,14 @@ class VAESettings(Section):
         section, key = (self.flux_ae, "vae.flux_ae") if self.kind is VAEKind.FLUX_AE else (self, "vae")
         return f"{key}.scale_factor={section.scale_factor}", f"{key}.shift_factor={section.shift_factor}"
 
-    @model_validator(mode="after")
-    def _groups_divide_widths(self) -> Self:
+    def rules(self) -> Iterator[str]:
         for width in self.block_out_channels:
             if width % self.norm_num_groups:
-                raise ValueError(
+                yield (
                     f"vae.norm_num_groups={self.norm_num_groups} must divide every width of vae.block_out_channels, "
                     f"and {width} is one"
                 )
-        return self
+                return
 
 
 class TextSettings(Section):

@@ -94,7 +94,6 @@ class DataSettings(Section):
         return table
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         for resolution, lengths in self.buckets.items():
             if not lengths:
                 yield f"data.buckets.{resolution} must name a length, as in {{33: [1.0, 2]}}"

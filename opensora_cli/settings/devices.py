@@ -74,7 +74,6 @@ class DeviceSettings(Section):
             raise ValueError(f"parallel.devices={named} must be numbers of GPUs, as in 0,2") from None
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.devices is not None and len(set(self.devices)) < len(self.devices):
             yield f"parallel.devices={','.join(map(str, self.devices))} names a GPU twice"
         elif self.devices is not None and self.gpus not in (None, len(self.devices)):
@@ -198,7 +197,6 @@ class PlacementSettings(Section):
     threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if problem := device_problem("runtime.device", self.device):
             yield problem
 

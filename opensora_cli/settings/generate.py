@@ -123,7 +123,6 @@ class GenerateSettings(Section):
         return self.vae.grid.spatial_compression_ratio * self.model.patch_size
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         yield from _prompt_problems(self)
         yield from _model_problems(self)
         yield from _size_problems(self)

@@ -39,7 +39,6 @@ class Rate(Section):
     attainable_gb_per_s: _Figure = Field(description="Bandwidth of large transfers in 1e9 bytes a second.")
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.attainable_gb_per_s > self.peak_gb_per_s:
             yield (
                 f"attainable_gb_per_s={self.attainable_gb_per_s:g} must be at most peak_gb_per_s={self.peak_gb_per_s:g}"
@@ -74,7 +73,6 @@ class GpuSettings(Section):
     launch_us: _Figure = Field(default=5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.reserved >= self.memory:
             yield f"reserved={self.reserved} must be under memory={self.memory}"
 

@@ -57,7 +57,6 @@ class OutputSettings(Section):
         return self.format or self.named_format or (MediaFormat.PNG if num_frames == 1 else MediaFormat.MP4)
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.named_format and self.format and self.named_format is not self.format:
             yield (
                 f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"

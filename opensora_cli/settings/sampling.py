@@ -1,9 +1,10 @@
 """Settings of sampling."""
 
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.base import Section, Share
@@ -85,25 +86,23 @@ class SamplingSettings(Section):
         """Whether guidance oscillates, or is the mean of oscillating guidance."""
         return self.text_oscillation or self.image_oscillation
 
-    @model_validator(mode="after")
-    def _times_agree(self) -> Self:
+    def rules(self) -> Iterator[str]:
         lowest, highest = self.guidance_interval
         if lowest >= highest:
-            raise ValueError(
+            yield (
                 f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
                 "lower one first: 0.2,0.9"
             )
         if self.step_cache and self.solver is Solver.HEUN:
-            raise ValueError(f"sampling.step_cache={self.step_cache:g} does not go with sampling.solver=heun: use ab2")
+            yield f"sampling.step_cache={self.step_cache:g} does not go with sampling.solver=heun: use ab2"
         times = self.timesteps
         if times is None:
-            return self
+            return
         if len(times) < 2 or (times[0], times[-1]) != (1.0, 0.0) or any(later >= t for t, later in pairwise(times)):
             shown = ",".join(f"{t:g}" for t in times)
-            raise ValueError(f"sampling.timesteps={shown} must fall from 1 (noise) to 0 (video): 1,0.9,0.6,0")
-        if len(times) != self.num_inference_steps + 1:
-            raise ValueError(
+            yield f"sampling.timesteps={shown} must fall from 1 (noise) to 0 (video): 1,0.9,0.6,0"
+        elif len(times) != self.num_inference_steps + 1:
+            yield (
                 f"sampling.timesteps has {len(times)} times, between which are {len(times) - 1} steps, and "
                 f"sampling.num_inference_steps={self.num_inference_steps}: give --steps {len(times) - 1}, too"
             )
-        return self

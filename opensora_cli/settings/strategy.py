@@ -69,7 +69,6 @@ class TrainParallelSettings(ExchangeSettings):
     )
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         yield from super().rules()
         if None not in (self.dp_replicate_degree, self.dp_shard_degree):
             product = prod(self.degrees.values())

@@ -63,7 +63,6 @@ class BenchCommSettings(Section):
         return value
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.max_bytes is not None and self.min_bytes > self.max_bytes:
             yield f"min_bytes={self.min_bytes} is over max_bytes={self.max_bytes}: swap them"
 
@@ -103,7 +102,6 @@ class MemProfileSettings(Section):
     overwrite: bool = Field(default=False, description="Replace existing files.")
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.snapshot and self.plot and os.path.abspath(self.snapshot) == os.path.abspath(self.plot):
             yield f"snapshot={self.snapshot} and plot must be two files"
 

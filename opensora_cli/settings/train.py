@@ -88,7 +88,6 @@ class TrainSettings(Section):
         return f"cuda:{devices[0]}" if devices and self.device != "cpu" else self.device
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         yield from _device_problems(self)
         yield from _strategy_problems(self)
         yield from _watching_problems(self)

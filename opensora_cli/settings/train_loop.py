@@ -86,7 +86,6 @@ class OptimizerSettings(Section):
     )
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         for name in ("initial_learning_rate", "final_learning_rate"):
             if (rate := getattr(self, name)) > self.learning_rate:
                 yield f"optimizer.{name}={rate} must be at most optimizer.learning_rate={self.learning_rate}"
@@ -119,7 +118,6 @@ class PrecisionSettings(Tf32Settings):
     loss_scale_window: Count = Field(default=2000, description="Updates without overflow that double the scale.")
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if self.fp8_linears and self.compute is not Compute.BF16:
             yield (
                 f"precision.fp8_linears=true needs precision.compute=bf16, not {self.compute}: everything except the "
@@ -195,7 +193,6 @@ class TrainMemorySettings(Section):
             raise ValueError(f"memory.checkpointing={value} must be true, false or auto") from None
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         counts = {
             name: count
             for name in ("checkpoint_double_blocks", "checkpoint_single_blocks")

@@ -32,7 +32,6 @@ class ModeWeights(create_model("_ModeWeights", __base__=Section, **_FIELDS)):  #
         return {mode: weight for mode, weight in weights.items() if weight > 0}
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         if not self.by_mode():
             yield "train_mmdit.mode_weights are all 0: give at least one mode a weight over 0"
 
@@ -140,7 +139,6 @@ class TextTrainSettings(Section):
     clip_max_length: _Size = Field(default=32, description="Tokens that CLIP reads, start and end tokens included.")
 
     def rules(self) -> Iterator[str]:
-        """Yield one line for each broken rule between these settings."""
         for name, width, heads in (("t5", self.t5_width, self.t5_heads), ("clip", self.clip_width, self.clip_heads)):
             if width % heads:
                 yield f"text.{name}_heads={heads} must divide text.{name}_width={width}"

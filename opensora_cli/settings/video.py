@@ -1,9 +1,10 @@
 """Settings of the video and its references: shape, draft, references and a first picture."""
 
 import re
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.media_choices import Fit
@@ -54,12 +55,10 @@ class VideoSettings(Section):
             raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p{meant}")
         return value
 
-    @model_validator(mode="after")
-    def _height_with_width(self) -> Self:
+    def rules(self) -> Iterator[str]:
         for name, value, other in (("height", self.height, "width"), ("width", self.width, "height")):
             if value is not None and getattr(self, other) is None:
-                raise ValueError(f"video.{name}={value} must come with video.{other}: set both, or neither")
-        return self
+                yield f"video.{name}={value} must come with video.{other}: set both, or neither"
 
 
 class DraftSettings(Section):
