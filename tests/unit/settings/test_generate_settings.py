@@ -217,6 +217,7 @@ def test_settings_survive_json() -> None:
         ({"output.format": "avi"}, "output.format=avi must be one of mp4, gif, webp, png"),
         ({"model.in_channels": 32}, "model.in_channels=32 must be vae.latent_channels=16 x model.patch_size=2 squared"),
         ({"model.in_channels": 32}, ": use 64"),
+        ({"model.name": "auto"}, "model.name=auto must be a model: use runtime.model_choice=auto"),
         ({"model.num_heads": 7}, "model.num_heads=7 must divide model.hidden_size=3072"),
         ({"model.axes_dim": "16,56,57"}, "model.axes_dim=16,56,57 must be three even numbers"),
         ({"model.axes_dim": "64,64"}, "that add up to 128"),

@@ -39,6 +39,15 @@ def test_precedence(tmp_path: Path) -> None:
     assert seed(GenerateRequest(overrides=flag, environment=environment, saved=saved)) == 4
 
 
+def test_a_file_of_settings_is_read_once(tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("sampling:\n  seed: 1\n", encoding="utf-8")
+    request = GenerateRequest(overrides=PROMPT, config=config)
+    assert load_runtime_settings(request).model_choice is ModelName.AUTO
+    config.unlink()
+    assert seed(request) == 1
+
+
 def test_the_machine_comes_from_the_shell_and_config_beside_a_sidecar(tmp_path: Path) -> None:
     config = tmp_path / "a.yaml"
     config.write_text("memory:\n  offload: model\noutput:\n  path: mine\n", encoding="utf-8")
