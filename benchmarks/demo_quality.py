@@ -64,7 +64,6 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 PARTS = ("vae", "prompts", "conditions", "seconds")
 # Every part draws its own scenes, whatever else is measured.
 _VAE_SCENES, _PROMPT_SCENES, _CONDITION_SCENES, _READER_SCENES = range(4)
-_PIXELS_BATCH = 4
 
 
 def scene_set(
@@ -92,7 +91,7 @@ def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, co
     """
     scenes, _ = scene_set(count, seed=seed, part=_VAE_SCENES)
     clips = film(scenes, plan)
-    decoded = reconstruct(plan, models, clips, batch=_PIXELS_BATCH)
+    decoded = reconstruct(plan, models, clips)
     values = psnr_db(decoded, clips)
     by_weather = {
         weather.value: float(np.mean(chosen))
@@ -142,9 +141,7 @@ def measure_prompts(
             say(f"prompts: {done + more} videos, {seconds:.0f} s, {seconds / (done + more) * left:.0f} s to go")
 
         first = sampling.seed + done
-        clips = generate_clips(
-            plan, models, prompts, seeds=range(first, first + count), batch=options.batch, on_done=on_done
-        )
+        clips = generate_clips(plan, models, prompts, seeds=range(first, first + count), on_done=on_done)
         read.append(readers.whole.read(clips, fps=fps))
         stable.append(is_stable(readers.third, clips, fps=fps))
         details.append(detail(clips))
@@ -219,7 +216,6 @@ def measure_conditions(
             seeds=range(first, first + len(prompts)),
             mode=mode,
             filmed_NTHWC=filmed if mode.needs_reference else None,
-            batch=options.batch,
             on_done=lambda done: say(f"{mode.name}: {done} of {len(prompts)} videos"),
         )
         for clip, whole in zip(clips, filmed, strict=True):
@@ -360,7 +356,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--guidance-scale", type=float, action="append", metavar="S", help="guidance to try; may be repeated"
     )
     parser.add_argument("--seed", type=int, default=0, help="of scenes, captions and noise (%(default)s)")
-    parser.add_argument("--batch", type=_count, default=8, metavar="N", help="videos made together (%(default)s)")
     parser.add_argument(
         "--readers", type=Path, default=Path("runs/readers"), metavar="DIR",
         help="the trained readers; trained first if they are not there (%(default)s)",

@@ -147,7 +147,7 @@ class Bench:
         self._watch_peak()
         times = [self.synchronized()]
         sample_latents(
-            short, transformer, [embeds], None, seeds=[0], on_evaluation=lambda: times.append(self.synchronized())
+            short, transformer, embeds, None, seed=0, on_evaluation=lambda: times.append(self.synchronized())
         )
         return [after - before for before, after in pairwise(times)]
 

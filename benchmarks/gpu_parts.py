@@ -215,5 +215,5 @@ def _denoised(bench: Bench, changes: Mapping[str, object]) -> Row:
         count += 1
 
     start = bench.synchronized()
-    sample_latents(plan, transformer, [embeds], None, seeds=[0], on_evaluation=evaluated)
+    sample_latents(plan, transformer, embeds, None, seed=0, on_evaluation=evaluated)
     return {"seconds": bench.synchronized() - start, "evaluations": count, "planned": plan.model_evaluations}

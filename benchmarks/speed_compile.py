@@ -35,7 +35,7 @@ def measure_compile(options: argparse.Namespace) -> Iterator[Row]:
         transformer = load_transformer(plan)
         if compiled:
             compile_blocks(transformer, warn=_fail)
-        return partial(sample_latents, plan, transformer, [embeds], None, seeds=[0])
+        return partial(sample_latents, plan, transformer, embeds, None, seed=0)
 
     config = load_transformer(plan).config
     embeds = PromptEmbeds(

@@ -132,7 +132,7 @@ def _loops(plan: ExecutionPlan, transformer: MMDiT) -> tuple[Callable[[], Tensor
         latents = unpack_latents(packed, num_latent_frames=frames, height=rows, width=columns, patch_size=patch)
         return torch.where(mask.bool(), given, latents)
 
-    return plain, partial(sample_latents, plan, transformer, [embeds], references, seeds=[0])
+    return plain, partial(sample_latents, plan, transformer, embeds, references, seed=0)
 
 
 def measure_block(options: argparse.Namespace) -> Iterator[Row]:
@@ -204,7 +204,7 @@ class ReleasedBlocks:
     def ours(self, model: MMDiT) -> Callable[[], Tensor]:
         """Return what evaluates a model as a generation does."""
         velocity = GuidedVelocity(
-            model, [self.embeds], conditioning_BNK=self.conditioning_BNK, position_ids_1N3=self.position_ids_BN3
+            model, self.embeds, conditioning_BNK=self.conditioning_BNK, position_ids_1N3=self.position_ids_BN3
         )
         return lambda: velocity(self.latents_BND, 0.5, (Branch.COND,))[Branch.COND]
 

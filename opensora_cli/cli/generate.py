@@ -16,7 +16,6 @@ from opensora_cli.settings.enums import ModelName
 if TYPE_CHECKING:
     from opensora_cli.settings.load import GenerateRequest
 
-_PROFILED_RUNS = 3
 PRESETS_SCHEMA = "osora.presets/1"
 
 _TABLE_ENDINGS = frozenset({".csv", ".jsonl", ".parquet", ".txt"})
@@ -118,8 +117,6 @@ def generate(
     devices: options.Devices = None,
     dry_run: options.DryRun = False,
     on: options.On = None,
-    profile: options.Profile = False,
-    profile_runs: options.ProfileRuns = None,
     config: options.Config = None,
     set_: options.Assignments = None,
     from_: options.FromSidecar = None,
@@ -158,21 +155,17 @@ def generate(
             ("--prompt-text", prompt_text),
             ("--from-latents", from_latents),
             ("--resume", resume),
-            ("--profile", profile or None),
             ("--on", on),
         ):
             if value is not None:
                 raise RequestError(f"{option} cannot go with --prompts: drop one of them")
     if on is not None and not dry_run:
         raise RequestError(f"--on {on} has no effect without --dry-run, which plans for it: give both, or none")
-    if profile_runs is not None and not profile:
-        raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     with errors.interruptible():
         from opensora_cli.api.request import generate_request
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.flags import FLAGS, given_flags, option_of
 
-        runs = (profile_runs or _PROFILED_RUNS) if profile else 0
         # Those that are settings have the names of their parameters; a switch that is off was not given.
         flags = {name: typed[name] for name in FLAGS if typed[name] is not False}
         source, words = ("PROMPT", prompt) if prompt_text is None else ("--prompt-text", prompt_text)
@@ -188,7 +181,6 @@ def generate(
             assignments=set_ or [],
             sidecar=from_,
             config=config,
-            profiled_runs=runs,
         )
         if on is not None:
             from opensora_cli.settings.hardware import read_machine
@@ -209,7 +201,7 @@ def _check_explored(typed: Mapping[str, Any]) -> None:
     for missing, there in (("explore", "explore_steps"), ("explore_steps", "explore")):
         if typed[missing] is None:
             raise RequestError(f"--{there.replace('_', '-')} needs --{missing.replace('_', '-')}: give both, or none")
-    for name in ("prompts", "from_latents", "resume", "stop_at", "num_samples", "profile"):
+    for name in ("prompts", "from_latents", "resume", "stop_at", "num_samples"):
         if typed[name]:
             raise RequestError(f"--{name.replace('_', '-')} cannot go with --explore: drop one of them")
 
@@ -270,16 +262,12 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
         from opensora_cli.engine.generate import dry_run as planning
 
     if dry_run:
-        if request.profiled_runs:
-            reporter.note(f"profile: everything is to be run {request.profiled_runs} times, and once before to warm up")
         plan = planning.plan_from_request(request, reporter=reporter, context=context)
         if is_main:
             output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    if request.profiled_runs:
-        flags += ["--profile", "--profile-runs", str(request.profiled_runs)]
     with (
         Pipeline.reporting_to(reporter, stay=False) as pipe,
         keys.ended_by_q(reporter, wanted=context is None and not quiet),

@@ -33,7 +33,7 @@ MAX_RANKS = 1024 * 65_536
 """Devices in all: the most of a machine, times the most machines."""
 
 _Device = Annotated[NonNegativeInt, Field(le=1023)]
-_RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
+_RETIRED_KEYS = {"parallel": ("node_rank", "rdzv_endpoint"), "sampling": ("batch_size",)}
 
 
 class DeviceSettings(Section):
@@ -236,11 +236,13 @@ class ParallelSettings(ExchangeSettings):
 
 
 def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
-    """Return settings that an earlier version saved, without the keys that were dropped since."""
-    parallel = saved.get("parallel")
-    if not isinstance(parallel, Mapping):
-        return saved
-    return {**saved, "parallel": {key: value for key, value in parallel.items() if key not in _RETIRED_KEYS}}
+    """Return settings that an earlier version saved, without the keys that this version no longer has."""
+    kept = dict(saved)
+    for section, retired in _RETIRED_KEYS.items():
+        values = saved.get(section)
+        if isinstance(values, Mapping):
+            kept[section] = {key: value for key, value in values.items() if key not in retired}
+    return kept
 
 
 class PlacementSettings(Section):

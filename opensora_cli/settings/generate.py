@@ -39,7 +39,7 @@ from opensora_cli.settings.prompts import (
     with_asked_score,
     with_first_prompt,
 )
-from opensora_cli.settings.sampling import AUTO, MAX_SEED, SamplingSettings
+from opensora_cli.settings.sampling import MAX_SEED, SamplingSettings
 from opensora_cli.settings.video import DraftSettings, VideoSettings
 
 
@@ -319,12 +319,8 @@ def _picture_problems(settings: GenerateSettings) -> list[str]:
 
 
 def _parallel_problems(settings: GenerateSettings) -> list[str]:
-    parallel, model, batch = settings.parallel, settings.model, settings.sampling.batch_size
+    parallel, model = settings.parallel, settings.model
     problems = []
-    if batch not in (1, AUTO) and settings.video.extend:
-        problems.append(
-            f"sampling.batch_size={batch} is for videos of one segment, and video.extend={settings.video.extend}: use 1"
-        )
     if parallel.devices is not None and settings.runtime.device != "auto":
         problems.append(
             f"parallel.devices and runtime.device={settings.runtime.device} both name devices: drop one of them"

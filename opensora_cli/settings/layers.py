@@ -113,6 +113,10 @@ def _without_unicode(given: Layer) -> Iterator[str]:
             yield f"{key}={plain(as_unicode(text))} must be valid Unicode text (from {at.source})"
 
 
+_REMOVED = {"sampling.batch_size": "drop it: every video is made alone"}
+"""Settings of earlier versions, with the hint for users who still set them."""
+
+
 def check_key(schema: type[Section], key: str, *, source: str) -> None:
     """Accept a dotted key of the schema.
 
@@ -125,6 +129,8 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
     inside = [known for known in keys if known.startswith(f"{key}.")]
     if inside:
         raise RequestError(f"{key} (from {source}) is a section", hint=f"set one of its keys: {', '.join(inside)}")
+    if key in _REMOVED:
+        raise RequestError(f"{key} (from {source}) was removed", hint=_REMOVED[key])
     close = nearest_key(key, keys if "." in key else [*schema.model_fields, *keys])
     siblings = [known for known in keys if "." in known and known.partition(".")[0] == key.partition(".")[0]]
     raise RequestError(

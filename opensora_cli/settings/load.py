@@ -72,8 +72,6 @@ class GenerateRequest:
     config: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     others: Sequence[type[Section]] = ()
-    profiled_runs: int = 0
-    """Over 0, everything is run so often, and timed."""
     on: PlannedMachine | None = None
     """GPUs that a dry run plans for, and need not be here; None: this machine."""
 

@@ -1,17 +1,14 @@
 """Settings of how a video is sampled."""
 
 from itertools import pairwise
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.base import Section
 
 MAX_SEED = 2**62
-AUTO: Final = "auto"
-"""`sampling.batch_size` by what fits and is faster."""
-_MOST_TOGETHER = 64
 
 _Time = Annotated[float, Field(ge=0, le=1)]
 
@@ -75,24 +72,7 @@ class SamplingSettings(Section):
     )
     seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the noise; sample i takes seed + i")
     num_samples: int = Field(default=1, ge=1, le=10_000, description="videos to make")
-    batch_size: Annotated[int, Field(ge=1, le=_MOST_TOGETHER)] | Literal["auto"] = Field(
-        default=1,
-        description="videos of num_samples, and of the rows of --prompts, that are computed together; auto: as many as "
-        "fit, and are faster than one at a time. With 1 the bits of a video depend on its own request alone, with more "
-        "they differ by rounding",
-    )
     embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="guidance input of a distilled model")
-
-    @field_validator("batch_size", mode="wrap")
-    @classmethod
-    def _batch_is_a_number_or_auto(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
-        try:
-            size = read(value)
-        except ValidationError:
-            size = 0
-        if size != AUTO and not 1 <= size <= _MOST_TOGETHER:
-            raise ValueError(f"sampling.batch_size={value} must be auto, or a number from 1 to {_MOST_TOGETHER}")
-        return size
 
     @property
     def oscillates(self) -> bool:

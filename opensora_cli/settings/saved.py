@@ -60,7 +60,7 @@ DESCRIPTION = _keys(
         "sampling": (
             *("num_inference_steps", "solver", "fast", "timesteps", "stop_at", "guidance_scale"),
             *("image_guidance_scale", "text_oscillation", "image_oscillation", "mean_guidance_of", "step_cache"),
-            *("temporal_image_scaling", "guidance_interval", "flow_shift", "seed", "num_samples", "batch_size"),
+            *("temporal_image_scaling", "guidance_interval", "flow_shift", "seed", "num_samples"),
             "embedded_guidance",
         ),
         # References are read and never written. They are sent to no server; see `load.load_generate_settings`.

@@ -111,8 +111,6 @@ def _unused_of_autoencoder(settings: GenerateSettings) -> Iterator[str]:
 
 def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:
     yield "sampling.fast"  # what it stands for is there
-    if settings.sampling.batch_size == 1:
-        yield "sampling.batch_size"
     mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
     yield from idle_guidance(settings)
     makes_distilled = settings.picture.first and not settings.picture.own_model

@@ -53,7 +53,7 @@ def _drawn(plan: ExecutionPlan) -> tuple[Tensor, int, int]:
     )
     with torch.inference_mode():
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, [embeds], None, seeds=[3], ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, None, seed=3, ranks=ranks)
     return latents, held, len(adapters)
 
 

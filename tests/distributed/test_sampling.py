@@ -87,7 +87,7 @@ def drawn(plan):
     ]
     with torch.inference_mode(), counted_bytes() as sent:
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, [embeds], [references] if references else None, seeds=[3], ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks)
     return latents, sent.num_bytes, STEPS * step_bytes(plan, transformer.config)
 
 
@@ -225,7 +225,7 @@ def held(plan):
     )
     with torch.inference_mode(), prompt_exchanges(), TensorBytes() as counter:
         counter.add([embeds.prompt_embeds_2LC, embeds.pooled_prompt_embeds_2V])
-        sample_latents(plan, ranks.share_tokens(transformer), [embeds], None, seeds=[3], ranks=ranks)
+        sample_latents(plan, ranks.share_tokens(transformer), embeds, None, seed=3, ranks=ranks)
     return counter.peak_bytes
 
 

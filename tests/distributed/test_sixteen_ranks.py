@@ -90,7 +90,7 @@ def _sampled(plan: ExecutionPlan) -> Tensor:
     reference_CTHW = torch.randn(channels, 1, rows, columns, generator=generator)
     with torch.inference_mode():
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        return sample_latents(plan, evaluate, [embeds], [[reference_CTHW]], seeds=[3], ranks=ranks)
+        return sample_latents(plan, evaluate, embeds, [reference_CTHW], seed=3, ranks=ranks)
 
 
 def _absent() -> None:

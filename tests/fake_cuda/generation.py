@@ -16,18 +16,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import denoise, resolve
+from opensora_cli.engine.generate import denoise, make, resolve
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
 from opensora_cli.engine.generate.execution_plan import EXTENSION, ExecutionPlan
-from opensora_cli.engine.generate.make import computing, denoised_clips, make_videos
+from opensora_cli.engine.generate.make import computing, denoised, make_videos
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import Ranks, planned_on_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import Run
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Work
+from opensora_cli.engine.generate.work import Sample
 from opensora_cli.models.mmdit.model import _computed_where
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -110,6 +110,8 @@ def rehearse(
         # Plans are made of numbers, some of them counted on tensors of another kind.
         for module in (generation_ranks, resolve):
             stack.enter_context(mock.patch.object(module, "make_plan", _planned))
+        if not encodes:
+            stack.enter_context(mock.patch.object(make, "text_embeds", _text_embeds))
         # There are no numbers to write.
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
         ranks: Ranks | None = None
@@ -118,7 +120,7 @@ def rehearse(
         else:
             plan, ranks = stack.enter_context(planned_on_ranks(settings, turn.context, reporter))
         run = Run(reporter=reporter, context=turn.context if ranks else None, ranks=ranks)
-        _make(plan, run, turn, encodes=encodes, decodes=decodes)
+        _make(plan, run, decodes=decodes)
         return Turn(turn, plan)
 
 
@@ -128,24 +130,24 @@ def _planned(settings: GenerateSettings, **options: Any) -> ExecutionPlan:
         return make_plan(settings, **options | {"tries_device": False}).with_threads(by=None)
 
 
-def _make(plan: ExecutionPlan, run: Run, turn: Rehearsal, *, encodes: bool, decodes: bool) -> None:
+def _make(plan: ExecutionPlan, run: Run, *, decodes: bool) -> None:
     files = [sample_files(plan.settings, index) for index in range(plan.num_samples)]
     with _disable_current_modes():
         references = references_of(plan, run.reporter) if run.is_main else []
     with computing(plan, run.reporter), run.lending() as models:
-        given = () if encodes else (_embeds(plan),) * len(plan.segments)
-        work = Work(plan, files, references, embeds=given, picture_embeds=given)
+        samples = [Sample(plan, each, references) for each in files]
         record = RunRecord(run.reporter)
         if decodes:
-            make_videos([work], models, record, finish=_watched, ranks=run.ranks)
+            make_videos(plan, samples, models, record, finish=_watched, ranks=run.ranks)
         else:
-            denoised_clips([work], models, record, ranks=run.ranks)
+            denoised(plan, samples, models, record, ranks=run.ranks)
 
 
-def _embeds(plan: ExecutionPlan) -> PromptEmbeds:
+def _text_embeds(plan: ExecutionPlan, *_: object) -> tuple[PromptEmbeds, ...]:
     model, hardware = plan.settings.model, plan.hardware
     empty = partial(torch.empty, dtype=hardware.dtype, device=hardware.device)
-    return PromptEmbeds(empty(2, plan.settings.text.t5_max_length, model.context_in_dim), empty(2, model.vec_in_dim))
+    embeds = PromptEmbeds(empty(2, plan.settings.text.t5_max_length, model.context_in_dim), empty(2, model.vec_in_dim))
+    return (embeds,) * len(plan.segments)
 
 
 def _watched(decoding: SampleFrames) -> int:

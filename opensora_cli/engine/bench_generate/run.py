@@ -29,7 +29,7 @@ from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.run import Run, watched
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Work
+from opensora_cli.engine.generate.work import Sample
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.settings.bench_generate import EXACT, STANDARD, Tries, refuse_unfit, tried_settings
 from opensora_cli.settings.explain import explain
@@ -267,10 +267,10 @@ class _Runner:
 
         with Run(reporter=self.reporter, ranks=ranks, models=self._models).lending() as models:
             plan = models.planned(plan) if ranks is None else plan
-            work = Work(plan, [sample_files(plan.settings, 0)], self.references)
+            sample = Sample(plan, sample_files(plan.settings, 0), self.references)
             with computing(plan, self.reporter):
                 is_measured = start_peak_memory(plan.hardware.device)
-                [videos] = make_videos([work], models, record, finish=in_memory, ranks=ranks)
+                videos = make_videos(plan, [sample], models, record, finish=in_memory, ranks=ranks)
                 peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
         if ranks is not None:
             peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]

@@ -15,7 +15,6 @@ from opensora_cli.engine.components.exchanges import PlannedExchange
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.parallelize import describe_mesh
-from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
@@ -81,7 +80,7 @@ class PlannedFile(Document):
 class PlanDocument(Document):
     """Everything that is decided before a generation begins."""
 
-    SCHEMA = "osora.plan/2"
+    SCHEMA = "osora.plan/3"
 
     model: ModelName
     device: str
@@ -114,8 +113,6 @@ class PlanDocument(Document):
     """None: unknown, since no such device is here."""
     budget_gib: float | None
     """What may be used: what is free, or `memory.limit`; None: unknown."""
-    reread_gib: float
-    """What each evaluation reads of the transformer's file again, since the page cache cannot hold it."""
     mesh: MeshShape
     exchange: PlannedExchange | None
     """None: no tokens are exchanged for heads."""
@@ -190,7 +187,6 @@ class PlanDocument(Document):
             peak_gib=plan.peak_bytes / GIB,
             free_gib=hardware.free_bytes / GIB if hardware.memory_is_known else None,
             budget_gib=plan.budget_bytes / GIB if plan.budget_is_known else None,
-            reread_gib=plan.reread_bytes / GIB,
             mesh=plan.mesh,
             exchange=plan.planned_exchange,
             offload=plan.offload,
@@ -245,7 +241,6 @@ class PlanDocument(Document):
             *([f"extend    {self._extension()}"] if self.extension is not None else []),
             f"memory    {memory}",
             *([f"mapped    {mapped}: weights that are read from their files"] if (mapped := self._mapped()) else []),
-            *([f"read      {again}"] if (again := reread_line(plan)) else []),
             *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
             *([f"exchange  {self.exchange.line()}"] if self.exchange is not None else []),
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
@@ -308,14 +303,6 @@ class PlanDocument(Document):
         require_fit(self.plan)
 
 
-def reread_line(plan: ExecutionPlan) -> str | None:
-    """Return for people what is read again and again; None: nothing."""
-    if not plan.reread_bytes:
-        return None
-    size = gib_or_less(plan.reread_bytes)
-    return f"{size} of the file are read again in each evaluation: the page cache has no room for them"
-
-
 class ExploredSeed(Document):
     """A sample that was begun, to choose from."""
 
@@ -356,8 +343,6 @@ class GenerateResult(Document):
     """The most memory in use on a CUDA device; left out on a CPU."""
     peak_resident_gib: float | None = None
     """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
-    profile: AccelerationReport | None = None
-    """Times over repeated runs, if they were asked for; else left out."""
     attention: AttentionPlan | None = None
     """What computed the transformer's attention, and why; left out where saved latents were decoded."""
     linear_products: LinearProductsReport | None = None
@@ -370,11 +355,10 @@ class GenerateResult(Document):
         return {**document, "settings": used_settings(self.settings)}
 
     def lines(self) -> list[str]:
-        """Return the path of every result, what finishes each draft, and the times if they were asked for."""
+        """Return the path of every result, and the command that finishes each explored seed."""
         return [
             *(str(path) for path in (*(video.path for video in self.videos), self.sheet) if path is not None),
             *(seed.line() for seed in self.explored or ()),
-            *(self.profile.lines() if self.profile else ()),
         ]
 
 
@@ -417,11 +401,11 @@ class BatchResult(Document):
 
 
 class PlannedShape(Document):
-    """Rows that differ in prompt, seed, references and name alone."""
+    """Rows that differ only in prompt, seed, references and name."""
 
     rows: int
     plan: PlanDocument
-    """Of the first of them."""
+    """Plan of the first row."""
 
 
 class BatchPlan(Document):

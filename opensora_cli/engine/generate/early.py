@@ -62,7 +62,7 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
         if not dry_run:
             require_refinement(settings)
             _require_weights(settings)
-            _refuse_named(settings, remake=request.profiled_runs > 0)
+            _refuse_named(settings)
     except (OsoraError, ValueError):
         for line in notes:
             reporter.note(line)
@@ -131,12 +131,12 @@ def _require_weights(settings: GenerateSettings) -> None:
     require_weights_of(settings)
 
 
-def _refuse_named(settings: GenerateSettings, *, remake: bool) -> None:
+def _refuse_named(settings: GenerateSettings) -> None:
     """Refuse a named result that is there, unless it may be what the same request has made before."""
     if settings.output.named_format is None or settings.output.overwrite:
         return
     for index in range(num_samples(settings)):
         sample = sample_files(settings, index)
-        made = {} if remake else read_made(sample)
+        made = read_made(sample)
         if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
             refuse_existing(sample.media, sample.sidecar)

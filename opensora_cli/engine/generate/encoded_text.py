@@ -23,7 +23,7 @@ from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
-from opensora_cli.engine.generate.ranks import agreed_tensors
+from opensora_cli.engine.generate.ranks import broadcast_tensors
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.text import texts_of, warn_with, with_prompt
@@ -166,7 +166,7 @@ def _known_texts(plan: ExecutionPlan, models: LoadedModels, reporter: Reporter) 
         return found
     flags = broadcast_json([text in found for text in texts])
     tensors = [each for embeds in found.values() for each in (embeds.prompt_embeds_1LC, embeds.pooled_prompt_embeds_1V)]
-    tensors = agreed_tensors(tensors, device=device)
+    tensors = broadcast_tensors(tensors, device=device)
     there = [text for text, is_there in zip(texts, flags, strict=True) if is_there]
     return {text: TextEmbeds(*tensors[2 * index : 2 * index + 2]) for index, text in enumerate(there)}
 

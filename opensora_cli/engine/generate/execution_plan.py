@@ -11,7 +11,7 @@ from opensora_cli.engine.components.exchanges import AttentionSizes, PlannedExch
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
-from opensora_cli.engine.estimate.offload import DENOISE, TEXT, OffloadPlan, StageMemory
+from opensora_cli.engine.estimate.offload import TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.generate.fitting import Fitting
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
@@ -244,19 +244,6 @@ class ExecutionPlan:
     def budget_bytes(self) -> int:
         """The memory that may be used: what is free, or `memory.limit`."""
         return self.fitting.budget_bytes
-
-    @property
-    def reread_bytes(self) -> int:
-        """What each evaluation reads of the transformer's file again, since the page cache has no room for it.
-
-        That is all of it or nothing: what is read round and round is given up just before it is read again. The page
-        cache has what this machine's ranks leave it of the free memory.
-        """
-        denoise = next((stage for stage in self.stages if stage.name == DENOISE), None)
-        if denoise is None:
-            return 0
-        room = max(0, self.hardware.free_bytes - denoise.total_bytes) * self.settings.parallel.ranks_per_node
-        return denoise.mapped_bytes if denoise.mapped_bytes > room else 0
 
     @property
     def budget_is_known(self) -> bool:

@@ -1,7 +1,6 @@
 """Several seeds to choose from: stopped early, not decoded, and shown on one sheet."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError, OutputError
@@ -9,24 +8,26 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.documents import ExploredSeed
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import denoised_clips
+from opensora_cli.engine.generate.make import denoised
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path, sheet_path
-from opensora_cli.engine.generate.work import Work
+from opensora_cli.engine.generate.work import Sample
 from opensora_cli.media.read import read_video
 from opensora_cli.media.sheets import contact_sheet, film_strip
 from opensora_cli.media.write import MediaFormat, write_media
 
 
-def explore(work: Work, models: LoadedModels, record: RunRecord, *, ranks: Ranks | None) -> None:
-    """Denoise every sample until `sampling.stop_at`, where it is saved with a preview; what has come as far is kept.
+def explore(
+    plan: ExecutionPlan, samples: Sequence[Sample], models: LoadedModels, record: RunRecord, *, ranks: Ranks | None
+) -> None:
+    """Denoise every sample until `sampling.stop_at`, and save its latents with a preview.
 
-    Arguments and errors are those of `make_videos`.
+    Samples that have come as far before are kept. Arguments and errors are those of `make_videos`.
     """
-    rest = [sample for sample in work.files if not is_made(work.plan, sample)]
+    rest = [sample for sample in samples if not is_made(plan, sample.files)]
     if rest:
-        denoised_clips([replace(work, files=rest)], models, record, ranks=ranks)
+        denoised(plan, rest, models, record, ranks=ranks)
 
 
 def explored_of(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> tuple[ExploredSeed, ...]:

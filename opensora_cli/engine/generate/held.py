@@ -60,7 +60,7 @@ class HeldVideo:
 
         with Claims() as claims:
             check_outputs([sample_files(plan.settings, 0)], plan, create=True)
-            sample = find_target(plan.settings, 0, request, claims=claims, remake=False)
+            sample = find_target(plan.settings, 0, request, claims=claims)
             if sample.made_before:
                 return GeneratedVideo.of_earlier_run(plan, sample)
             write_video([self.frames_THWC], plan, sample, figures)

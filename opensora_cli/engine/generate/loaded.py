@@ -352,8 +352,8 @@ def retried(
     *,
     together: bool = True,
 ) -> tuple[T, ExecutionPlan]:
-    """Run `run`; when it runs out of memory, again without the other models, then with smaller batches, and then with
-    stronger offload.
+    """Run `run`; when it runs out of memory, again without the other models, and then with stronger
+    offload.
 
     `run` does the work of `stage`, and leaves nothing on the device when it fails. Returns its result, and the plan of
     that. The other arguments are those of `with_room`, which comes first. An OutOfMemoryError if the last attempt runs
@@ -375,12 +375,5 @@ def retried(
     if are_others:
         record.reporter.warn(f"{message}; retrying with one model loaded at a time")
         return retried(run, stronger, stage, models, record, together=together)
-    change = "; ".join(stronger.offload.lines()) or "one clip at a time"
-    record.reporter.warn(f"{message}; retrying with: {change}")
-    if _clips_together(stronger) < _clips_together(plan):
-        return retried(run, stronger, stage, models, record, together=together)
+    record.reporter.warn(f"{message}; retrying with: {'; '.join(stronger.offload.lines())}")
     return run(stronger), stronger
-
-
-def _clips_together(plan: ExecutionPlan) -> int:
-    return plan.offload.batch_size + plan.offload.decode_batch_size

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,23 +13,24 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.generate.decode import SampleFrames, decode_clips, write_video
-from opensora_cli.engine.generate.denoise import denoise_clips
-from opensora_cli.engine.generate.documents import CACHED_TEXT_LINE, reread_line
+from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, write_video
+from opensora_cli.engine.generate.denoise import denoise_samples
+from opensora_cli.engine.generate.documents import CACHED_TEXT_LINE
 from opensora_cli.engine.generate.encoded_text import text_embeds
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.outputs import picture_files
 from opensora_cli.engine.generate.preview_map import preview_map
 from opensora_cli.engine.generate.previews import Previews
-from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
+from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.segments import Joined, Segment
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
-from opensora_cli.engine.generate.work import Clip, DenoisedSample, Whole, Work, trying_all, unfinished
+from opensora_cli.engine.generate.work import DenoisedSample, Sample, Whole, unfinished
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
 from opensora_cli.settings.enums import Fit
@@ -52,8 +52,8 @@ def require_room(plan: ExecutionPlan, reporter: Reporter) -> None:
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
     if plan.size_note is not None:
         reporter.note(plan.size_note)
-    for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
-        reporter.note(f"memory: {line}")
+    if plan.fitting.ignored is not None:
+        reporter.note(f"memory: {plan.fitting.ignored}")
     if not (plan.encodes_text or plan.decodes_only):
         reporter.note(f"prompts: {CACHED_TEXT_LINE}")
 
@@ -92,108 +92,103 @@ def computing(plan: ExecutionPlan, reporter: Reporter) -> Iterator[None]:
 
 
 def make_videos(
-    works: Sequence[Work],
+    plan: ExecutionPlan,
+    samples: Sequence[Sample],
     models: LoadedModels,
     record: RunRecord,
     *,
     finish: Callable[[SampleFrames], V],
+    embeds: tuple[PromptEmbeds, ...] = (),
     ranks: Ranks | None = None,
-) -> list[tuple[V, ...]]:
-    """Do every stage once for all works, inside `computing`; return what `finish` makes of the samples of each.
+) -> tuple[V, ...]:
+    """Run every stage of a plan for its samples, inside `computing`; return the result of `finish` for each.
+
+    All samples are denoised before the first is decoded, except extended videos, which are made one by one.
 
     Args:
-        works: what is made together; one that has ended is left out from there on.
-        models: that are lent to the stages.
-        record: times and shows them.
-        finish: see `decode_clips`.
-        ranks: that share the work; None: there is only this one.
+        plan: the plan of all samples.
+        samples: samples with their references and saved latents.
+        models: loaded models.
+        record: times and shows the stages.
+        finish: see `decode_samples`.
+        embeds: embeddings of the prompt of each segment; empty if they are still to be computed.
+        ranks: processes that share the work; None for a single process.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
         OutputError: latents or a result cannot be written.
         HardwareError: out of memory.
     """
-    if works[0].plan.continuation is not None:
-        extended: list[tuple[V, ...]] = [()] * len(works)
-        for index, work in enumerate(works):
-            with work.trying():
-                extended[index] = _extended(work, models, record, finish=finish, ranks=ranks)
-        return extended
-    clips = denoised_clips(works, models, record, ranks=ranks)
-    results: dict[int, list[V]] = {}
-    if clips:
-        with trying_all(clips):
-            videos = decode_clips(clips, models, record, finish=finish, ranks=ranks)
-            for clip, video in zip(clips, videos, strict=ranks is None or ranks.is_main):
-                if video is not None:
-                    results.setdefault(id(clip.work), []).append(video)
-    return [tuple(results.get(id(work), ())) for work in works]
+    if plan.continuation is not None:
+        return _extended(plan, samples, models, record, finish=finish, ranks=ranks)
+    denoised(plan, samples, models, record, embeds=embeds, ranks=ranks)
+    return decode_samples(samples, models, record, finish=finish, ranks=ranks)
 
 
-def denoised_clips(
-    works: Sequence[Work], models: LoadedModels, record: RunRecord, *, ranks: Ranks | None
-) -> list[Clip]:
-    """Do the stages before decoding; return the clips that have latents. Arguments and errors as `make_videos`."""
-    clips = [_clip(work, sample) for work in works for sample in work.files]
-    if unfinished(clips):
-        for work in dict.fromkeys(clip.work for clip in unfinished(clips)):
-            with work.trying():
-                work.embeds = work.embeds or text_embeds(work.plan, models, record)
-        if works[0].plan.picture is not None and (missing := unfinished(clips)):
-            # Each sample has its own. Right after its own text: the encoders of both are the same, and still loaded.
-            _make_pictures(missing, models, record, ranks)
-        if works[0].plan.draft is not None and (fresh := [clip for clip in unfinished(clips) if not clip.is_begun]):
-            _make_drafts(fresh, models, record, ranks)
-        _encode_references(unfinished(clips), models, record, ranks)
-    if missing := unfinished(clips):
-        with trying_all(missing):
-            previews = _previews(missing[0].plan, models, record) if ranks is None or ranks.is_main else None
-            denoise_clips(missing, models, record, previews=previews, ranks=ranks)
-    return [clip for clip in clips if clip.denoised is not None and clip.work.error is None]
+def denoised(
+    plan: ExecutionPlan,
+    samples: Sequence[Sample],
+    models: LoadedModels,
+    record: RunRecord,
+    *,
+    embeds: tuple[PromptEmbeds, ...] = (),
+    ranks: Ranks | None,
+) -> None:
+    """Run the stages before decoding. Arguments and errors are those of `make_videos`."""
+    missing = unfinished(samples)
+    if not missing:
+        return
+    embeds = embeds or text_embeds(plan, models, record)
+    if plan.picture is not None:
+        # Right after the text of the video: both use the same encoders, which are still loaded.
+        _make_pictures(plan, missing, models, record, ranks)
+    if plan.draft is not None and (fresh := [sample for sample in missing if not sample.is_begun]):
+        _make_drafts(plan, fresh, embeds, models, record, ranks)
+    _encode_references(plan, missing, models, record, ranks)
+    previews = _previews(plan, models, record) if ranks is None or ranks.is_main else None
+    denoise_samples(missing, embeds[0], models, record, previews=previews, ranks=ranks)
 
 
 def _previews(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> Previews | None:
     if not plan.settings.output.makes_previews:
         return None
-    colours = preview_map(plan, models, record)
-    return None if colours is None else Previews(plan, colours, record)
+    colors = preview_map(plan, models, record)
+    return None if colors is None else Previews(plan, colors, record)
 
 
 def _extended(
-    work: Work,
+    plan: ExecutionPlan,
+    samples: Sequence[Sample],
     models: LoadedModels,
     record: RunRecord,
     *,
     finish: Callable[[SampleFrames], V],
     ranks: Ranks | None,
 ) -> tuple[V, ...]:
-    """Make extended videos, one sample after the other, and each segment by segment; see `make_videos`."""
-    plan = work.plan
-    if any(sample.index not in work.saved or sample.saved_steps is not None for sample in work.files):
-        work.embeds = work.embeds or text_embeds(plan, models, record)
+    """Make extended videos, one sample after the other and segment by segment; see `make_videos`."""
+    embeds: tuple[PromptEmbeds, ...] = ()
+    if unfinished(samples):
+        embeds = text_embeds(plan, models, record)
     parts = plan.segments
     sharing = [ranks, _sharing(parts[-1], plan, ranks)]
     videos = []
-    for sample in work.files:
-        joined, given = Joined(plan, sample, record), work.references
+    for sample in samples:
+        joined, given = Joined(plan, sample.files, record), sample.references
         for number, part in enumerate(parts):
-            record.reporter.note(f"segment {number + 1} of {len(parts)}, seed {sample.seed}")
-            segment, latents = _of_segment(sample, number, work.saved.get(sample.index), steps=len(plan.timesteps) - 1)
-            saved = {} if latents is None else {sample.index: latents}
-            whole = Whole(plan, joined.latents)
-            own = replace(
-                work,
-                plan=part,
-                files=[segment],
-                references=given,
-                saved=saved,
-                whole=whole,
-                embeds=work.embeds[number : number + 1],
-                stops_all=True,
+            record.reporter.note(f"segment {number + 1} of {len(parts)}, seed {sample.files.seed}")
+            files, saved = _of_segment(sample.files, number, sample.saved, steps=len(plan.timesteps) - 1)
+            segment = Sample(part, files, given, saved, whole=Whole(plan, joined.latents))
+            made = make_videos(
+                part,
+                [segment],
+                models,
+                record,
+                finish=Segment.of,
+                embeds=embeds[number : number + 1],
+                ranks=sharing[min(number, 1)],
             )
-            [made] = make_videos([own], models, record, finish=Segment.of, ranks=sharing[min(number, 1)])
-            for decoded in made:  # rank 0's
-                joined.add(decoded, segment.noise_seed)
+            for decoded in made:  # on rank 0
+                joined.add(decoded, files.noise_seed)
                 given = references_to(parts[-1], joined.last_frames())
             if ranks is not None:
                 models.release()  # rank 0 alone has decoded; see `_make_pictures`
@@ -219,118 +214,92 @@ def _of_segment(
     return segment, DenoisedSample(there[number], denoise_s=0.0, past=past)
 
 
-def _make_drafts(clips: Sequence[Clip], models: LoadedModels, record: RunRecord, ranks: Ranks | None) -> None:
-    """Make the draft of each clip, in a run of their own; give it, resized and encoded, on rank 0 alone."""
-    is_main = ranks is None or ranks.is_main
-    works: dict[Work, Work] = {}
-    for clip in clips:
-        work, draft = clip.work, clip.plan.draft
-        assert draft is not None
-        with work.trying():
-            if work not in works:
-                given = references_of(draft, SilentReporter()) if is_main else []
-                works[work] = Work(draft, (), given, embeds=work.embeds, stops_all=work.stops_all)
-            works[work].files = [*works[work].files, replace(clip.sample, latents=None, saved=None)]
-
-    def shown(frames: SampleFrames) -> tuple[Path, torch.Tensor]:
-        return frames.sample.target, torch.cat([*frames.pieces()])
-
-    plan = clips[0].plan
+def _make_drafts(
+    plan: ExecutionPlan,
+    samples: Sequence[Sample],
+    embeds: tuple[PromptEmbeds, ...],
+    models: LoadedModels,
+    record: RunRecord,
+    ranks: Ranks | None,
+) -> None:
+    """Make the draft of each sample, and encode it in the size of the video, on rank 0 alone."""
     assert plan.draft is not None
-    made: dict[Path, torch.Tensor] = {}
-    if works:
+    is_main = ranks is None or ranks.is_main
+    given = references_of(plan.draft, SilentReporter()) if is_main else []
+    drafts = [Sample(plan.draft, replace(each.files, latents=None, saved=None), given) for each in samples]
+    with record.part(DRAFT) as own:
         sharing = _sharing(plan.draft, plan, ranks)
-        with record.part(DRAFT) as own:
-            for of_work in make_videos([*works.values()], models, own, finish=shown, ranks=sharing):
-                made |= dict(of_work)
-    for work, drafts in works.items():
-        work.error = work.error or drafts.error
+        made = [*make_videos(plan.draft, drafts, models, own, finish=_frames, embeds=embeds, ranks=sharing)]
     if ranks is not None:
         models.release()  # rank 0 alone has decoded; see `_make_pictures`
-    for clip in clips if is_main else ():
-        if clip.work.error is None:
-            with clip.work.trying():
-                # One at a time: in full size, as floats, they take far more memory than as they are.
-                frames_THWC = made.pop(clip.sample.target)
-                pixels_CTHW = fit_frames(frames_THWC, height=plan.height, width=plan.width, fit=Fit.STRETCH)
-                latents = reference_latents(plan, [Reference(pixels_CTHW, at_head=True)], models, record)
-                assert latents is not None
-                [clip.draft_CTHW] = latents
+    for sample in samples if is_main else ():
+        # One at a time: full-size float frames take far more memory than the draft.
+        frames_THWC = made.pop(0)
+        pixels_CTHW = fit_frames(frames_THWC, height=plan.height, width=plan.width, fit=Fit.STRETCH)
+        latents = reference_latents(plan, [Reference(pixels_CTHW, at_head=True)], models, record)
+        assert latents is not None
+        [sample.draft_CTHW] = latents
 
 
-def _clip(work: Work, sample: SampleFiles) -> Clip:
-    is_denoised = sample.index in work.saved and sample.saved_steps is None
-    return Clip(work, sample, work.references, denoised=work.saved[sample.index] if is_denoised else None)
+def _frames(decoding: SampleFrames) -> torch.Tensor:
+    return torch.cat([*decoding.pieces()])
 
 
-def _encode_references(clips: Sequence[Clip], models: LoadedModels, record: RunRecord, ranks: Ranks | None) -> None:
-    """Give every clip the latents of its references, which rank 0 encodes: once for all clips that have the same."""
+def _encode_references(
+    plan: ExecutionPlan, samples: Sequence[Sample], models: LoadedModels, record: RunRecord, ranks: Ranks | None
+) -> None:
+    """Encode the references of every sample on rank 0: once for samples with the same references."""
     encoded: dict[int, Sequence[torch.Tensor] | None] = {}
-    for clip in clips:
-        key = id(clip.references)
-        with clip.work.trying():
-            if key not in encoded:
-                latents = reference_latents(clip.plan, clip.references, models, record)
-                if ranks is not None and clip.plan.mode.needs_reference:
-                    latents = agreed_tensors(latents, device=ranks.device)
-                encoded[key] = latents
-            clip.reference_latents = encoded[key]
+    for sample in samples:
+        key = id(sample.references)
+        if key not in encoded:
+            latents = reference_latents(plan, sample.references, models, record)
+            if ranks is not None and plan.mode.needs_reference:
+                latents = broadcast_tensors(latents, device=ranks.device)
+            encoded[key] = latents
+        sample.reference_latents = encoded[key]
 
 
-def _make_pictures(clips: Sequence[Clip], models: LoadedModels, record: RunRecord, ranks: Ranks | None) -> None:
-    """Make the picture of each clip, in a run of their own, and give it; on rank 0 alone.
+def _make_pictures(
+    plan: ExecutionPlan, samples: Sequence[Sample], models: LoadedModels, record: RunRecord, ranks: Ranks | None
+) -> None:
+    """Make the picture of each sample, which becomes its reference, on rank 0 alone.
 
-    One that was kept of the same request is not made again.
+    A picture that was kept of the same request is not made again.
     """
-    plan = clips[0].plan
     assert plan.picture is not None
     keeps = plan.settings.picture.save and record.keeps_results
-    own: dict[Work, list[Clip]] = {}
-    for clip in clips:
-        own.setdefault(clip.work, []).append(clip)
-    files = [file for work, of_work in own.items() for file in picture_files(work.plan, [c.sample for c in of_work])]
-    clips = [clip for of_work in own.values() for clip in of_work]
-    # What is profiled is made in any case.
-    there = [keeps and record.block_times is None and picture.made_before for picture in files]
-    there = there if ranks is None else broadcast_json(there)
-    works: dict[Work, Work] = {}
-    given: dict[Path, Clip] = {}
-    for clip, picture, is_there in zip(clips, files, there, strict=True):
-        clip.references = []
-        if not is_there:
-            of_clip = works.setdefault(clip.work, _pictures_of(clip.work))
-            of_clip.files = [*of_clip.files, picture]
-            given[picture.target] = clip
+    files = picture_files(plan, [sample.files for sample in samples])
+    made_before = [keeps and picture.made_before for picture in files]
+    made_before = made_before if ranks is None else broadcast_json(made_before)
+    missing = [Sample(plan.picture, each) for each, is_made in zip(files, made_before, strict=True) if not is_made]
 
-    def given_to_video(decoding: SampleFrames) -> None:
-        picture_1HWC = torch.cat([*decoding.pieces()])
+    def finish(decoding: SampleFrames) -> torch.Tensor:
+        picture_1HWC = _frames(decoding)
         if keeps:
             write_video([picture_1HWC], decoding.plan, decoding.sample, decoding.figures)
-        clip = given[decoding.sample.target]
-        clip.references = references_to(clip.plan, picture_1HWC)
+        return picture_1HWC
 
-    if works:
+    pictures: list[torch.Tensor] = []
+    if missing:
         sharing = _sharing(plan.picture, plan, ranks)
         with record.part(PICTURE) as part:
-            make_videos([*works.values()], models, part, finish=given_to_video, ranks=sharing)
-    for work, pictures in works.items():
-        work.error = pictures.error
+            pictures = [*make_videos(plan.picture, missing, models, part, finish=finish, ranks=sharing)]
     if ranks is not None:
         # Rank 0 alone has decoded, and so has other models than the rest, with whom it loads the next one.
         models.release()
-    for clip, picture, is_there in zip(clips, files, there, strict=True):
-        if is_there and (ranks is None or ranks.is_main):
+    for sample, picture, is_made in zip(samples, files, made_before, strict=True):
+        sample.references = []
+        if ranks is not None and not ranks.is_main:
+            continue
+        if is_made:
             record.reporter.note(f"made before by the same request: {picture.media}")
-            clip.references = references_to(clip.plan, read_picture(picture.media)[None])
+        picture_1HWC = read_picture(picture.media)[None] if is_made else pictures.pop(0)
+        sample.references = references_to(plan, picture_1HWC)
 
 
-def _pictures_of(work: Work) -> Work:
-    assert work.plan.picture is not None
-    return Work(work.plan.picture, (), embeds=work.picture_embeds, stops_all=work.stops_all)
-
-
-def _sharing(picture: ExecutionPlan, plan: ExecutionPlan, ranks: Ranks | None) -> Ranks | None:
-    """Return the ranks as they share the work of the picture."""
-    if ranks is None or (picture.mesh, picture.exchange) == (plan.mesh, plan.exchange):
+def _sharing(part: ExecutionPlan, plan: ExecutionPlan, ranks: Ranks | None) -> Ranks | None:
+    """Return the ranks as they share the work of a part."""
+    if ranks is None or (part.mesh, part.exchange) == (plan.mesh, plan.exchange):
         return ranks
-    return Ranks(picture.mesh, ranks.device, picture.exchange)
+    return Ranks(part.mesh, ranks.device, part.exchange)

@@ -43,13 +43,11 @@ _BYTES_PER_PIXEL = 0.1
 _HEADROOM = 2**20
 
 
-def choose_outputs(
-    plan: ExecutionPlan, *, claims: Claims | None = None, remake: bool = False
-) -> tuple[SampleFiles, ...]:
+def choose_outputs(plan: ExecutionPlan, *, claims: Claims | None = None) -> tuple[SampleFiles, ...]:
     """Return the files of every sample; see `find_target`, whose arguments and errors these are."""
     hashed, format = requests_of(plan), plan.settings.output_format
     return tuple(
-        find_target(plan.settings, index, lambda seed: hashed(seed, format), claims=claims, remake=remake)
+        find_target(plan.settings, index, lambda seed: hashed(seed, format), claims=claims)
         for index in range(plan.num_samples)
     )
 

@@ -21,7 +21,6 @@ from opensora_cli.engine.generate.draft import draft_settings, start_step
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
 from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings, size_of_picture
-from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, GuidanceScales, busiest, guidance_scales
@@ -29,7 +28,6 @@ from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
 from opensora_cli.sampling.step_cache import one_of_each_phase
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.sampling import AUTO
 
 _OF_CONTINUATION: Mapping[str, object] = {
     "video.extend": 0,
@@ -47,16 +45,16 @@ def make_plan(
     *,
     hardware: Hardware | None = None,
     tries_device: bool = True,
-    clips: int | None = None,
     held_frames: int | None = None,
 ) -> ExecutionPlan:
     """Return the plan for `settings`, which have their condition mode (`references.with_mode`), on this machine.
 
-    Neither weights nor enough memory are needed: see `WeightFiles.require` and `room.require_fit`. `hardware`
-    is where one of several ranks runs; None: what `settings` name, of which each rank has its share. `tries_device`:
-    whether this process may use the device, on which kernels of attention are tried. `clips`: those of all requests
-    with this plan, which may be computed together; None: of this one. `held_frames` are those of the segments before
-    this one, which it goes on from; None: it does not.
+    Neither weights nor enough memory are needed: see `WeightFiles.require` and `room.require_fit`.
+
+    Args:
+        hardware: device of one of several ranks; None for the device of `settings`, of which each rank has a share.
+        tries_device: whether this process may use the device, to check attention kernels.
+        held_frames: frames of the earlier segments, for a segment that continues them; None for any other clip.
 
     Raises:
         RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
@@ -65,20 +63,16 @@ def make_plan(
         HardwareError: there is no such device, or the attention or the products that are asked for do not work there.
     """
     hardware = hardware or rank_hardware(settings)
-    # Segments are made one by one.
-    clips = 1 if settings.video.extend or held_frames else clips or num_samples(settings)
     weights = _checked_weights(settings)
     height, width, size_note = _pixel_size(settings)
     latent_shape = _latent_shape(settings, height, width)
 
-    def nested(
-        asked: GenerateSettings | None, *, clips: int | None = None, held_frames: int | None = None
-    ) -> ExecutionPlan | None:
+    def nested(asked: GenerateSettings | None, *, held_frames: int | None = None) -> ExecutionPlan | None:
         if asked is None:
             return None
-        return make_plan(asked, hardware=hardware, tries_device=tries_device, clips=clips, held_frames=held_frames)
+        return make_plan(asked, hardware=hardware, tries_device=tries_device, held_frames=held_frames)
 
-    picture = nested(picture_settings(settings), clips=clips)
+    picture = nested(picture_settings(settings))
     if picture is not None:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     draft = nested(draft_settings(settings, height=height, width=width))
@@ -121,7 +115,7 @@ def make_plan(
         has_draft=draft is not None,
     )
     held_bytes = (held_frames or 0) * height * width * 3
-    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, clips=clips, held_bytes=held_bytes)
+    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, held_bytes=held_bytes)
     offload = fitting.choose(fitting.budget_bytes)
     plan = ExecutionPlan(
         settings=settings,
@@ -215,12 +209,6 @@ def _mesh(
 ) -> MeshShape:
     mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // settings.model.patch_size**2)
     require_branches(mesh, scales)
-    batch_size = settings.sampling.batch_size
-    if mesh.size > 1 and batch_size not in (1, AUTO):
-        raise RequestError(
-            f"sampling.batch_size={batch_size} is for videos of one device, and {mesh.size} share each",
-            hint="use 1, or one device; with --prompts each device makes rows of its own",
-        )
     return mesh
 
 

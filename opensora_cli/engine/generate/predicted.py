@@ -68,7 +68,7 @@ def _stages(plan: ExecutionPlan, gpu: GpuSettings, *, prefix: str = "") -> dict[
         encoded = encoding(plan, gpu)
         own |= {ENCODE: encoded} if encoded else {}
         evaluated = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
-        own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips / plan.offload.batch_size))
+        own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips))
     own[DECODE] = times(decoding(plan, gpu), clips)
     found |= {f"{prefix}{name}": seconds for name, seconds in own.items()}
     if plan.continuation is not None:
@@ -100,7 +100,7 @@ def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
 
 
 def modulation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
-    """Return how long its weights take to come from the host, once for the clips of a batch."""
+    """Return how long its weights take to come from the host, once for each sample."""
     if not plan.offload.modulation_on_host:
         return {}
     size = modulation_bytes(mmdit_config(plan.settings.model), plan.hardware.dtype)
@@ -139,7 +139,7 @@ def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     found = kernel_seconds(work, gpu, dtype, eight_bit_tflops=_eight_bit_tflops(gpu, linear))
     computed = total(found)
     found[COLLECTIVES] = _exchanged(plan, gpu, attention=found[ATTENTION])
-    streamed = streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor) / plan.offload.batch_size
+    streamed = streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor)
     if streamed:
         pinned = plan.offload.host_weights is HostWeights.PINNED
         waited = copied(gpu, streamed, pinned=pinned)

@@ -58,7 +58,7 @@ _TILES_AHEAD = 2
 """That a rank holds, decoded, until rank 0 takes them."""
 
 
-def agreed_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
+def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
     """Return rank 0's tensors, each on the device of its rank; what the others give does not matter."""
     is_main = dist.get_rank() == 0
     outlines = broadcast_json([(tensor.shape, _dtype_name(tensor)) for tensor in tensors or ()] if is_main else [])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import choose_model
 from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.encoded_text import without_cached_text
@@ -84,18 +85,19 @@ def plan_here(
     settings: GenerateSettings,
     models: LoadedModels | None,
     *,
-    clips: int | None = None,
     device: str | None = None,
     by: str | None = None,
+    threads: ThreadChoice | None = None,
 ) -> ExecutionPlan:
     """Return the plan of a process that shares no video with others, and these models; see `make_plan`.
 
-    It counts on the cache of prompts unless it is the plan of several requests, which have `clips` together. `device`
-    is that of one of several ranks; None: what `settings` name. `by` is what set the number of threads.
+    `device` is that of one of several ranks; None: what `settings` name. `by` is what set the number of threads.
+    `threads` are those of an earlier plan; None: they are chosen.
     """
     models = LoadedModels() if models is None else models
     hardware = rank_hardware(settings, device=device)
     # What they take can be released.
     free = hardware.free_bytes + models.bytes_on(hardware.device)
-    plan = make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free), clips=clips)
-    return models.planned(without_cached_text(plan, models.prompts, by=by) if clips is None else plan)
+    plan = make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free))
+    plan = dataclasses.replace(plan, threads=threads)
+    return models.planned(without_cached_text(plan, models.prompts, by=by))

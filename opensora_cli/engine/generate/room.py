@@ -40,9 +40,7 @@ def _what_would_fit(plan: ExecutionPlan) -> str:
             # What is free may be taken by models that this plan can do without.
             dtype = plan.hardware.dtype if changed.runtime.dtype is DType.AUTO else torch_dtype(changed.runtime.dtype)
             hardware = replace(plan.hardware, dtype=dtype)
-            smaller = make_plan(
-                changed, hardware=hardware, tries_device=plan.hardware.is_here, clips=plan.fitting.clips
-            )
+            smaller = make_plan(changed, hardware=hardware, tries_device=plan.hardware.is_here)
         except (OsoraError, ValueError):
             continue  # such as too short a video for its references
         if smaller.fits:
@@ -55,8 +53,6 @@ def _what_would_fit(plan: ExecutionPlan) -> str:
 def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield what may be asked for instead, as a flag and as settings: first what changes nothing, then the smallest."""
     settings = plan.settings
-    if plan.offload.batch_size > 1:
-        yield "--set sampling.batch_size=1", {"sampling.batch_size": 1}
     if settings.memory.offload is not OffloadChoice.AUTO or settings.memory.resident_blocks is not None:
         yield "--offload auto", {"memory.offload": OffloadChoice.AUTO, "memory.resident_blocks": None}
     if plan.hardware.dtype is torch.float32:

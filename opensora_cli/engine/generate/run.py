@@ -1,25 +1,22 @@
 """`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import remove_left
-from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import keep_attention
 from opensora_cli.engine.components.hardware import peak_memory_gib
-from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
+from opensora_cli.engine.generate.decode import GeneratedVideo, save
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
@@ -48,9 +45,8 @@ from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_da
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame_path, sample_files
-from opensora_cli.engine.generate.work import Work
+from opensora_cli.engine.generate.work import Sample
 from opensora_cli.engine.launch.rank import WatchedReporter
-from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
@@ -84,13 +80,8 @@ class Run:
     ranks: Ranks | None = None
     """All of them, once they have met."""
     origins: Origins = Origins()
-    profiled_runs: int = 0
     models: LoadedModels | None = None
     """Which outlive the run; None: it loads its own."""
-    embeds: tuple[PromptEmbeds, ...] = ()
-    """Of the prompt of each segment; none: they are encoded when it comes to that."""
-    picture_embeds: tuple[PromptEmbeds, ...] = ()
-    """Likewise, of the picture that is made first."""
 
     @property
     def is_main(self) -> bool:
@@ -100,8 +91,7 @@ class Run:
     def lending(self) -> AbstractContextManager[LoadedModels]:
         """Return what lends the models inside the block."""
         if self.ranks is None:
-            # What is profiled loads them each time.
-            return LoadedModels() if self.models is None or self.profiled_runs else nullcontext(self.models)
+            return LoadedModels() if self.models is None else nullcontext(self.models)
         tensor, machine = self.ranks.tensor_group, self.ranks.machine_group
         return LoadedModels(text_group=dist.group.WORLD, tensor_group=tensor, machine_group=machine)
 
@@ -130,15 +120,12 @@ def generate_from_request(
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
         settings = refined(settings, reporter=reporter)
-        made = _check_before_ranks(settings, reporter, remake=request.profiled_runs > 0)
+        made = _check_before_ranks(settings, reporter)
         if made is None:
             origins.note(reporter)
             start_ranks(settings, flags=rank_flags)
         return made
-    runs = request.profiled_runs
-    return _generate(
-        settings, Run(reporter=reporter, context=context, origins=origins, profiled_runs=runs, models=models)
-    )
+    return _generate(settings, Run(reporter=reporter, context=context, origins=origins, models=models))
 
 
 def generate(
@@ -146,7 +133,6 @@ def generate(
     *,
     reporter: Reporter | None = None,
     context: RankContext | None = None,
-    profiled_runs: int = 0,
 ) -> GenerateResult:
     """Make the videos that `settings` describe.
 
@@ -154,8 +140,7 @@ def generate(
     and saved; then they are decoded and saved as videos, one by one, and their files removed. With `from_latents` only
     the latter happens, and that file stays. A result that the same request has made before is kept, and not made again;
     one of another request keeps its name, and the new one is NAME_2. `context` is set in one of several ranks, all of
-    which call this. Over 0 `profiled_runs`, everything is done so often, and once before to warm up, and timed, also
-    where it was made before; the last run leaves its files.
+    which call this.
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
@@ -165,8 +150,7 @@ def generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
-    run = Run(reporter=reporter or SilentReporter(), context=context, profiled_runs=profiled_runs)
-    return _generate(settings, run)
+    return _generate(settings, Run(reporter=reporter or SilentReporter(), context=context))
 
 
 def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporter: Reporter) -> HeldVideo:
@@ -193,7 +177,8 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     plan = plan.with_threads(by=run.origins.threads)
     record = RunRecord(reporter, keeps_results=False)
     with computing(plan, reporter):
-        [[video]] = make_videos([Work(plan, files, references, saved)], models, record, finish=finish)
+        sample = Sample(plan, files[0], references, saved.get(0))
+        [video] = make_videos(plan, [sample], models, record, finish=finish)
     return video
 
 
@@ -204,8 +189,6 @@ def watched(reporter: Reporter) -> WatchedReporter:
 
 
 def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
-    if run.profiled_runs:  # what is timed is done
-        settings = settings.replace({"runtime.prompt_cache": False})
     if run.context is not None:
         reporter = watched(run.reporter)
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
@@ -213,13 +196,16 @@ def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
     return carry_out(plan_here(completed(settings, run.reporter), run.models, by=run.origins.threads), run)
 
 
-def carry_out(plan: ExecutionPlan, run: Run) -> GenerateResult:
-    """Make what is planned but for what was made before; errors are those of `generate`."""
+def carry_out(plan: ExecutionPlan, run: Run, *, repeats: bool = False) -> GenerateResult:
+    """Make the samples of a plan, except those that an earlier run of the same request has made.
+
+    Errors are those of `generate`. `repeats` is that of `Claims`.
+    """
     require_weights(plan, run.reporter)
-    found = () if run.profiled_runs else _agreed(plan, run.ranks, lambda: choose_outputs(plan))
-    if found and all(sample.made_before for sample in found):
+    found = _agreed(plan, run.ranks, lambda: choose_outputs(plan))
+    if all(sample.made_before for sample in found):
         return _made_before(plan, found, run.reporter)
-    with Claims() as claims:
+    with Claims(repeats=repeats) as claims:
         return _make(plan, run, claims)
 
 
@@ -274,45 +260,25 @@ def _result_of(plan: ExecutionPlan, kept: Sequence[GeneratedVideo]) -> GenerateR
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Begun:
-    """A request whose names are chosen, and whose references are read."""
+def _claimed(plan: ExecutionPlan, run: Run, claims: Claims) -> tuple[SampleFiles, ...]:
+    """Check the folder of results, and claim the names of all samples, on all ranks."""
 
-    work: Work
-    samples: tuple[SampleFiles, ...]
-    """All of it, what is kept too."""
-    kept: tuple[GeneratedVideo, ...]
-    """That the same request has made before."""
-
-
-def begin(plan: ExecutionPlan, run: Run, claims: Claims) -> Begun:
-    """Check what must not wait until hours of work are done, and claim the names; errors are those of `generate`."""
-    require_room(plan, run.reporter)
-    references = references_of(plan, run.reporter) if run.is_main else []
-
-    def claimed() -> tuple[SampleFiles, ...]:
+    def choose() -> tuple[SampleFiles, ...]:
         check_outputs([sample_files(plan.settings, index) for index in range(plan.num_samples)], plan, create=True)
-        return choose_outputs(plan, claims=claims, remake=run.profiled_runs > 0)
+        return choose_outputs(plan, claims=claims)
 
-    chosen = _agreed(plan, run.ranks, claimed)
-    files = [sample for sample in chosen if not sample.made_before]
-    if files:
+    chosen = _agreed(plan, run.ranks, choose)
+    are_left = any(not sample.made_before for sample in chosen)
+    if are_left:
         run.origins.note(run.reporter)
-    kept = []
     for sample in chosen:
         if sample.made_before:
-            again = "" if files else " (--overwrite makes it again)"
-            _note_made(plan, sample, run.reporter, again)
-            kept.append(GeneratedVideo.of_earlier_run(plan, sample))
+            _note_made(plan, sample, run.reporter, "" if are_left else " (--overwrite makes it again)")
         elif sample.saved is not None and plan.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
             word = "kept:" if plan.settings.output.explore and is_made(plan, sample) else "going on from"
             run.reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
-    if run.is_main:
-        refuse_pictures(plan, files)
-    saved = saved_samples(plan, files, run.ranks)
-    plan = _with_attention_before(plan.with_threads(by=run.origins.threads), files, run.ranks)
-    return Begun(Work(plan, files, references, saved, run.embeds, run.picture_embeds), chosen, tuple(kept))
+    return chosen
 
 
 def _with_attention_before(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> ExecutionPlan:
@@ -328,22 +294,30 @@ def _with_attention_before(plan: ExecutionPlan, files: Sequence[SampleFiles], ra
 
 
 def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
-    begun = begin(plan, run, claims)
-    work, files = begun.work, begun.work.files
-    plan = work.plan
+    require_room(plan, run.reporter)
+    references = references_of(plan, run.reporter) if run.is_main else []
+    chosen = _claimed(plan, run, claims)
+    kept = [GeneratedVideo.of_earlier_run(plan, sample) for sample in chosen if sample.made_before]
+    files = [sample for sample in chosen if not sample.made_before]
     if not files:  # another run has made them since this one looked first
-        return _result_of(plan, begun.kept)
-    times = ModuleTimes(plan.hardware.device) if run.profiled_runs else None
-    with computing(plan, run.reporter):
-        trials = [] if times is None else _trials(work, run, times)
-        record = RunRecord(run.reporter, block_times=times)
-        with run.lending() as models:
-            videos = _saved_videos(work, models, record, run)
+        return _result_of(plan, kept)
+    if run.is_main:
+        refuse_pictures(plan, files)
+    saved = saved_samples(plan, files, run.ranks)
+    plan = _with_attention_before(plan.with_threads(by=run.origins.threads), files, run.ranks)
+    samples = [Sample(plan, each, references, saved.get(each.index)) for each in files]
+    record = RunRecord(run.reporter)
+    with computing(plan, run.reporter), run.lending() as models, _rescued(plan, files, record, run):
+        if plan.settings.output.explore:
+            explore(plan, samples, models, record, ranks=run.ranks)
+            videos: tuple[GeneratedVideo, ...] = ()
+        else:
+            videos = make_videos(plan, samples, models, record, finish=save, ranks=run.ranks)
     explores = plan.settings.output.explore
     return GenerateResult(
-        videos=tuple(sorted([*begun.kept, *videos], key=lambda video: video.seed)),
+        videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
         explored=explored_of(plan, files) if explores else None,
-        sheet=write_sheet(plan, begun.samples, run.reporter) if explores and run.is_main else None,
+        sheet=write_sheet(plan, chosen, run.reporter) if explores and run.is_main else None,
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
         model_evaluations=sum(
@@ -354,78 +328,24 @@ def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
         **peak_memory_gib(plan.hardware.device),
         threads=plan.threads,
-        profile=None if times is None else _report([*trials, record.timings_s], times),
         attention=plan.attention,
         linear_products=record.linear_products,
         settings=plan.settings,
     )
 
 
-def _trials(work: Work, run: Run, times: ModuleTimes) -> list[dict[str, float]]:
-    """Make the videos as often as is to be profiled but once, and once before to warm up; return the times of stages.
-
-    Nothing of them is left but the times.
-    """
-    timings = []
-    for number in range(run.profiled_runs):
-        run.reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {run.profiled_runs}")
-        record = RunRecord(run.reporter, block_times=times, keeps_results=False)
-        with temporary_folder() as folder, run.lending() as models:
-            trial = _into(work.plan, folder)
-            files = [sample_files(trial.settings, sample.index) for sample in work.files]
-            _saved_videos(dataclasses.replace(work, plan=trial, files=files, embeds=()), models, record, run)
-        timings.append(record.timings_s)
-        if not number:
-            times.clear()
-    return timings[1:]
-
-
-def _into(plan: ExecutionPlan, folder: Path) -> ExecutionPlan:
-    """Return the plan of a run whose only trace is a result in `folder`."""
-    name = f"video.{plan.settings.output_format}"
-    changes = {"output.path": str(folder / name), "output.metadata": False, "output.save_latents": False}
-    return dataclasses.replace(plan, settings=plan.settings.replace(changes))
-
-
-def _report(runs: Sequence[Mapping[str, float]], times: ModuleTimes) -> AccelerationReport:
-    stages = {name: [run[name] for run in runs] for name in runs[0]}
-    return AccelerationReport.of(stages, times.spreads(), runs=len(runs))
-
-
-def _saved_videos(work: Work, models: LoadedModels, record: RunRecord, run: Run) -> tuple[GeneratedVideo, ...]:
-    """Make and save the videos, or explore their seeds; return the videos."""
-    with _rescued([work], record, run):
-        if work.plan.settings.output.explore:
-            explore(work, models, record, ranks=run.ranks)
-            return ()
-        [videos] = make_videos([work], models, record, finish=save, ranks=run.ranks)
-    return videos
-
-
-def make_together(
-    works: Sequence[Work], models: LoadedModels, reporter: Reporter, *, finish: Callable[[SampleFrames], None]
-) -> None:
-    """Make what several requests ask for, and let `finish` take each sample; errors are those of the works."""
-    plan, record = works[0].plan, RunRecord(reporter)
-    try:
-        with computing(plan, reporter), _rescued(works, record, Run(reporter=reporter)):
-            make_videos(works, models, record, finish=finish)
-    except OsoraError as error:
-        for work in works:
-            work.error = work.error or error
-
-
-def _rescued(works: Sequence[Work], record: RunRecord, run: Run) -> AbstractContextManager[None]:
-    """Return the context that reports what is left where the work ends early; rank 0 alone keeps anything."""
+def _rescued(
+    plan: ExecutionPlan, files: Sequence[SampleFiles], record: RunRecord, run: Run
+) -> AbstractContextManager[None]:
+    """Return the context that reports the saved state when a run ends early, on rank 0 alone."""
     if not run.is_main:
         return nullcontext()
-    output = works[0].plan.settings.output
+    output = plan.settings.output
     # Without a sidecar nobody knows which request has made a result.
-    may_repeat = output.metadata and not output.overwrite
-    return record.rescue([sample for work in works for sample in work.files], may_repeat=may_repeat)
+    return record.rescue(files, may_repeat=output.metadata and not output.overwrite)
 
 
-def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:
+def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> GenerateResult | None:
     """Refuse what rank 0 would refuse, but for the memory, which each rank knows of its own device.
 
     Returns the result where all of it was made before, and None where ranks are to make it.
@@ -434,7 +354,7 @@ def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remak
     hardware = hardware_of_ranks(settings)
     plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
     require_weights(plan, SilentReporter())
-    files = choose_outputs(plan, remake=remake)
+    files = choose_outputs(plan)
     if all(sample.made_before for sample in files):
         return _made_before(plan, files, reporter)
     check_outputs(files, plan, create=False)

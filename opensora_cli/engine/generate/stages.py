@@ -5,14 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch import nn
-
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
-from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
 
 class RunRecord:
@@ -22,14 +19,11 @@ class RunRecord:
         self,
         reporter: Reporter,
         *,
-        block_times: ModuleTimes | None = None,
         keeps_results: bool = True,
         of: str | None = None,
     ) -> None:
         self.reporter = reporter
         self._of = of
-        self.block_times = block_times
-        """Of the transformer; None: its blocks are not timed."""
         self.keeps_results = keeps_results
         """Whether what is made is one of the run's results, and stays."""
         self.linear_products: LinearProductsReport | None = None
@@ -75,15 +69,6 @@ class RunRecord:
             yield record
         finally:
             self.timings_s |= {record._shown(name): seconds for name, seconds in record.timings_s.items()}
-
-    @contextmanager
-    def blocks_timed(self, transformer: nn.Module) -> Iterator[None]:
-        """Time the blocks of the transformer inside the block, if that is wanted."""
-        if self.block_times is None:
-            yield
-            return
-        with self.block_times.watch(blocks_of(transformer, "transformer")):
-            yield
 
     @contextmanager
     def keeping(self, latents: Path, sample: SampleFiles, *, is_begun: bool = False) -> Iterator[None]:

@@ -187,15 +187,14 @@ def _name_lock(sample: SampleFiles) -> Path:
 
 
 def find_target(
-    settings: GenerateSettings, index: int, request_sha256: Callable[[int], str], *, claims: Claims | None, remake: bool
+    settings: GenerateSettings, index: int, request_sha256: Callable[[int], str], *, claims: Claims | None
 ) -> SampleFiles:
     """Return the files of a sample: those that the same request has made before or begun, else the first free ones.
 
     What it has begun are saved latents. A name in a folder that another request has taken gives way to the next one; a
     file that was named is never given another name. To overwrite replaces what the same request has made, else the
     first name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims` are
-    given, and in a folder the request is, too; the folder is there then. With `remake` nothing counts as made before or
-    begun.
+    given, and in a folder the request is, too; the folder is there then.
 
     Raises:
         CheckpointError: what is to be resumed is of another request.
@@ -204,10 +203,10 @@ def find_target(
     """
     request = request_sha256(settings.sampling.seed + index)
     if claims is None or _is_named(settings):
-        return _find_target(settings, index, request, claims=claims, remake=remake)
+        return _find_target(settings, index, request, claims=claims)
     first = replace(sample_files(settings, index), request_sha256=request)
     with claims.requesting(first) as keep:
-        sample = _find_target(settings, index, request, claims=claims, remake=remake)
+        sample = _find_target(settings, index, request, claims=claims)
         if not sample.made_before:
             keep()
         return sample
@@ -217,9 +216,7 @@ def _is_named(settings: GenerateSettings) -> bool:
     return settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
 
 
-def _find_target(
-    settings: GenerateSettings, index: int, request: str, *, claims: Claims | None, remake: bool
-) -> SampleFiles:
+def _find_target(settings: GenerateSettings, index: int, request: str, *, claims: Claims | None) -> SampleFiles:
     output = settings.output
     is_named = _is_named(settings)
     has_one_name = is_named or output.overwrite
@@ -243,10 +240,10 @@ def _find_target(
             if sample.is_free or output.overwrite:
                 keep()
                 return sample
-            if not remake and read_made(sample).get(REQUEST_KEY) == request:
+            if read_made(sample).get(REQUEST_KEY) == request:
                 return replace(sample, made_before=True)
             begun = _begun(sample)
-            if not remake and begun.request_sha256 == request:
+            if begun.request_sha256 == request:
                 keep()
                 return replace(sample, saved=sample.latents, saved_steps=begun.steps)
             if has_one_name:

@@ -262,9 +262,9 @@ def _denoise(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module
         )
         latents = None
         if plan.mode.needs_reference:
-            latents = [[torch.zeros(plan.latent_shape, device=device, dtype=dtype)] * 2]
+            latents = [torch.zeros(plan.latent_shape, device=device, dtype=dtype)] * 2
         short = replace(plan, timesteps=plan.timesteps[: _STEPS + 1])
-        return sample_latents(short, transformer, [embeds], latents, seeds=[0])
+        return sample_latents(short, transformer, embeds, latents, seed=0)
 
     return models, run
 
@@ -273,7 +273,7 @@ def _decode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module]
     vae = _vae(plan)
 
     def run() -> None:
-        for pieces_THWC in decode_latents(plan, vae, torch.zeros(1, *plan.latent_shape, dtype=plan.hardware.dtype)):
+        for pieces_THWC in decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)):
             del pieces_THWC
 
     return {"vae": vae}, run

@@ -42,7 +42,6 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
                 *("condition.references", "condition.fit", "condition.video_latent_frames"),
                 *("condition.easy_latent_frames", "sampling.image_guidance_scale", "sampling.image_oscillation"),
                 *("sampling.temporal_image_scaling", "sampling.embedded_guidance", "video.height", "video.width"),
-                "sampling.batch_size",
                 *("runtime.weights", "memory.limit", "memory.resident_blocks", "memory.host_weights"),
             },
             {

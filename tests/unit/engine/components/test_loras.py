@@ -174,7 +174,7 @@ class TestAddLoras:
             offload = OffloadPlan(modulation_on_host=first, fp8_storage=in_8_bits)
             chosen = replace(plan, offload=offload)
             with torch.inference_mode():
-                made.append(sample_latents(chosen, load.load_transformer(chosen), [embeds], None, seeds=[0]))
+                made.append(sample_latents(chosen, load.load_transformer(chosen), embeds, None, seed=0))
         assert_close(*made)
 
     def test_beside_weights_in_8_bits(self, everything):
@@ -396,7 +396,7 @@ class TestMemory:
             embeds = PromptEmbeds(
                 torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim), torch.zeros(2, text.vec_in_dim)
             )
-            sample = sample_latents(plan, transformer, [embeds], None, seeds=[0])
+            sample = sample_latents(plan, transformer, embeds, None, seed=0)
             del sample, embeds
         stage = estimated(plan, OffloadPlan(chunk_tokens=tokens))
         assert stage.data_bytes + stage.activation_bytes == pytest.approx(counter.peak_bytes, rel=0.1)

@@ -82,9 +82,7 @@ def test_the_start_is_the_draft_mixed_with_the_noise_of_the_seed(world, tmp_path
     def still(packed_BND, **inputs):
         return torch.zeros_like(packed_BND)
 
-    [made_CTHW] = denoise.sample_latents(
-        plan, still, [embeds], None, seeds=[3], drafts=[draft_CTHW], steps_done=plan.start
-    )
+    made_CTHW = denoise.sample_latents(plan, still, embeds, None, seed=3, draft_CTHW=draft_CTHW, steps_done=plan.start)
     [noise_CTHW] = noise_latents(
         [3],
         num_latent_frames=2,
@@ -119,7 +117,7 @@ def test_a_video_starts_from_its_draft_which_has_its_seed_and_references(world, 
     given, denoised = [], denoise.sample_latents
 
     def watched(plan, transformer, embeds, references, **options):
-        given.append((plan.width, plan.mode.name, *options["seeds"], options["steps_done"], references[0][0].shape[-1]))
+        given.append((plan.width, plan.mode.name, options["seed"], options["steps_done"], references[0].shape[-1]))
         return denoised(plan, transformer, embeds, references, **options)
 
     monkeypatch.setattr(denoise, "sample_latents", watched)

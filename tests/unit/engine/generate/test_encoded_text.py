@@ -218,13 +218,6 @@ def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch)
     assert (len(loads), len(readers)) == (2, 1)
 
 
-def test_what_is_timed_is_done(world, tmp_path, reporter, loads):
-    settings = demo_settings(world, tmp_path, video__num_frames=1)
-    encoded(make_plan(settings), reporter)
-    generate(settings, reporter=reporter, profiled_runs=1)
-    assert len(loads) == 3  # one to warm up
-
-
 def test_an_encoder_of_another_width_is_refused(plan, reporter):
     other = replace(plan, settings=plan.settings.replace({"model.vec_in_dim": 24}))
     folder = plan.weights.path(Component.CLIP)

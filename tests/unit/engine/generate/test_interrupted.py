@@ -150,10 +150,10 @@ class TestCtrlC:
     def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch, reporter, changes, advice):
         sample = denoise.sample_latents
 
-        def second_time(*args, seeds, **options):
-            if seeds == [43]:
+        def second_time(*args, seed, **options):
+            if seed == 43:
                 raise KeyboardInterrupt
-            return sample(*args, seeds=seeds, **options)
+            return sample(*args, seed=seed, **options)
 
         settings = released_settings(world, tmp_path, sampling__num_samples="2").replace(changes)
         with monkeypatch.context() as patched:
@@ -175,11 +175,11 @@ class TestCtrlC:
         generate(settings.replace({"sampling.num_samples": 1}))
         sample, denoised = denoise.sample_latents, []
 
-        def last_time(*args, seeds, **options):
-            denoised.extend(seeds)
+        def last_time(*args, seed, **options):
+            denoised.append(seed)
             if denoised == [43, 44]:
                 raise KeyboardInterrupt
-            return sample(*args, seeds=seeds, **options)
+            return sample(*args, seed=seed, **options)
 
         monkeypatch.setattr(denoise, "sample_latents", last_time)
         with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ from opensora_cli.engine.generate.references import reference_latents, reference
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Clip, Work
+from opensora_cli.engine.generate.work import Sample
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -64,13 +64,12 @@ def latents_and_frames(plan, reporter):
     record = RunRecord(reporter)
     with torch.inference_mode(), LoadedModels() as models:
         embeds = encoded_text.encode_text(plan, models, record)
-        work = Work(plan, [sample_files(plan.settings, 0)], embeds=(embeds,))
-        given = reference_latents(plan, references_of(plan, reporter), models, record)
-        clip = Clip(work, work.files[0], (), given)
-        denoise.denoise_clips([clip], models, record)
-        latents = clip.denoised.latents_CTHW
+        sample = Sample(plan, sample_files(plan.settings, 0))
+        sample.reference_latents = reference_latents(plan, references_of(plan, reporter), models, record)
+        denoise.denoise_samples([sample], embeds, models, record)
+        latents = sample.denoised.latents_CTHW
         with models.autoencoder(plan, record) as autoencoder:
-            frames = torch.cat([piece for [piece] in decode.decode_latents(plan, autoencoder, latents[None])])
+            frames = torch.cat([*decode.decode_latents(plan, autoencoder, latents)])
         return latents, frames
 
 
@@ -207,7 +206,7 @@ class TestSecondAttempt:
         seeds, sample_latents = [], denoise.sample_latents
 
         def failing(*args, **options):
-            seeds.extend(options["seeds"])
+            seeds.append(options["seed"])
             if len(seeds) == 2:
                 raise OUT_OF_MEMORY
             return sample_latents(*args, **options)

@@ -195,13 +195,13 @@ class TestMade:
         settings = picture_first_settings(world, tmp_path / "made")
         whole = generate(settings).videos[0].path.read_bytes()
 
-        def interrupted(clips, *given, **options):
-            if clips[0].plan.picture is not None:
+        def interrupted(samples, *given, **options):
+            if samples[0].plan.picture is not None:
                 raise KeyboardInterrupt
-            return decode.decode_clips(clips, *given, **options)
+            return decode.decode_samples(samples, *given, **options)
 
         with monkeypatch.context() as patched:
-            patched.setattr(make, "decode_clips", interrupted)
+            patched.setattr(make, "decode_samples", interrupted)
             ended = settings.replace({"output.path": str(tmp_path)})
             with pytest.raises(KeyboardInterrupt):
                 generate(ended)

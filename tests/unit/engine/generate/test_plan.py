@@ -288,24 +288,6 @@ def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
     )
 
 
-def test_a_batch_by_itself_is_as_large_as_fits_and_is_of_use(world, tmp_path, monkeypatch):
-    on_machine_with(10 * GIB, monkeypatch)
-    settings = released_settings(world, tmp_path, sampling__batch_size="auto")
-    made = make_plan(settings, clips=1000)
-    enough = 8192 // (made.video_tokens + settings.text.t5_max_length)
-    assert made.offload.batch_size == enough > 3
-    assert [make_plan(settings, clips=clips).offload.batch_size for clips in (None, 3)] == [1, 3]
-    [denoise] = [stage for stage in make_plan(settings).stages if stage.name == "denoise"]
-    room = denoise.weight_bytes + 2.5 * (denoise.data_bytes + denoise.activation_bytes)
-    limited = settings.replace({"memory.limit": int(room / 0.95)})
-    assert make_plan(limited, clips=1000).offload.batch_size == 2
-    document = PlanDocument.of(make_plan(settings.replace({"sampling.batch_size": 4, "sampling.num_samples": 3})))
-    assert (document.offload.batch_size, document.stages[1].activations_gib) == (
-        3,
-        pytest.approx(3 * denoise.activation_bytes / GIB),
-    )
-
-
 def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
     on_machine_with(600_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path, memory__offload="none", **HEAVY))
@@ -348,7 +330,7 @@ def test_height_and_width_win_over_resolution(world, tmp_path):
 def test_documents(world, tmp_path):
     made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
     document = json.loads(json.dumps(PlanDocument.of(made).to_json(), allow_nan=False))
-    assert document["schema"] == "osora.plan/2"
+    assert document["schema"] == "osora.plan/3"
     assert document["model_evaluations"] == 3 * made.evaluations_per_sample
     assert document["missing_weights"] == []
     assert document["settings"]["sampling"]["num_samples"] == 3

@@ -230,9 +230,9 @@ def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch
     assert len(decoded) == 2
     for latents in decoded:
         if mode != "i2v_tail":
-            torch.testing.assert_close(latents[0, :, 0], given[0][:, 0], rtol=0, atol=0)
-        torch.testing.assert_close(latents[0, :, -1], given[-1][:, 0], rtol=0, atol=0)
-    assert not torch.equal(decoded[0][0, :, 1], decoded[1][0, :, 1])
+            torch.testing.assert_close(latents[:, 0], given[0][:, 0], rtol=0, atol=0)
+        torch.testing.assert_close(latents[:, -1], given[-1][:, 0], rtol=0, atol=0)
+    assert not torch.equal(decoded[0][:, 1], decoded[1][:, 1])
 
 
 class CountingTransformer:
@@ -276,7 +276,7 @@ def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
     )
     plan = make_plan(settings)
     reference = torch.full((4, 1, 2, 4), 0.5)
-    latents = denoise.sample_latents(plan, transformer, [embeds], [[reference]], seeds=[0])
+    latents = denoise.sample_latents(plan, transformer, embeds, [reference], seed=0)
     shown = [
         (
             call["prompt_embeds_BLC"].item(),
@@ -288,7 +288,7 @@ def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
     ]
     assert shown == [(2.0, 4.0, False, None), (2.0, 4.0, True, None), (1.0, 3.0, True, None)]
     assert transformer.calls[0]["timesteps_B"].item() == 1.0
-    assert_close(latents[0, :, :1], reference)
+    assert_close(latents[:, :1], reference)
 
 
 def test_distilled_model_is_told_its_guidance(world, tmp_path):
@@ -297,7 +297,7 @@ def test_distilled_model_is_told_its_guidance(world, tmp_path):
     settings = released_settings(
         world, tmp_path, model__guidance_embed="true", model__cond_embed="false", sampling__embedded_guidance="3.5"
     )
-    denoise.sample_latents(make_plan(settings), transformer, [embeds], None, seeds=[0])
+    denoise.sample_latents(make_plan(settings), transformer, embeds, None, seed=0)
     assert len(transformer.calls) == 2
     for call in transformer.calls:
         assert call["embedded_guidance_B"].item() == 3.5
