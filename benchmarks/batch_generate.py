@@ -12,9 +12,9 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.encode.clip_conditions import cut_part
 from opensora_cli.engine.generate.decode import SampleFrames, decode_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan, alone
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import make_videos
+from opensora_cli.engine.generate.pipeline import make
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
@@ -64,9 +64,10 @@ def generate_clips(
     for index, prompt in enumerate(prompts):
         settings = plan.settings.replace({"prompt": prompt, "sampling.seed": seeds[index]})
         own = dataclasses.replace(plan, settings=settings, mode=mode)
+        chain = alone(own)
         references = [] if filmed_NTHWC is None else given_of(own, filmed_NTHWC[index])
-        sample = Sample(own, dataclasses.replace(sample_files(settings, 0), latents=None), references)
-        [clip_THWC] = make_videos(own, [sample], models, RunRecord(SilentReporter()), finish=_frames)
+        sample = Sample(chain, own, dataclasses.replace(sample_files(settings, 0), latents=None), references)
+        [clip_THWC] = make(chain, [sample], models, RunRecord(SilentReporter()), finish=_frames)
         clips.append(clip_THWC)
         on_done(len(clips))
     return torch.stack(clips).numpy()

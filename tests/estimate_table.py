@@ -74,7 +74,7 @@ def _little_memory(device: str, default: torch.dtype) -> Iterator[None]:
 
 
 def _plan(settings: GenerateSettings, *, with_hint: bool = False) -> None:
-    made = plan.make_plan(settings, tries_device=False)
+    made = plan.make_chain(settings, tries_device=False)
     assert not made.fits
     if with_hint:
         with suppress(HardwareError):

@@ -42,7 +42,7 @@ class Video:
     @property
     def fps(self) -> int:
         """Frames a second."""
-        return self._held.plan.settings.video.fps
+        return self._held.chain.settings.video.fps
 
     @property
     def seed(self) -> int:
@@ -90,7 +90,7 @@ class Video:
 
     def __repr__(self) -> str:
         frames, height, width, _ = self._held.frames_THWC.shape
-        prompt = self._held.plan.settings.prompt
+        prompt = self._held.chain.settings.prompt
         return f"<Video {prompt!r}: {width}x{height}, {frames} frames at {self.fps} fps, seed {self.seed}>"
 
     def _repr_html_(self) -> str:

@@ -337,7 +337,6 @@ def test_exploring_is_samples_that_stop_early(engine: FakeEngine) -> None:
                 ["--resume", "a.latents.safetensors"],
                 ["--from-latents", "a.latents.safetensors"],
                 ["--prompts", "prompts.txt"],
-                ["--profile"],
             )
         ),
     ],

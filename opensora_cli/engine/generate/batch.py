@@ -21,11 +21,11 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import require_weights_of
 from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, FailedRow, PlanDocument, PlannedShape
 from opensora_cli.engine.generate.encoded_text import text_embeds
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import Chain
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import computing, require_weights
 from opensora_cli.engine.generate.manifest import Manifest
-from opensora_cli.engine.generate.outputs import requests_of
+from opensora_cli.engine.generate.outputs import request_hashes
+from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
 from opensora_cli.engine.generate.ranks import (
     device_for_rows,
@@ -35,7 +35,7 @@ from opensora_cli.engine.generate.ranks import (
     start_ranks_of_rows,
 )
 from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
-from opensora_cli.engine.generate.room import require_fit
+from opensora_cli.engine.generate.room import require_fit, require_weights
 from opensora_cli.engine.generate.run import Run, carry_out, watched
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.settings.explain import Given, explain
@@ -120,13 +120,13 @@ class _Requests:
         except ValidationError as error:
             raise RequestError("; ".join(explain(error))) from error
 
-    def plan(self, row: Row) -> ExecutionPlan:
-        """Return the plan of a row. Rows of one shape use the same number of threads; errors as in `generate`."""
+    def plan(self, row: Row) -> Chain:
+        """Return the jobs of a row. Rows of one shape use the same number of threads; errors as in `generate`."""
         settings = completed(self.settings(row), self._reporter)
-        plan = plan_here(settings, self._models, device=self.device, threads=self._threads.get(row.shape))
-        plan = plan.with_threads()
-        self._threads[row.shape] = plan.threads
-        return plan
+        chain = plan_here(settings, self._models, device=self.device, threads=self._threads.get(row.shape))
+        chain = chain.with_threads()
+        self._threads[row.shape] = chain.video.threads
+        return chain
 
 
 def _one_device_each(settings: GenerateSettings) -> GenerateSettings:
@@ -265,14 +265,14 @@ class _Batch:
         waiting: list[tuple[Row, str]] = []
         for row in rows:
             with self._failing(row, None, manifest, progress):
-                plan = self.requests.plan(row)
-                key = _key(plan, row)
-                finished = None if plan.settings.output.overwrite else manifest.finished(key)
+                chain = self.requests.plan(row)
+                key = _key(chain, row)
+                finished = None if chain.settings.output.overwrite else manifest.finished(key)
                 if finished is not None:
                     self._outputs[row.number] = finished
                     progress.advance()
                     continue
-                _encode(plan, self._models, reporter)
+                _encode(chain, self._models, reporter)
                 waiting.append((row, key))
         for row, key in waiting:
             with self._failing(row, key, manifest, progress):
@@ -297,23 +297,23 @@ class _Batch:
             progress.advance()
 
 
-def _encode(plan: ExecutionPlan, models: LoadedModels, reporter: Reporter) -> None:
-    """Encode the prompts of a plan into the prompt cache; nothing without a writable cache."""
+def _encode(chain: Chain, models: LoadedModels, reporter: Reporter) -> None:
+    """Encode the prompts of a row into the prompt cache; nothing without a writable cache."""
+    plan = chain.video
     if not plan.settings.runtime.prompt_cache or not models.prompts.is_writable or plan.decodes_only:
         return
-    require_weights(plan, reporter)
-    require_fit(plan)
+    require_weights(chain, reporter)
+    require_fit(chain)
     record = RunRecord(reporter, keeps_results=False)
     with computing(plan, reporter):
-        text_embeds(plan, models, record)
-        if plan.picture is not None:
-            text_embeds(plan.picture, models, record)
+        for each in dict(chain.jobs).values():
+            text_embeds(each, models, record)
 
 
-def _key(plan: ExecutionPlan, row: Row) -> str:
+def _key(chain: Chain, row: Row) -> str:
     """Return the hash of everything that decides the results of a row, the key of its line in the manifest."""
-    request, settings = requests_of(plan), plan.settings
-    seeds = range(settings.sampling.seed, settings.sampling.seed + plan.num_samples)
+    request, settings = request_hashes(chain), chain.settings
+    seeds = range(settings.sampling.seed, settings.sampling.seed + chain.num_samples)
     described = [row.name, *(request(seed, settings.output_format) for seed in seeds)]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 

@@ -16,7 +16,7 @@ from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import PICTURE, Chain, ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
@@ -49,14 +49,14 @@ class GeneratedVideo(Document):
     """Whether it was there already, from the same request."""
 
     @classmethod
-    def of_earlier_run(cls, plan: ExecutionPlan, sample: SampleFiles) -> "GeneratedVideo":
-        """Return a result that the same request has made before."""
+    def of_earlier_run(cls, chain: Chain, sample: SampleFiles) -> "GeneratedVideo":
+        """Return a result that an earlier run of the same request has made."""
         return cls(
             path=sample.media,
             sidecar=sample.sidecar,
             seed=sample.seed,
             given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db"),
-            picture=first_picture(plan, sample),
+            picture=first_picture(chain, sample),
             made_before=True,
         )
 
@@ -101,8 +101,8 @@ class SampleFrames(Protocol):
     """A sample whose frames come once, for `save` and `held.hold` to take."""
 
     @property
-    def plan(self) -> ExecutionPlan:
-        """Of the whole sample."""
+    def chain(self) -> Chain:
+        """Request of the sample."""
 
     @property
     def sample(self) -> SampleFiles:
@@ -132,7 +132,7 @@ class Decoding:
 
     def __init__(self, sample: Sample, plan: ExecutionPlan, autoencoder: Autoencoder, record: RunRecord) -> None:
         assert sample.denoised is not None
-        self.plan, self.sample, self.record = plan, sample.files, record
+        self.chain, self.plan, self.sample, self.record = sample.chain, plan, sample.files, record
         self.latents, self._denoise_s = (sample.denoised.latents_CTHW,), sample.denoised.denoise_s
         self._autoencoder = autoencoder
         self._psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
@@ -225,7 +225,8 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
 
     Then the latents that were saved for it are removed.
     """
-    plan, sample, record = decoding.plan, decoding.sample, decoding.record
+    chain, sample, record = decoding.chain, decoding.sample, decoding.record
+    plan = chain.video
     start = time.perf_counter()
 
     def decoded() -> Generator[torch.Tensor]:
@@ -243,7 +244,7 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
         return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
 
     with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
-        write_video(pieces, plan, sample, figures)
+        write_video(pieces, chain, sample, figures)
     if plan.settings.condition.seamless:
         record.reporter.note(
             f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
@@ -251,27 +252,27 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
     stop = plan.settings.sampling.stop_at
     record.complete(sample.media, sample.latents if stop is None else None)
     if stop is not None and sample.latents is not None:
-        where = f"stopped after step {stop} of {len(plan.timesteps) - 1}"
+        where = f"stopped after step {stop} of {plan.num_steps}"
         record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = decoding.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=plan.picture is not None)
+    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=chain.find(PICTURE) is not None)
     return GeneratedVideo(
         path=sample.media,
         sidecar=sample.sidecar,
         seed=sample.seed,
         given_frames_psnr_db=psnr_db,
-        picture=first_picture(plan, sample),
+        picture=first_picture(chain, sample),
     )
 
 
 def write_video(
-    pieces_tHWC: Iterable[torch.Tensor], plan: ExecutionPlan, sample: SampleFiles, figures: Callable[[], Figures]
+    pieces_tHWC: Iterable[torch.Tensor], chain: Chain, sample: SampleFiles, figures: Callable[[], Figures]
 ) -> None:
     """Write a result and its sidecar, which has the `figures` that are known once all pieces are written.
 
     All or nothing, the last frame, too, if it is to be kept; see `write_media`, whose errors these are.
     """
-    settings, output = plan.settings, plan.settings.output
+    settings, output = chain.settings, chain.settings.output
     last_frame = None
     if output.last_frame:
         last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(settings, sample))
@@ -281,7 +282,7 @@ def write_video(
             return None
         known = figures()
         return sidecar_document(
-            plan,
+            chain,
             sample,
             num_bytes=num_bytes,
             timings_s=known.timings_s,
@@ -296,7 +297,7 @@ def write_video(
         sample.target,
         fps=settings.video.fps,
         format=settings.output_format,
-        metadata=media_tags(plan, sample),
+        metadata=media_tags(settings, sample),
         # Also where another run has used the name in the hours since the first check.
         replace=output.overwrite,
         describe=describe,

@@ -12,7 +12,7 @@ from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.previews import Previews
@@ -20,7 +20,7 @@ from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
-from opensora_cli.engine.generate.work import DenoisedSample, Sample, Whole, unfinished
+from opensora_cli.engine.generate.work import DenoisedSample, Sample, unfinished
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
 from opensora_cli.sampling.guidance import Branch
@@ -32,8 +32,9 @@ OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
 """Called after each step with the number of steps done and a function that returns the predicted latents_CTHW."""
 
 
-def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
-    """Return the samples whose latents are there to go on from, by their index; rank 0 reads them."""
+def saved_samples(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
+    """Return the saved latents of samples, by index; rank 0 reads the files."""
+    plan = chain.video
     samples = {}
     for sample in files:
         if sample.saved is None:
@@ -58,14 +59,14 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
                 f"sampling.stop_at={stop} is over: {sample.saved} was saved after {after}",
                 hint="go on without --stop-at, or stop later",
             )
-        steps = plan.num_steps if sample.saved_steps is None else sample.saved_steps
-        is_begun = 0 < steps < plan.num_steps
-        done, begun = divmod(steps, len(plan.timesteps) - 1)
-        past = plan.segments[done].past_times(begun) if is_begun else {}
+        steps = chain.num_steps if sample.saved_steps is None else sample.saved_steps
+        is_begun = 0 < steps < chain.num_steps
+        done, begun = divmod(steps, plan.num_steps)
+        past = chain.segments[done].past_times(begun) if is_begun else {}
         count = done + bool(begun)
         if is_begun is (sample.saved_steps is None) or len(there) != count + len(past):
             raise CheckpointError(
-                f"{sample.saved} was saved after step {steps} of {plan.num_steps}"
+                f"{sample.saved} was saved after step {steps} of {chain.num_steps}"
                 + (f", and has {len(there)} latents, with what they look back at" if len(there) > 1 else ""),
                 hint="remove it, and start again",
             )
@@ -126,11 +127,12 @@ def _denoise_sample(
     ranks: Ranks | None,
 ) -> None:
     start = time.perf_counter()
-    saver = _Saver(sample.whole or Whole(sample.plan, ()), sample.files, record, ranks)
+    saver = _Saver(sample, record, ranks)
 
     def save_state(step: Step) -> None:
         past = [step.past[key].value_BND for key in plan.past_times(step.steps_done)]
         saver.step(step.steps_done, step.packed_latents_BND, *past)
+        record.stop_if_cancelled()
 
     def show(steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
         if previews is not None:
@@ -160,9 +162,10 @@ def _denoise_sample(
 class _Saver:
     """Saves the latents of a sample: those of the end, or of a step from which they go on."""
 
-    def __init__(self, whole: Whole, sample: SampleFiles, record: RunRecord, ranks: Ranks | None) -> None:
-        self._plan, self._before, self._sample, self._record = whole.plan, whole.before, sample, record
-        self._path = sample.latents if ranks is None or ranks.is_main else None
+    def __init__(self, sample: Sample, record: RunRecord, ranks: Ranks | None) -> None:
+        self._chain, self._plan, self._before, self._sample = sample.chain, sample.plan, sample.before, sample.files
+        self._record = record
+        self._path = sample.files.latents if ranks is None or ranks.is_main else None
         self._has_others = ranks is not None
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
@@ -172,7 +175,7 @@ class _Saver:
             return
         # A GPU that waits for a rank which has ended would never come to copying them.
         self._last = steps, [each.cpu() if self._has_others else each for each in packed_1ND]
-        settings = self._plan.settings
+        settings = self._chain.settings
         every = settings.output.save_state_every
         if steps == settings.sampling.stop_at or (every is not None and not steps % every):
             self._save_last()
@@ -194,10 +197,10 @@ class _Saver:
         """Save latents after so many steps of their segment, None: all; `past` as in `DenoisedSample`."""
         if self._path is None:
             return
-        of_segment = len(self._plan.timesteps) - 1
+        of_segment = self._plan.num_steps
         done = len(self._before) * of_segment + (of_segment if steps is None else steps)
-        steps = None if steps is None and done == self._plan.num_steps else done
-        settings = sample_settings(self._plan, self._sample).replace(
+        steps = None if steps is None and done == self._chain.num_steps else done
+        settings = sample_settings(self._chain.video, self._sample).replace(
             {"sampling.stop_at": None, "output.explore": False}
         )
         request = self._sample.request_sha256
@@ -217,7 +220,7 @@ class _Saver:
         if self._last is None:
             return
         steps, packed = self._last
-        if steps < len(self._plan.timesteps) - 1:
+        if steps < self._plan.num_steps:
             latents_CTHW, *past = (_unpacked(self._plan, each_1ND)[0] for each_1ND in packed)
             self.save(latents_CTHW, steps=steps, past=past)
 

@@ -19,7 +19,15 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.generate.decode import GeneratedVideo
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
+from opensora_cli.engine.generate.execution_plan import (
+    CACHED_TEXT_LINE,
+    DRAFT,
+    PICTURE,
+    SEGMENT,
+    Chain,
+    alone,
+    gib_or_less,
+)
 from opensora_cli.engine.generate.outputs import picture_files, planned_outputs
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.targets import SampleFiles, sheet_path
@@ -28,8 +36,6 @@ from opensora_cli.settings.enums import ModelName, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
-
-CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
 
 _LISTED_FILES = 5
 _LISTED_ROWS = 20
@@ -138,20 +144,24 @@ class PlanDocument(Document):
     predicted: PredictedTime | None
     """The seconds that it would take on GPUs that are planned for with `--on`; None: there are none."""
     settings: GenerateSettings
-    plan: InstanceOf[ExecutionPlan] = Field(exclude=True, repr=False)
+    chain: InstanceOf[Chain] = Field(exclude=True, repr=False)
 
     @classmethod
     def of(
         cls,
-        plan: ExecutionPlan,
+        chain: Chain,
         *,
         files: Sequence[SampleFiles] | None = None,
         predicted: PredictedTime | None = None,
     ) -> "PlanDocument":
-        """Return the document of a plan; `files` are what it writes (None: what `planned_outputs` returns)."""
+        """Return the document of a request.
+
+        `files` are the files of its samples; None for those that `planned_outputs` chooses.
+        """
+        plan, picture, draft, segment = chain.video, *map(chain.find, (PICTURE, DRAFT, SEGMENT))
         settings, hardware = plan.settings, plan.hardware
-        files = planned_outputs(plan)[0] if files is None else files
-        pictures = picture_files(plan, files) if settings.picture.save and plan.picture is not None else []
+        files = planned_outputs(chain)[0] if files is None else files
+        pictures = picture_files(chain, files) if settings.picture.save else []
         return cls(
             model=settings.model.name,
             device=str(hardware.device),
@@ -161,18 +171,18 @@ class PlanDocument(Document):
             width=plan.width,
             num_frames=plan.num_frames,
             fps=settings.video.fps,
-            num_samples=plan.num_samples,
+            num_samples=chain.num_samples,
             condition_mode=plan.mode.name,
             latent_shape=plan.latent_shape,
             video_tokens=plan.video_tokens,
             text_tokens=settings.text.t5_max_length,
-            num_inference_steps=len(plan.timesteps) - 1,
+            num_inference_steps=plan.num_steps,
             solver=settings.sampling.solver,
             timesteps=plan.timesteps,
             reused_steps=len(plan.reused_steps),
-            model_evaluations=plan.model_evaluations * plan.num_samples,
+            model_evaluations=chain.model_evaluations * chain.num_samples,
             cached_text=not (plan.encodes_text or plan.decodes_only),
-            latents_gib=plan.latent_bytes / GIB,
+            latents_gib=chain.latent_bytes / GIB,
             stages=tuple(
                 PlannedStage(
                     name=stage.name,
@@ -184,14 +194,14 @@ class PlanDocument(Document):
                 )
                 for stage in plan.stages
             ),
-            peak_gib=plan.peak_bytes / GIB,
+            peak_gib=chain.peak_bytes / GIB,
             free_gib=hardware.free_bytes / GIB if hardware.memory_is_known else None,
             budget_gib=plan.budget_bytes / GIB if plan.budget_is_known else None,
             mesh=plan.mesh,
             exchange=plan.planned_exchange,
             offload=plan.offload,
             attention=plan.attention,
-            fits=plan.fits if plan.budget_is_known else None,
+            fits=chain.fits if plan.budget_is_known else None,
             weights={name: path for name, path in plan.weights.paths.items() if name in plan.components},
             loras=tuple(
                 PlannedLora(
@@ -208,20 +218,20 @@ class PlanDocument(Document):
             ),
             outputs=tuple(PlannedFile.of(sample, explores=settings.output.explore) for sample in files),
             sheet=sheet_path(files[0].target) if settings.output.explore and files else None,
-            picture=None if plan.picture is None else cls.of(plan.picture, files=pictures),
-            draft=None if plan.draft is None else cls.of(plan.draft, files=()),
+            picture=None if picture is None else cls.of(alone(picture), files=pictures),
+            draft=None if draft is None else cls.of(alone(draft), files=()),
             skipped_steps=plan.start,
-            extension=None if plan.continuation is None else cls.of(plan.continuation, files=()),
+            extension=None if segment is None else cls.of(alone(segment), files=()),
             predicted=predicted,
             settings=settings,
-            plan=plan,
+            chain=chain,
         )
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
-        plan = self.plan
+        chain, plan, picture = self.chain, self.chain.video, self.chain.find(PICTURE)
         channels, frames, rows, columns = self.latent_shape
-        memory = ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in plan.all_stages)
+        memory = ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in chain.stages)
         budget = " a device, whose memory is not known here"
         if self.budget_gib is not None:
             limited = plan.budget_bytes < plan.hardware.free_bytes
@@ -230,9 +240,9 @@ class PlanDocument(Document):
         return [
             f"model     {self.model} on {self.device} ({self.device_name}), {self.dtype}",
             self._what(),
-            f"latents   {channels}x{frames}x{rows}x{columns}, {gib_or_less(plan.latent_bytes)} a sample",
+            f"latents   {channels}x{frames}x{rows}x{columns}, {gib_or_less(chain.latent_bytes)} a sample",
             f"tokens    {self.video_tokens} video + {self.text_tokens} text",
-            *([f"first     a picture of {plan.picture.what}"] if plan.picture is not None else []),
+            *([f"first     a picture of {picture.what}"] if picture is not None else []),
             *([f"draft     {self._draft()}"] if self.draft is not None else []),
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps by {self.solver}, "
             f"{f'{self.reused_steps} of them from the cache, ' if self.reused_steps else ''}"
@@ -246,7 +256,7 @@ class PlanDocument(Document):
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
             *(["compile   the transformer's blocks, when they are first called"] if self._compiles() else []),
             f"offload   {'; '.join(self._offloaded()) or 'none'}",
-            f"peak      {gib_or_less(plan.peak_bytes)}{budget}",
+            f"peak      {gib_or_less(chain.peak_bytes)}{budget}",
             *(self.predicted.lines() if self.predicted is not None else ()),
             *(f"weights   {component}: {path}" for component, path in self.weights.items()),
             *(f"lora      {lora.line()}" for lora in plan.loras),
@@ -256,12 +266,16 @@ class PlanDocument(Document):
 
     def _offloaded(self) -> list[str]:
         offload = self.offload
-        if offload.modulation_on_host and offload.mode is not OffloadMode.BLOCKS and self.plan.fitting.files is None:
+        if (
+            offload.modulation_on_host
+            and offload.mode is not OffloadMode.BLOCKS
+            and self.chain.video.fitting.files is None
+        ):
             return ["modulation on the host, computed before the first step", *offload.lines()]
         return offload.lines()
 
     def _compiles(self) -> bool:
-        return self.settings.compile and not self.plan.decodes_only
+        return self.settings.compile and not self.chain.video.decodes_only
 
     def _all_missing(self) -> Iterable[str]:
         return dict.fromkeys((*(self.picture.missing_weights if self.picture else ()), *self.missing_weights))
@@ -273,11 +287,12 @@ class PlanDocument(Document):
         return f"video     {size}, {self.num_frames} frames at {self.fps} fps"
 
     def _draft(self) -> str:
-        assert self.plan.draft is not None
-        return f"{self.plan.draft.what}, from which it starts after step {self.skipped_steps}"
+        draft = self.chain.find(DRAFT)
+        assert draft is not None
+        return f"{draft.what}, from which it starts after step {self.skipped_steps}"
 
     def _extension(self) -> str:
-        segments, settings = self.plan.segments, self.settings
+        segments, settings = self.chain.segments, self.settings
         clip, overlap = settings.video.num_frames, settings.overlap
         return (
             f"{len(segments)} segments of {clip} frames, the last {overlap} of each given to the next: "
@@ -285,7 +300,7 @@ class PlanDocument(Document):
         )
 
     def _mapped(self) -> str:
-        sizes = ((stage.name, stage.mapped_bytes) for stage in self.plan.stages)
+        sizes = ((stage.name, stage.mapped_bytes) for stage in self.chain.video.stages)
         return ", ".join(f"{name} {gib_or_less(size)}" for name, size in sizes if size)
 
     def _first_files(self) -> Iterator[str]:
@@ -300,7 +315,7 @@ class PlanDocument(Document):
 
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""
-        require_fit(self.plan)
+        require_fit(self.chain)
 
 
 class ExploredSeed(Document):

@@ -9,10 +9,10 @@ from opensora_cli.engine.components.weights import require_weights_of, warn_of_m
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.encoded_text import without_cached_text
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import Chain
 from opensora_cli.engine.generate.outputs import check_outputs, planned_outputs
 from opensora_cli.engine.generate.picture import picture_settings
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import make_chain
 from opensora_cli.engine.generate.predicted import predict_time
 from opensora_cli.engine.generate.preview_map import fitting_line, known_map
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware, request_of_rank
@@ -42,48 +42,47 @@ def plan_from_request(
     for part in filter(None, (picture_settings(settings), settings)):
         warn_of_missing(partial(require_weights_of, part), reporter)
     hardware = planned_hardware(settings, reporter) if context is None else None
-    plan = plan_generation(settings, reporter=reporter, hardware=hardware)
+    chain = plan_generation(settings, reporter=reporter, hardware=hardware)
     if choice is not None:
         reporter.note(choice)
-    return PlanDocument.of(plan)
+    return PlanDocument.of(chain)
 
 
 def _plan_elsewhere(settings: GenerateSettings, machine: PlannedMachine, reporter: Reporter) -> PlanDocument:
     """Return the plan for GPUs that need not be here, with the time that is predicted for them."""
     parallel = settings.parallel
     machine.require(device=settings.runtime.device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
-    plan = plan_generation(settings, reporter=reporter, hardware=hardware_of_ranks(settings, gpu=machine.gpu))
-    return PlanDocument.of(plan, predicted=predict_time(plan, machine.gpu))
+    chain = plan_generation(settings, reporter=reporter, hardware=hardware_of_ranks(settings, gpu=machine.gpu))
+    return PlanDocument.of(chain, predicted=predict_time(chain, machine.gpu))
 
 
-def plan_generation(
-    settings: GenerateSettings, *, reporter: Reporter, hardware: Hardware | None = None
-) -> ExecutionPlan:
+def plan_generation(settings: GenerateSettings, *, reporter: Reporter, hardware: Hardware | None = None) -> Chain:
     """Return what `run.generate` would do, after the checks that need neither weights nor enough memory.
 
     `hardware`: a device that is not here; None: as `make_plan`. Errors as `run.generate`, but for those of missing
     weights and of too little memory.
     """
-    plan = make_plan(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
+    chain = make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
+    plan = chain.video
     if plan.hardware.is_here:
-        plan = without_cached_text(plan, PromptCache.of_user())
-    _note_names(plan, reporter)
+        chain = without_cached_text(chain, PromptCache.of_user())
+    _note_names(chain, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)
     for line in filter(None, (plan.size_note, plan.fitting.ignored)):
         reporter.note(line)
     if settings.output.makes_previews and plan.weights.complete and known_map(plan) is None:
         reporter.note(f"previews: {fitting_line(plan)}")
-    return plan
+    return chain
 
 
-def _note_names(plan: ExecutionPlan, reporter: Reporter) -> None:
+def _note_names(chain: Chain, reporter: Reporter) -> None:
     """Report which results are there already, and what a run would do; errors are those that no other name avoids."""
-    first = [sample_files(plan.settings, index) for index in range(plan.num_samples)]
-    check_outputs(first, plan, create=False)
-    if plan.settings.output.overwrite or all(sample.is_free for sample in first):
+    first = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
+    check_outputs(first, chain, create=False)
+    if chain.settings.output.overwrite or all(sample.is_free for sample in first):
         return
-    files, refused = planned_outputs(plan)
+    files, refused = planned_outputs(chain)
     if refused is not None:
         reporter.note(f"{refused.message}; {refused.hint}")
         return

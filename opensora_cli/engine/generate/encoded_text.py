@@ -21,7 +21,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan, alone
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.ranks import broadcast_tensors
 from opensora_cli.engine.generate.room import require_fit
@@ -50,7 +50,7 @@ def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) ->
                 return _both(of_prompt, known)
         if not of_prompt.encodes_text:  # the cache has less than it had
             of_prompt = of_prompt.with_offload(of_prompt.fitting.choose(of_prompt.budget_bytes))
-            require_fit(of_prompt)
+            require_fit(alone(of_prompt))
         return retried(lambda plan: encode_text(plan, models, record, known), of_prompt, TEXT, models, record)[0]
 
     found = {prompt: embeds(prompt) for prompt in dict.fromkeys(prompts)}
@@ -124,32 +124,28 @@ def name_in_cache(plan: ExecutionPlan, text: str, *, threads: int, ranks: int = 
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def without_cached_text(plan: ExecutionPlan, cache: PromptCache, *, by: str | None = None) -> ExecutionPlan:
-    """Return the plan of one process without its text stages, where the cache has all that they would encode.
+def without_cached_text(chain: Chain, cache: PromptCache, *, by: str | None = None) -> Chain:
+    """Return the chain of one process without its text stages, if the cache has the embeddings of all their prompts.
 
-    On a CPU it has threads, since embeddings depend on them; `by` is what set their number.
+    On a CPU it gets threads, since embeddings depend on them; `by` is the source of their number.
     """
+    plan = chain.video
     if not plan.settings.runtime.prompt_cache or plan.mesh.size > 1 or plan.decodes_only or cache.folder is None:
-        return plan
+        return chain
     if any(part not in plan.weights.paths for part in (Component.T5, Component.CLIP)):
-        return plan
+        return chain
     if plan.hardware.device.type == "cpu":
-        plan = plan.with_picked_threads(by)
-    count = plan.threads.count if plan.threads is not None else 0
+        chain = chain.change(lambda each: replace(each, threads=plan.with_picked_threads(by).threads))
 
-    def left(part: ExecutionPlan | None) -> ExecutionPlan | None:
-        """Return what is left of a part of the plan."""
-        if part is None:
-            return None
-        prompts = (replace(part, settings=with_prompt(part.settings, each)) for each in part.settings.segment_prompts)
+    def change(plan: ExecutionPlan) -> ExecutionPlan:
+        prompts = (replace(plan, settings=with_prompt(plan.settings, each)) for each in plan.settings.segment_prompts)
         texts = {text for each in prompts for text in texts_of(each.settings)}
-        if not all(cache.has(name_in_cache(part, text, threads=count)) for text in texts):
-            return part
-        return replace(part, stages=tuple(stage for stage in part.stages if stage.name != TEXT))
+        count = plan.threads.count if plan.threads is not None else 0
+        if not all(cache.has(name_in_cache(plan, text, threads=count)) for text in texts):
+            return plan
+        return replace(plan, stages=tuple(stage for stage in plan.stages if stage.name != TEXT))
 
-    own = left(plan)
-    assert own is not None
-    return replace(own, picture=left(plan.picture), draft=left(plan.draft))
+    return chain.change(change)
 
 
 def _known_texts(plan: ExecutionPlan, models: LoadedModels, reporter: Reporter) -> Mapping[str, TextEmbeds]:

@@ -1,7 +1,9 @@
 """The plan of a generation: everything that is decided before it begins, and what follows from that."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.threads import ThreadChoice, pick_threads
@@ -21,20 +23,18 @@ from opensora_cli.sampling.guidance import Branch, Guidance, GuidanceScales, cou
 from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
 from opensora_cli.settings.generate import GenerateSettings
 
-PICTURE = "picture"
-"""What the names of the stages of a picture that is made first begin with."""
-EXTENSION = "extend"
-"""Likewise of the segments that are made after the first."""
-DRAFT = "draft"
-"""Likewise of a smaller video that is made first."""
+CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
+
+PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
+"""Roles of jobs. The names of stages begin with the role of their job, except those of the video."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionPlan:
-    """Everything that is decided before a generation begins."""
+    """Plan of one job: everything that is decided before it begins."""
 
     settings: GenerateSettings
-    """With the condition mode filled in."""
+    """Settings of the job, with a condition mode."""
     hardware: Hardware
     weights: WeightFiles
     mode: ConditionMode
@@ -57,16 +57,10 @@ class ExecutionPlan:
     loras: tuple[Lora, ...] = ()
     attention: AttentionPlan | None = None
     """None: the transformer does not run."""
-    picture: "ExecutionPlan | None" = None
-    """Of the picture that is made first, and given; None: none is."""
-    draft: "ExecutionPlan | None" = None
-    """Of the smaller video that is made first; None: none is."""
     start: int = 0
-    """Steps that are left out, since the video starts from its draft."""
-    continuation: "ExecutionPlan | None" = None
-    """Of each segment that goes on from the one before; None: there is one alone."""
+    """Steps that are skipped, since the video starts from its draft."""
     threads: ThreadChoice | None = None
-    """That compute on the CPU; None: not chosen yet, which takes a look at the load of the machine."""
+    """Threads that compute on the CPU; None before they are chosen by the load of the machine."""
 
     @property
     def decodes_only(self) -> bool:
@@ -79,35 +73,9 @@ class ExecutionPlan:
         return needed_components(self.settings)
 
     @property
-    def num_samples(self) -> int:
-        """How many videos are made."""
-        return num_samples(self.settings)
-
-    @property
-    def segments(self) -> "tuple[ExecutionPlan, ...]":
-        """The plan of each clip that a video is made of, in their order; of one that is not extended itself."""
-        if self.continuation is None:
-            return (self,)
-        return (replace(self, continuation=None), *[self.continuation] * self.settings.video.extend)
-
-    @property
     def num_steps(self) -> int:
-        """Steps of one sample, those of all its segments."""
-        return len(self.segments) * (len(self.timesteps) - 1)
-
-    @property
-    def model_evaluations(self) -> int:
-        """Model evaluations of one sample."""
-        return self.evaluations_after(0)
-
-    def evaluations_after(self, steps: int) -> int:
-        """Return how many of a sample's model evaluations are left after so many of `num_steps`."""
-        done, steps = divmod(steps, len(self.timesteps) - 1)
-        left = self.segments[done:]
-        begun = left[0]._clip_evaluations(max(steps, self.start)) if left else 0
-        if self.draft is not None and not steps:
-            begun += self.draft.model_evaluations
-        return begun + sum(segment.evaluations_per_sample for segment in left[1:])
+        """Steps of the schedule."""
+        return len(self.timesteps) - 1
 
     @property
     def scales(self) -> tuple[GuidanceScales, ...]:
@@ -140,18 +108,16 @@ class ExecutionPlan:
         )
 
     @property
-    def evaluations_per_sample(self) -> int:
-        """Model evaluations that the sampling of one clip takes; 0 where saved latents are decoded."""
-        return self._clip_evaluations(self.start)
-
-    @property
     def evaluations_on_a_rank(self) -> int:
-        """The same of the rank that has the most of them."""
-        return self._clip_evaluations(self.start, ranks=self.mesh.guidance)
+        """Model evaluations on the rank that has the most of them."""
+        return self.evaluations_after(0, ranks=self.mesh.guidance)
 
-    def _clip_evaluations(self, steps_done: int, *, ranks: int = 1) -> int:
-        """Return how often the model is evaluated for one clip, of which so many steps are done, on one of `ranks`."""
-        sampling = self.settings.sampling
+    def evaluations_after(self, steps_done: int, *, ranks: int = 1) -> int:
+        """Return how many evaluations of the model are left after some steps, on one of `ranks`.
+
+        There are none if saved latents are decoded.
+        """
+        sampling, steps_done = self.settings.sampling, max(steps_done, self.start)
 
         def left(done: int) -> int:
             return count_evaluations(
@@ -160,9 +126,14 @@ class ExecutionPlan:
 
         if self.decodes_only:
             return 0
-        # A run that goes on computes again what its cache has to have.
+        # A resumed run computes the outputs again that its cache needs.
         again = sum(-(-len(key) // ranks) for key in self.past_times(steps_done) if isinstance(key, tuple))
         return again + max(0, left(steps_done) - (0 if sampling.stop_at is None else left(sampling.stop_at)))
+
+    @property
+    def model_evaluations(self) -> int:
+        """Evaluations of the model for one sample."""
+        return self.evaluations_after(0)
 
     @property
     def what(self) -> str:
@@ -170,7 +141,7 @@ class ExecutionPlan:
         size = f"{self.width}x{self.height}"
         settings = self.settings
         frames = "" if settings.video.num_frames == 1 else f", {settings.video.num_frames} frames"
-        return f"{size}{frames}, by {settings.model.name} in {len(self.timesteps) - 1} steps"
+        return f"{size}{frames}, by {settings.model.name} in {self.num_steps} steps"
 
     @property
     def num_frames(self) -> int:
@@ -194,12 +165,12 @@ class ExecutionPlan:
         if self.decodes_only:
             return settings.video.num_frames * self.height * self.width * settings.vae.pixel_width
         tokens = self.video_tokens + settings.text.t5_max_length
-        return tokens * settings.model.hidden_size * max(1, self.evaluations_per_sample // (len(self.timesteps) - 1))
+        return tokens * settings.model.hidden_size * max(1, self.model_evaluations // self.num_steps)
 
     @property
     def latent_bytes(self) -> int:
-        """Size of one sample's latents, of all its segments, in memory and on disk."""
-        return len(self.segments) * prod(self.latent_shape) * self.hardware.dtype.itemsize
+        """Size of the latents of one clip."""
+        return prod(self.latent_shape) * self.hardware.dtype.itemsize
 
     @property
     def planned_exchange(self) -> PlannedExchange | None:
@@ -219,21 +190,8 @@ class ExecutionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory of the device that a stage needs, those of a picture included."""
-        return max(stage.total_bytes for stage in self.all_stages)
-
-    @property
-    def all_stages(self) -> tuple[StageMemory, ...]:
-        """The stages, between those of what is made first and of a continuation, whose names say so."""
-        pictures = () if self.picture is None else self.picture.stages
-        drafts = () if self.draft is None else self.draft.stages
-        more = () if self.continuation is None else [each for each in self.continuation.stages if each.name != TEXT]
-        return (
-            *(replace(stage, name=f"{PICTURE} {stage.name}") for stage in pictures),
-            *(replace(stage, name=f"{DRAFT} {stage.name}") for stage in drafts),
-            *self.stages,
-            *(replace(stage, name=f"{EXTENSION} {stage.name}") for stage in more),
-        )
+        """Memory of the device that the largest stage needs."""
+        return max(stage.total_bytes for stage in self.stages)
 
     @property
     def encodes_text(self) -> bool:
@@ -269,7 +227,7 @@ class ExecutionPlan:
         settings = plan.settings
         if plan.hardware.device.type == "cpu":
             settings = settings.replace({"runtime.threads": plan.threads.count})
-        return replace(plan, settings=settings, picture=plan.picture and plan.picture.with_threads(by))
+        return replace(plan, settings=settings)
 
     def with_stronger_offload(self, stage: str) -> "ExecutionPlan | None":
         """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.
@@ -284,6 +242,114 @@ class ExecutionPlan:
     def with_offload(self, offload: OffloadPlan) -> "ExecutionPlan":
         """Return a plan with another offload."""
         return replace(self, offload=offload, stages=self.fitting.estimate(offload))
+
+
+class Job(NamedTuple):
+    """One clip to make for each sample of a request."""
+
+    role: str
+    """One of CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
+
+PICTURE, DRAFT, VIDEO and SEGMENT."""
+    plan: ExecutionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Jobs of one request, in their order: the output of one is the reference or the start of the next.
+
+    A chain is a video alone, a picture and a video that shows it, a draft and a video that starts from it, or a video
+    and the segments that extend it.
+    """
+
+    jobs: tuple[Job, ...]
+
+    def find(self, role: str) -> ExecutionPlan | None:
+        """Return the plan of the first job with a role; None if there is none."""
+        return next((job.plan for job in self.jobs if job.role == role), None)
+
+    @property
+    def video(self) -> ExecutionPlan:
+        """Plan of the video, or of its first segment."""
+        plan = self.find(VIDEO)
+        assert plan is not None
+        return plan
+
+    @property
+    def settings(self) -> GenerateSettings:
+        """Settings of the request."""
+        return self.video.settings
+
+    @property
+    def segments(self) -> tuple[ExecutionPlan, ...]:
+        """Plans of the video and of the segments that extend it."""
+        return tuple(job.plan for job in self.jobs if job.role in (VIDEO, SEGMENT))
+
+    @property
+    def num_samples(self) -> int:
+        """Number of videos."""
+        return num_samples(self.settings)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all segments of a sample."""
+        return sum(plan.num_steps for plan in self.segments)
+
+    @property
+    def model_evaluations(self) -> int:
+        """Evaluations of the model for one sample, without those of its picture."""
+        return self.evaluations_after(0)
+
+    def evaluations_after(self, steps_done: int) -> int:
+        """Return how many evaluations of a sample are left after some of `num_steps`."""
+        draft = self.find(DRAFT)
+        left = draft.model_evaluations if draft is not None and not steps_done else 0
+        for plan in self.segments:
+            if steps_done < plan.num_steps:
+                left += plan.evaluations_after(max(0, steps_done))
+            steps_done -= plan.num_steps
+        return left
+
+    @property
+    def latent_bytes(self) -> int:
+        """Size of the latents of one sample."""
+        return sum(plan.latent_bytes for plan in self.segments)
+
+    @property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """Stages of all jobs, named after their roles. All segments that extend a video have the same."""
+        return tuple(
+            stage if job.role == VIDEO else replace(stage, name=f"{job.role} {stage.name}")
+            for job in {job.role: job for job in self.jobs}.values()
+            for stage in job.plan.stages
+            if not (job.role == SEGMENT and stage.name == TEXT)
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the device that the largest stage needs."""
+        return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits in memory."""
+        return self.peak_bytes <= self.video.budget_bytes
+
+    def change(self, change: Callable[[ExecutionPlan], ExecutionPlan], *, only: str | None = None) -> "Chain":
+        """Return a chain with every plan changed, or `only` those of one role."""
+        return Chain(
+            tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
+        )
+
+    def with_threads(self, by: str | None = None) -> "Chain":
+        """Return a chain whose jobs all compute with the threads of the video; see `ExecutionPlan.with_threads`."""
+        threads = self.video.with_picked_threads(by).threads
+        return self.change(lambda plan: replace(plan, threads=threads).with_threads())
+
+
+def alone(plan: ExecutionPlan) -> Chain:
+    """Return a chain of one job, such as the picture of a video."""
+    return Chain((Job(VIDEO, plan),))
 
 
 def gib_or_less(num_bytes: int) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from opensora_cli.core.attention_kinds import attention_problems
@@ -18,7 +19,7 @@ from opensora_cli.engine.components.parallelize import choose_mesh, require_bran
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes
 from opensora_cli.engine.generate.draft import draft_settings, start_step
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, ExecutionPlan, Job
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
 from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings, size_of_picture
 from opensora_cli.parallel.all_to_all import ExchangePlan
@@ -37,7 +38,23 @@ _OF_CONTINUATION: Mapping[str, object] = {
     "picture.first": False,
     "picture.save": False,
 }
-"""What a segment is not asked for that goes on from frames which are in no file."""
+"""Changes to the settings of a video for the segments that extend it, which continue frames in memory."""
+
+
+def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, tries_device: bool = True) -> Chain:
+    """Return the jobs of a request. Arguments and errors are those of `make_plan`."""
+    plan = partial(make_plan, hardware=hardware or rank_hardware(settings), tries_device=tries_device)
+    jobs = []
+    if (picture := picture_settings(settings)) is not None:
+        jobs.append(Job(PICTURE, plan(picture)))
+    video = plan(settings)
+    if (draft := draft_settings(settings, height=video.height, width=video.width)) is not None:
+        jobs.append(Job(DRAFT, plan(draft)))
+    jobs.append(Job(VIDEO, video))
+    if settings.video.extend:
+        continued = plan(settings.replace(_OF_CONTINUATION), held_frames=settings.num_frames)
+        jobs += [Job(SEGMENT, continued)] * settings.video.extend
+    return Chain(tuple(jobs))
 
 
 def make_plan(
@@ -47,37 +64,31 @@ def make_plan(
     tries_device: bool = True,
     held_frames: int | None = None,
 ) -> ExecutionPlan:
-    """Return the plan for `settings`, which have their condition mode (`references.with_mode`), on this machine.
+    """Return the plan of one job on this machine.
 
     Neither weights nor enough memory are needed: see `WeightFiles.require` and `room.require_fit`.
 
     Args:
+        settings: settings with a condition mode; see `references.with_mode`.
         hardware: device of one of several ranks; None for the device of `settings`, of which each rank has a share.
         tries_device: whether this process may use the device, to check attention kernels.
-        held_frames: frames of the earlier segments, for a segment that continues them; None for any other clip.
+        held_frames: frames of the whole video, for a segment that extends it; None for any other clip.
 
     Raises:
-        RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
-        CheckpointError: an adapter is missing or broken, or does not fit the transformer; or the latter was trained on
-            latents of another scale.
-        HardwareError: there is no such device, or the attention or the products that are asked for do not work there.
+        RequestError: sizes contradict each other, or an adapter is of an unknown kind.
+        CheckpointError: an adapter is missing or broken, or does not fit the transformer, or the transformer was
+            trained on latents of another scale.
+        HardwareError: there is no such device, or the requested attention or products do not work there.
     """
     hardware = hardware or rank_hardware(settings)
     weights = _checked_weights(settings)
     height, width, size_note = _pixel_size(settings)
     latent_shape = _latent_shape(settings, height, width)
-
-    def nested(asked: GenerateSettings | None, *, held_frames: int | None = None) -> ExecutionPlan | None:
-        if asked is None:
-            return None
-        return make_plan(asked, hardware=hardware, tries_device=tries_device, held_frames=held_frames)
-
-    picture = nested(picture_settings(settings))
-    if picture is not None:
+    samples = settings.from_latents is None
+    makes_picture, has_draft = settings.picture.first and samples, settings.draft.resolution is not None and samples
+    if makes_picture:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
-    draft = nested(draft_settings(settings, height=height, width=width))
-    continuation = nested(continuation_settings(settings), held_frames=settings.num_frames)
-    named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
+    named = settings.condition.mode or (PICTURE_MODE if makes_picture else "t2v")
     mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
     timesteps = _timesteps(settings, latent_shape)
     guidance = _guidance(settings)
@@ -112,7 +123,7 @@ def make_plan(
         exchange=exchange,
         loras=LoraRanks.of(loras),
         attention="sdpa" if attention is None else attention.backend,
-        has_draft=draft is not None,
+        has_draft=has_draft,
     )
     held_bytes = (held_frames or 0) * height * width * 3
     fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, held_bytes=held_bytes)
@@ -136,10 +147,7 @@ def make_plan(
         stages=fitting.estimate(offload),
         loras=loras,
         attention=attention,
-        picture=picture,
-        draft=draft,
-        start=0 if draft is None else _start(settings, timesteps),
-        continuation=continuation,
+        start=_start(settings, timesteps) if has_draft else 0,
     )
     _require_effect(plan)
     return plan
@@ -152,14 +160,9 @@ def _require_effect(plan: ExecutionPlan) -> None:
     change = plan.settings.sampling.step_cache
     if change and not plan.reused_steps and not plan.decodes_only and not plan.settings.sampling.fast:
         raise RequestError(
-            f"sampling.step_cache={change:g} has no effect on {len(plan.timesteps) - 1} steps, which are further apart",
+            f"sampling.step_cache={change:g} has no effect on {plan.num_steps} steps, which are further apart",
             hint="use a larger one, or more steps",
         )
-
-
-def continuation_settings(settings: GenerateSettings) -> GenerateSettings | None:
-    """Return what asks for a segment that goes on from the one before; None where there is one segment alone."""
-    return settings.replace(_OF_CONTINUATION) if settings.video.extend else None
 
 
 def _checked_weights(settings: GenerateSettings) -> WeightFiles:

@@ -1,4 +1,4 @@
-"""How long a plan would take on GPUs that need not be here: predicted from its operations and bytes.
+"""Predicted time of a plan on any GPUs, from its operations and bytes.
 
 One after the other run the kernels of a GPU and the exchanges of Ulysses and of tensor parallelism. Beside kernels run
 the passes of ring attention (beside attention alone) and copies of blocks from page-locked memory: of these, what takes
@@ -34,7 +34,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     total,
 )
 from opensora_cli.engine.estimate.transformer import bytes_of_blocks, modulation_bytes, streamed_bytes
-from opensora_cli.engine.generate.execution_plan import DRAFT, EXTENSION, PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import SEGMENT, VIDEO, Chain, ExecutionPlan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights
@@ -44,38 +44,34 @@ LOAD = "load"
 _LEFT_OUT = "reading files, writing the video"
 
 
-def predict_time(plan: ExecutionPlan, gpu: GpuSettings) -> PredictedTime:
-    """Return the seconds of all that `plan`, for GPUs of this kind, does."""
-    clips = plan.num_samples
+def predict_time(chain: Chain, gpu: GpuSettings) -> PredictedTime:
+    """Return the predicted seconds of every stage of a chain on GPUs of this kind."""
+    clips = chain.num_samples
     return PredictedTime.of_stages(
-        _stages(plan, gpu),
+        _stages(chain, gpu),
         gpu,
-        devices=plan.mesh.size,
+        devices=chain.video.mesh.size,
         of="for 1 sample" if clips == 1 else f"for {clips} samples",
         left_out=_LEFT_OUT,
     )
 
 
-def _stages(plan: ExecutionPlan, gpu: GpuSettings, *, prefix: str = "") -> dict[str, Seconds]:
+def _stages(chain: Chain, gpu: GpuSettings) -> dict[str, Seconds]:
     found: dict[str, Seconds] = {}
-    for name, nested in ((PICTURE, plan.picture), (DRAFT, plan.draft)):
-        if nested is not None:
-            found |= _stages(nested, gpu, prefix=f"{name} ")
-    clips = plan.num_samples
-    own = {LOAD: loading(plan, gpu)}
-    if not plan.decodes_only:
-        own[TEXT_STAGE] = text(plan, gpu)
-        encoded = encoding(plan, gpu)
-        own |= {ENCODE: encoded} if encoded else {}
-        evaluated = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
-        own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips))
-    own[DECODE] = times(decoding(plan, gpu), clips)
-    found |= {f"{prefix}{name}": seconds for name, seconds in own.items()}
-    if plan.continuation is not None:
-        again = plan.settings.video.extend
-        for name, seconds in _stages(plan.continuation, gpu).items():
-            if name not in (LOAD, TEXT_STAGE):
-                found[f"{EXTENSION} {name}"] = times(seconds, again)
+    for role, plan in dict(chain.jobs).items():
+        clips = chain.num_samples * sum(job.role == role for job in chain.jobs)
+        prefix = "" if role == VIDEO else f"{role} "
+        own = {} if role == SEGMENT else {LOAD: loading(plan, gpu)}
+        if not plan.decodes_only:
+            if role != SEGMENT:
+                own[TEXT_STAGE] = text(plan, gpu)
+            encoded = encoding(plan, gpu)
+            if encoded:
+                own[ENCODE] = encoded if role != SEGMENT else times(encoded, clips // chain.num_samples)
+            evaluated = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
+            own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips))
+        own[DECODE] = times(decoding(plan, gpu), clips)
+        found |= {f"{prefix}{name}": seconds for name, seconds in own.items()}
     return found
 
 

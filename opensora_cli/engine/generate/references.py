@@ -182,7 +182,7 @@ def _warn_about_videos(taken: Sequence[tuple[str | Path, bool]], mode: Condition
 
 def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
     """Return what a plan is given of files; see `read_references`."""
-    if plan.decodes_only or plan.picture is not None:
+    if plan.decodes_only or plan.settings.picture.first:
         return []
     condition = plan.settings.condition
     return read_references(

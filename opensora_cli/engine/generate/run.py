@@ -1,6 +1,7 @@
 """`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,18 +20,18 @@ from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.decode import GeneratedVideo, save
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
-from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.explore import explore, explored_of, is_made, write_sheet
 from opensora_cli.engine.generate.held import HeldVideo, hold
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
 from opensora_cli.engine.generate.outputs import (
     check_outputs,
     choose_outputs,
     refuse_pictures,
-    requests_of,
+    request_hashes,
 )
-from opensora_cli.engine.generate.plan import attention_use, make_plan
+from opensora_cli.engine.generate.pipeline import computing, make
+from opensora_cli.engine.generate.plan import attention_use, make_chain
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -42,6 +43,7 @@ from opensora_cli.engine.generate.ranks import (
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_data_parallel, resolve_generate_settings
+from opensora_cli.engine.generate.room import require_room, require_weights
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame_path, sample_files
@@ -80,6 +82,8 @@ class Run:
     ranks: Ranks | None = None
     """All of them, once they have met."""
     origins: Origins = Origins()
+    cancel: threading.Event | None = None
+    """Set by another thread to stop the run after the current step, with its state saved."""
     models: LoadedModels | None = None
     """Which outlive the run; None: it loads its own."""
 
@@ -166,19 +170,19 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
     run = Run(reporter=reporter, origins=Origins(choice, source_of(request, "runtime.threads")), models=models)
-    plan = plan_here(completed(settings, reporter), models, by=run.origins.threads)
-    require_weights(plan, reporter)
-    require_room(plan, reporter)
-    references = references_of(plan, reporter)
-    finish = partial(hold, request_sha256=requests_of(plan))
-    files = [dataclasses.replace(sample_files(plan.settings, 0), latents=None)]
-    saved = saved_samples(plan, files, None)
+    chain = plan_here(completed(settings, reporter), models, by=run.origins.threads)
+    require_weights(chain, reporter)
+    require_room(chain, reporter)
+    references = references_of(chain.video, reporter)
+    finish = partial(hold, request_sha256=request_hashes(chain))
+    files = dataclasses.replace(sample_files(chain.settings, 0), latents=None)
+    saved = saved_samples(chain, [files], None).get(0)
     run.origins.note(reporter)
-    plan = plan.with_threads(by=run.origins.threads)
+    chain = chain.with_threads(by=run.origins.threads)
     record = RunRecord(reporter, keeps_results=False)
-    with computing(plan, reporter):
-        sample = Sample(plan, files[0], references, saved.get(0))
-        [video] = make_videos(plan, [sample], models, record, finish=finish)
+    with computing(chain.video, reporter):
+        sample = Sample(chain, chain.video, files, references, saved)
+        [video] = make(chain, [sample], models, record, finish=finish)
     return video
 
 
@@ -191,26 +195,26 @@ def watched(reporter: Reporter) -> WatchedReporter:
 def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
     if run.context is not None:
         reporter = watched(run.reporter)
-        with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
-            return carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
+        with planned_on_ranks(settings, run.context, reporter) as (chain, ranks):
+            return carry_out(chain, dataclasses.replace(run, reporter=reporter, ranks=ranks))
     return carry_out(plan_here(completed(settings, run.reporter), run.models, by=run.origins.threads), run)
 
 
-def carry_out(plan: ExecutionPlan, run: Run, *, repeats: bool = False) -> GenerateResult:
+def carry_out(chain: Chain, run: Run, *, repeats: bool = False) -> GenerateResult:
     """Make the samples of a plan, except those that an earlier run of the same request has made.
 
     Errors are those of `generate`. `repeats` is that of `Claims`.
     """
-    require_weights(plan, run.reporter)
-    found = _agreed(plan, run.ranks, lambda: choose_outputs(plan))
+    require_weights(chain, run.reporter)
+    found = _agreed(chain, run.ranks, lambda: choose_outputs(chain))
     if all(sample.made_before for sample in found):
-        return _made_before(plan, found, run.reporter)
+        return _made_before(chain, found, run.reporter)
     with Claims(repeats=repeats) as claims:
-        return _make(plan, run, claims)
+        return _make(chain, run, claims)
 
 
 def _agreed(
-    plan: ExecutionPlan, ranks: Ranks | None, choose: Callable[[], tuple[SampleFiles, ...]]
+    chain: Chain, ranks: Ranks | None, choose: Callable[[], tuple[SampleFiles, ...]]
 ) -> tuple[SampleFiles, ...]:
     """Return the names that rank 0 chooses, on all ranks."""
     chosen = choose() if ranks is None or ranks.is_main else ()
@@ -224,7 +228,7 @@ def _agreed(
     )
     return chosen or tuple(
         dataclasses.replace(
-            sample_files(plan.settings, index, number=number),
+            sample_files(chain.settings, index, number=number),
             made_before=made_before,
             saved=saved and Path(saved),
             saved_steps=steps,
@@ -233,114 +237,116 @@ def _agreed(
     )
 
 
-def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
+def _made_before(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
     """Return the result of a run that has nothing to compute."""
     for sample in files:
         # Its run may have been killed right after it.
         remove_left(sample.media.parent)
-        _note_made(plan, sample, reporter, " (--overwrite makes it again)")
-    return _result_of(plan, [GeneratedVideo.of_earlier_run(plan, sample) for sample in files])
+        _note_made(chain.settings, sample, reporter, " (--overwrite makes it again)")
+    return _result_of(chain, [GeneratedVideo.of_earlier_run(chain, sample) for sample in files])
 
 
-def _note_made(plan: ExecutionPlan, sample: SampleFiles, reporter: Reporter, again: str) -> None:
+def _note_made(settings: GenerateSettings, sample: SampleFiles, reporter: Reporter, again: str) -> None:
     reporter.note(f"made before by the same request: {sample.media}{again}")
     last_frame = last_frame_path(sample.target)
-    if plan.settings.output.last_frame and not last_frame.exists():
+    if settings.output.last_frame and not last_frame.exists():
         reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
 
 
-def _result_of(plan: ExecutionPlan, kept: Sequence[GeneratedVideo]) -> GenerateResult:
+def _result_of(chain: Chain, kept: Sequence[GeneratedVideo]) -> GenerateResult:
     return GenerateResult(
         videos=tuple(kept),
-        model=plan.settings.model.name,
-        device=str(plan.hardware.device),
+        model=chain.settings.model.name,
+        device=str(chain.video.hardware.device),
         model_evaluations=0,
         timings_s={},
-        settings=plan.settings,
+        settings=chain.settings,
     )
 
 
-def _claimed(plan: ExecutionPlan, run: Run, claims: Claims) -> tuple[SampleFiles, ...]:
+def _claimed(chain: Chain, run: Run, claims: Claims) -> tuple[SampleFiles, ...]:
     """Check the folder of results, and claim the names of all samples, on all ranks."""
 
     def choose() -> tuple[SampleFiles, ...]:
-        check_outputs([sample_files(plan.settings, index) for index in range(plan.num_samples)], plan, create=True)
-        return choose_outputs(plan, claims=claims)
+        check_outputs([sample_files(chain.settings, index) for index in range(chain.num_samples)], chain, create=True)
+        return choose_outputs(chain, claims=claims)
 
-    chosen = _agreed(plan, run.ranks, choose)
+    chosen = _agreed(chain, run.ranks, choose)
     are_left = any(not sample.made_before for sample in chosen)
     if are_left:
         run.origins.note(run.reporter)
     for sample in chosen:
         if sample.made_before:
-            _note_made(plan, sample, run.reporter, "" if are_left else " (--overwrite makes it again)")
-        elif sample.saved is not None and plan.settings.from_latents is None:
+            _note_made(chain.settings, sample, run.reporter, "" if are_left else " (--overwrite makes it again)")
+        elif sample.saved is not None and chain.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
-            word = "kept:" if plan.settings.output.explore and is_made(plan, sample) else "going on from"
+            word = "kept:" if chain.settings.output.explore and is_made(chain.settings, sample) else "going on from"
             run.reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
     return chosen
 
 
-def _with_attention_before(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> ExecutionPlan:
-    """Return the plan with the attention backend of the first unfinished latents; all ranks use what rank 0 reads."""
+def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks | None) -> Chain:
+    """Return the chain with the attention backend of the first unfinished latents; all ranks use what rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
-    if not begun or plan.attention is None or plan.settings.runtime.attention is not AttentionChoice.AUTO:
-        return plan
+    plan, attention = chain.video, chain.video.attention
+    if not begun or attention is None or chain.settings.runtime.attention is not AttentionChoice.AUTO:
+        return chain
     backend = open_latents(begun[0]).attention if ranks is None or ranks.is_main else None
     if ranks is not None:
         backend = broadcast_json(backend)
-    use = attention_use(plan.settings, plan.hardware, plan.mesh)
-    return dataclasses.replace(plan, attention=keep_attention(plan.attention, backend, use))
+    use = attention_use(chain.settings, plan.hardware, plan.mesh)
+    kept = keep_attention(attention, backend, use)
+    return chain.change(lambda each: dataclasses.replace(each, attention=kept), only=VIDEO)
 
 
-def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
-    require_room(plan, run.reporter)
-    references = references_of(plan, run.reporter) if run.is_main else []
-    chosen = _claimed(plan, run, claims)
-    kept = [GeneratedVideo.of_earlier_run(plan, sample) for sample in chosen if sample.made_before]
+def _make(chain: Chain, run: Run, claims: Claims) -> GenerateResult:
+    require_room(chain, run.reporter)
+    references = references_of(chain.video, run.reporter) if run.is_main else []
+    chosen = _claimed(chain, run, claims)
+    kept = [GeneratedVideo.of_earlier_run(chain, sample) for sample in chosen if sample.made_before]
     files = [sample for sample in chosen if not sample.made_before]
     if not files:  # another run has made them since this one looked first
-        return _result_of(plan, kept)
+        return _result_of(chain, kept)
     if run.is_main:
-        refuse_pictures(plan, files)
-    saved = saved_samples(plan, files, run.ranks)
-    plan = _with_attention_before(plan.with_threads(by=run.origins.threads), files, run.ranks)
-    samples = [Sample(plan, each, references, saved.get(each.index)) for each in files]
-    record = RunRecord(run.reporter)
-    with computing(plan, run.reporter), run.lending() as models, _rescued(plan, files, record, run):
-        if plan.settings.output.explore:
-            explore(plan, samples, models, record, ranks=run.ranks)
+        refuse_pictures(chain, files)
+    saved = saved_samples(chain, files, run.ranks)
+    chain = _with_attention_before(chain.with_threads(by=run.origins.threads), files, run.ranks)
+    samples = [Sample(chain, chain.video, each, references, saved.get(each.index)) for each in files]
+    record = RunRecord(run.reporter, cancel=run.cancel)
+    with computing(chain.video, run.reporter), run.lending() as models, _rescued(chain.settings, files, record, run):
+        if chain.settings.output.explore:
+            explore(chain, samples, models, record, ranks=run.ranks)
             videos: tuple[GeneratedVideo, ...] = ()
         else:
-            videos = make_videos(plan, samples, models, record, finish=save, ranks=run.ranks)
-    explores = plan.settings.output.explore
+            videos = make(chain, samples, models, record, finish=save, ranks=run.ranks)
+    explores = chain.settings.output.explore
     return GenerateResult(
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
-        explored=explored_of(plan, files) if explores else None,
-        sheet=write_sheet(plan, chosen, run.reporter) if explores and run.is_main else None,
-        model=plan.settings.model.name,
-        device=str(plan.hardware.device),
+        explored=explored_of(chain.settings, files) if explores else None,
+        sheet=write_sheet(chosen, run.reporter) if explores and run.is_main else None,
+        model=chain.settings.model.name,
+        device=str(chain.video.hardware.device),
         model_evaluations=sum(
-            plan.evaluations_after(sample.saved_steps or 0)
+            chain.evaluations_after(sample.saved_steps or 0)
             for sample in files
             if sample.saved is None or sample.saved_steps is not None
         ),
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
-        **peak_memory_gib(plan.hardware.device),
-        threads=plan.threads,
-        attention=plan.attention,
+        **peak_memory_gib(chain.video.hardware.device),
+        threads=chain.video.threads,
+        attention=chain.video.attention,
         linear_products=record.linear_products,
-        settings=plan.settings,
+        settings=chain.settings,
     )
 
 
 def _rescued(
-    plan: ExecutionPlan, files: Sequence[SampleFiles], record: RunRecord, run: Run
+    settings: GenerateSettings, files: Sequence[SampleFiles], record: RunRecord, run: Run
 ) -> AbstractContextManager[None]:
     """Return the context that reports the saved state when a run ends early, on rank 0 alone."""
     if not run.is_main:
         return nullcontext()
-    output = plan.settings.output
+    output = settings.output
     # Without a sidecar nobody knows which request has made a result.
     return record.rescue(files, may_repeat=output.metadata and not output.overwrite)
 
@@ -352,11 +358,11 @@ def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> Gener
     """
     # Not asked for its free memory: the context that this makes would stay until the end.
     hardware = hardware_of_ranks(settings)
-    plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
-    require_weights(plan, SilentReporter())
-    files = choose_outputs(plan)
+    chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
+    require_weights(chain, SilentReporter())
+    files = choose_outputs(chain)
     if all(sample.made_before for sample in files):
-        return _made_before(plan, files, reporter)
-    check_outputs(files, plan, create=False)
-    references_of(plan, SilentReporter())
+        return _made_before(chain, files, reporter)
+    check_outputs(files, chain, create=False)
+    references_of(chain.video, SilentReporter())
     return None

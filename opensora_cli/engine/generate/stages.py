@@ -1,5 +1,6 @@
 """The stages of a run: shown, timed, and what is left when one ends early."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ class RunRecord:
         self,
         reporter: Reporter,
         *,
+        cancel: threading.Event | None = None,
         keeps_results: bool = True,
         of: str | None = None,
     ) -> None:
         self.reporter = reporter
+        self._cancel = cancel
         self._of = of
         self.keeps_results = keeps_results
         """Whether what is made is one of the run's results, and stays."""
@@ -55,6 +58,11 @@ class RunRecord:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
 
+    def stop_if_cancelled(self) -> None:
+        """Raise KeyboardInterrupt, as Ctrl-C does, if the run was cancelled; called after each step."""
+        if self._cancel is not None and self._cancel.is_set():
+            raise KeyboardInterrupt
+
     def _shown(self, name: str) -> str:
         return name if self._of is None else f"{self._of} {name}"
 
@@ -64,7 +72,7 @@ class RunRecord:
 
         No result of it is one of the run.
         """
-        record = RunRecord(self.reporter, keeps_results=False, of=of)
+        record = RunRecord(self.reporter, cancel=self._cancel, keeps_results=False, of=of)
         try:
             yield record
         finally:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.targets import SampleFiles
 
@@ -24,26 +24,20 @@ class DenoisedSample:
     """Earlier velocities of the solver or the step cache, shaped like latents, in the order of `last_times`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The extended video of a segment."""
-
-    plan: ExecutionPlan
-    before: tuple[torch.Tensor, ...]
-    """Latents of the complete segments."""
-
-
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sample of a plan, or one segment of an extended video."""
+    """One clip of a job: a sample of the request, or the picture, the draft or a segment of one."""
 
+    chain: Chain
+    """Request that the files belong to."""
     plan: ExecutionPlan
+    """Plan of the job."""
     files: SampleFiles
     references: Sequence[Reference] = ()
     saved: DenoisedSample | None = None
     """Latents from a file, complete or after `files.saved_steps`; None where there are none."""
-    whole: Whole | None = None
-    """The extended video; None for a sample of one segment."""
+    before: tuple[torch.Tensor, ...] = ()
+    """Latents of the complete segments of an extended video."""
     reference_latents: Sequence[torch.Tensor] | None = None
     """latents_CTHW of each reference; None without references."""
     draft_CTHW: torch.Tensor | None = None

@@ -82,7 +82,7 @@ def mem_profile(
 def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     warn_of_missing(lambda: require_weights_of(what), reporter)
     plan = make_plan(with_mode(what, reporter))
-    if plan.picture is not None:
+    if plan.settings.picture.first:
         reporter.note("the picture that is made first is no part of this profile")
     hardware = plan.hardware
     with ExitStack() as stack:

@@ -29,7 +29,7 @@ from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan, alone
 from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.targets import sample_files
@@ -224,7 +224,7 @@ class TestAddLoras:
 class TestOpenLoras:
     def test_nothing_is_opened_without_any(self):
         assert plan_of().loras == ()
-        assert PlanDocument.of(plan_of()).to_json()["loras"] == []
+        assert PlanDocument.of(alone(plan_of())).to_json()["loras"] == []
 
     @pytest.mark.parametrize(
         ("tensors", "config", "error", "words"),
@@ -317,11 +317,11 @@ class TestOpenLoras:
 
     def test_the_plan_lists_them(self, style, everything):
         plan = plan_of(f"{style}:0.8", str(everything))
-        first, second = PlanDocument.of(plan).to_json()["loras"]
+        first, second = PlanDocument.of(alone(plan)).to_json()["loras"]
         assert (first["path"], first["scale"], first["rank"], first["layers"]) == (str(style), 0.8, 4, 56)
         assert (second["scale"], second["rank"], second["layers"]) == (1.0, 3, 77)
         assert first["sha256"] != second["sha256"]
-        lines = [line for line in PlanDocument.of(plan).lines() if line.startswith("lora")]
+        lines = [line for line in PlanDocument.of(alone(plan)).lines() if line.startswith("lora")]
         assert lines[0].startswith(f"lora      {style} x 0.8: rank 4 in 56 layers, ")
         assert len(lines) == 2
 

@@ -14,11 +14,12 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import encoded_text, load
-from opensora_cli.engine.generate.documents import CACHED_TEXT_LINE, PlanDocument
+from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.encoded_text import encode_text, name_in_cache, text_embeds, without_cached_text
+from opensora_cli.engine.generate.execution_plan import CACHED_TEXT_LINE, PICTURE, alone
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import make_chain, make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import read_video
@@ -74,30 +75,30 @@ def test_a_second_run_loads_no_encoder_and_makes_the_same(world, tmp_path, repor
 def test_a_plan_says_that_prompts_are_read_and_counts_no_encoder(world, tmp_path, reporter, plan):
     settings = demo_settings(world, tmp_path)
     before = plan_generation(settings, reporter=reporter)
-    assert before.encodes_text
+    assert before.video.encodes_text
     encoded(plan, reporter)
     after = plan_generation(settings, reporter=reporter)
-    assert after.stages == tuple(stage for stage in before.stages if stage.name != "text")
+    assert after.video.stages == tuple(stage for stage in before.video.stages if stage.name != "text")
     document = PlanDocument.of(after)
     assert document.cached_text
     assert [line for line in document.lines() if line.startswith("prompts ")] == [f"prompts   {CACHED_TEXT_LINE}"]
     assert not PlanDocument.of(before).cached_text
     assert not any(line.startswith("prompts ") for line in PlanDocument.of(before).lines())
     for changes in ({"prompt": "snow"}, {"negative_prompt": "snow"}, {"runtime.prompt_cache": False}):
-        assert plan_generation(settings.replace(changes), reporter=reporter).encodes_text
+        assert plan_generation(settings.replace(changes), reporter=reporter).video.encodes_text
     # Ranks share the encoder, and rank 0 alone looks.
-    alone = without_cached_text(plan, PromptCache.of_user())
-    assert not alone.encodes_text
+    cached = without_cached_text(alone(plan), PromptCache.of_user())
+    assert not cached.video.encodes_text
     shared = replace(plan, mesh=replace(plan.mesh, ulysses=2))
-    assert without_cached_text(shared, PromptCache.of_user()).encodes_text
+    assert without_cached_text(alone(shared), PromptCache.of_user()).video.encodes_text
 
 
 def test_the_plan_of_a_picture_counts_on_the_cache_by_itself(world, tmp_path, reporter):
-    plan = make_plan(picture_first_settings(world, tmp_path))
-    encoded(plan.picture, reporter)
-    left = without_cached_text(plan, PromptCache.of_user())
-    assert left.encodes_text
-    assert not left.picture.encodes_text
+    chain = make_chain(picture_first_settings(world, tmp_path))
+    encoded(chain.find(PICTURE), reporter)
+    left = without_cached_text(chain, PromptCache.of_user())
+    assert left.video.encodes_text
+    assert not left.find(PICTURE).encodes_text
 
 
 def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
@@ -152,8 +153,8 @@ def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path):
 def test_the_plan_and_the_run_count_the_same_threads(plan, reporter, monkeypatch):
     encoded(plan, reporter)
     two = replace(plan, threads=ThreadChoice(count=2, reason="as set"))
-    assert without_cached_text(two, PromptCache.of_user()).encodes_text
-    assert not without_cached_text(plan, PromptCache.of_user()).encodes_text
+    assert without_cached_text(alone(two), PromptCache.of_user()).video.encodes_text
+    assert not without_cached_text(alone(plan), PromptCache.of_user()).video.encodes_text
 
 
 def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, reporter, loads):
@@ -173,7 +174,7 @@ def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, rep
 
 def test_what_was_there_when_it_was_planned_may_be_gone(plan, reporter, loads):
     first = encoded(plan, reporter)
-    planned = without_cached_text(plan, PromptCache.of_user())
+    planned = without_cached_text(alone(plan), PromptCache.of_user()).video
     assert not planned.encodes_text
     for entry in entries()[:1]:
         entry.unlink()

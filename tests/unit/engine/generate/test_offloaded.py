@@ -14,6 +14,7 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise, encoded_text, load
+from opensora_cli.engine.generate.execution_plan import alone
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
@@ -64,7 +65,7 @@ def latents_and_frames(plan, reporter):
     record = RunRecord(reporter)
     with torch.inference_mode(), LoadedModels() as models:
         embeds = encoded_text.encode_text(plan, models, record)
-        sample = Sample(plan, sample_files(plan.settings, 0))
+        sample = Sample(alone(plan), plan, sample_files(plan.settings, 0))
         sample.reference_latents = reference_latents(plan, references_of(plan, reporter), models, record)
         denoise.denoise_samples([sample], embeds, models, record)
         latents = sample.denoised.latents_CTHW

@@ -80,7 +80,7 @@ def test_what_was_fitted_once_is_taken_from_the_cache(world, tmp_path, cache):
         reporter = RecordingReporter()
         plan = plan_generation(settings, reporter=reporter)
         noted = [note for note in reporter.notes if note.startswith("previews:") and note.endswith(str(cache))]
-        assert len(noted) == (known_map(plan) is None)
+        assert len(noted) == (known_map(plan.video) is None)
         return bool(noted)
 
     assert is_to_be_fitted()

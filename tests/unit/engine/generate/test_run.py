@@ -25,7 +25,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, load, references
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.outputs import choose_outputs
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import make_chain, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.generate.run import (
@@ -422,14 +422,14 @@ def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(w
         assert (video.path.name, video.made_before, again.model_evaluations) == ("raining-sea_seed42.mp4", True, 0)
         assert reporter.notes[-1].startswith(f"made before by the same request: {video.path}")
         assert generate(longer).to_json()["outputs"][0]["made_before"] is True
-        [other] = choose_outputs(make_plan(with_mode(settings.replace({"runtime.attention": "math"}), reporter)))
+        [other] = choose_outputs(make_chain(with_mode(settings.replace({"runtime.attention": "math"}), reporter)))
         assert (other.media.name, other.made_before) == ("raining-sea_seed42_3.mp4", False)
     assert generate(settings.replace({"sampling.num_inference_steps": 4})).lines() == [
         str(tmp_path / "raining-sea_seed42_3.mp4")
     ]
     assert {name: (tmp_path / name).read_bytes() for name in bytes_before} == bytes_before
     for each, name in ((settings, "raining-sea_seed42.mp4"), (longer, "raining-sea_seed42_2.mp4")):
-        [file] = choose_outputs(make_plan(with_mode(each.replace({"output.overwrite": True}), reporter)))
+        [file] = choose_outputs(make_chain(with_mode(each.replace({"output.overwrite": True}), reporter)))
         assert (file.media.name, file.made_before) == (name, False)
     unmade = settings.replace({"output.overwrite": True, "sampling.num_inference_steps": 7})
     [video] = generate(unmade).videos
@@ -442,7 +442,7 @@ def test_samples_that_are_there_are_kept_and_the_others_made(world, tmp_path):
     result = generate(released_settings(world, tmp_path, sampling__num_samples="3"))
     assert [(video.seed, video.made_before) for video in result.videos] == [(42, False), (43, True), (44, False)]
     assert (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns == kept
-    assert result.model_evaluations == 2 * make_plan(result.settings).evaluations_per_sample
+    assert result.model_evaluations == 2 * make_plan(result.settings).model_evaluations
 
 
 def test_a_named_file_is_made_before_or_refused(world, tmp_path, monkeypatch):
@@ -464,7 +464,7 @@ def test_what_is_damaged_or_made_of_something_else_is_not_made_before(world, tmp
     sidecar = json.loads(video.sidecar.read_text())
 
     def is_made():
-        [file] = choose_outputs(make_plan(with_mode(settings, SilentReporter())))
+        [file] = choose_outputs(make_chain(with_mode(settings, SilentReporter())))
         return file.made_before
 
     assert is_made()
@@ -521,7 +521,7 @@ def test_overwriting_finds_the_unfinished_result_of_its_own_request(world, tmp_p
     video = [generate(each).videos[0] for each in (settings, other)][1]
     assert video.path.name == "raining-sea_seed42_2.mp4"
     video.path.unlink()
-    [file] = choose_outputs(make_plan(with_mode(other.replace({"output.overwrite": True}), SilentReporter())))
+    [file] = choose_outputs(make_chain(with_mode(other.replace({"output.overwrite": True}), SilentReporter())))
     assert (file.media, file.made_before) == (video.path, False)
 
 
@@ -536,7 +536,7 @@ def test_references_are_hashed_once_for_all_looks_at_the_names(world, tmp_path, 
     assert generate(settings).videos[0].made_before
     assert hashed == [str(picture)]
     picture.write_bytes(world.other_picture.read_bytes())
-    assert not choose_outputs(make_plan(with_mode(settings, SilentReporter())))[0].made_before
+    assert not choose_outputs(make_chain(with_mode(settings, SilentReporter())))[0].made_before
     assert hashed == [str(picture)] * 2
 
 
@@ -562,7 +562,7 @@ def test_what_another_run_has_claimed_is_not_taken(world, tmp_path):
     settings = released_settings(world, tmp_path)
     other = settings.replace({"sampling.num_inference_steps": 3})
     with Claims() as claims:
-        [first] = choose_outputs(make_plan(with_mode(settings, SilentReporter())), claims=claims)
+        [first] = choose_outputs(make_chain(with_mode(settings, SilentReporter())), claims=claims)
         for same in (settings, settings.replace({"output.overwrite": True})):
             with pytest.raises(
                 OutputError, match=rf"another run is making the same result in .*: process {os.getpid()} on "
@@ -664,7 +664,7 @@ class TestReferences:
     def test_suggested_mode(self, world, tmp_path, reporter, files, mode):
         references = ";".join(str(getattr(world, name)) for name in files)
         settings = released_settings(world, tmp_path, condition__references=references, video__num_frames="37")
-        assert plan_generation(settings, reporter=reporter).mode.name == mode
+        assert plan_generation(settings, reporter=reporter).video.mode.name == mode
 
     def test_no_mode_suits(self, world, tmp_path, reporter):
         settings = released_settings(world, tmp_path, condition__references=f"{world.video};{world.picture}")
