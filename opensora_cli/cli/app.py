@@ -27,10 +27,8 @@ from opensora_cli.cli import (
     vae,
 )
 from opensora_cli.cli.command import Command, Group
-from opensora_cli.cli.output import readable
 from opensora_cli.cli.streams import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
-from opensora_cli.core.exceptions import OsoraWarning
 
 app = typer.Typer(
     name="osora",
@@ -89,16 +87,6 @@ def _silence_pillow() -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-_python_format = warnings.formatwarning
-
-
-def _format_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
-    """Return a warning of osora as one line, without the place in its code, and others as Python prints them."""
-    if issubclass(category, OsoraWarning):
-        return f"warning: {readable(str(message))}\n"
-    return _python_format(message, category, *place, **more)
-
-
 @cache
 def _command() -> Any:
     """Return all commands with their options, which take longer to make than many a request to refuse."""
@@ -115,5 +103,4 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     name_eager_cache(os.environ)
     _silence_pillow()
-    warnings.formatwarning = _format_warning
     return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

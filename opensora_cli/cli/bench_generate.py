@@ -29,12 +29,23 @@ Repeats = Annotated[
         rich_help_panel=_COMPARED,
     ),
 ]
+Plot = Annotated[
+    str | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Write a chart of PSNR over evaluations: .png, .svg or .pdf.",
+        rich_help_panel=_COMPARED,
+    ),
+]
 
 
 def bench_generate(
     prompt: options.Prompt = None,
     try_: Tries = None,
     repeats: Repeats = None,
+    plot: Plot = None,
+    overwrite: options.Overwrite = False,
     res: options.Resolution = None,
     num_frames: options.NumFrames = None,
     steps: options.Steps = None,
@@ -60,7 +71,7 @@ def bench_generate(
 
       osora bench-generate
 
-      osora bench-generate "raining, sea" --try euler-15 --try ab2-15 --json
+      osora bench-generate "raining, sea" --try euler-15 --try ab2-15 --plot a.png
 
       osora bench-generate --try sampling.guidance_interval=0.2,0.9
     """
@@ -79,7 +90,8 @@ def bench_generate(
         from opensora_cli.settings.layers import validate
 
         tries = read_tries(try_ or [])
-        given = {} if repeats is None else {"repeats": Given(repeats, "--repeats")}
+        typed_options = {"repeats": repeats, "plot": plot, "overwrite": overwrite}
+        given = {name: Given(value, f"--{name}") for name, value in typed_options.items() if value is not None}
         settings = validate(BenchGenerateSettings, given)
         named = {} if prompt is None else {"prompt": Given(prompt, "PROMPT")}
         flags = given_flags({name: typed[name] for name in FLAGS if name in typed}, called=option_of)
@@ -103,9 +115,9 @@ def bench_generate(
             from opensora_cli.engine.bench_generate.run import bench_generate as compare
 
         rank_flags = [f"--repeats={settings.repeats}", *(f"--try={text}" for text in try_ or [])]
-        rank_flags += [flag for flag, is_on in (("--json", json_), ("--quiet", quiet)) if is_on]
-        report = compare(
-            request, tries, repeats=settings.repeats, reporter=reporter, context=context, rank_flags=rank_flags
-        )
+        rank_flags += [] if plot is None else [f"--plot={plot}"]
+        switches = {"--overwrite": overwrite, "--json": json_, "--quiet": quiet}
+        rank_flags += [flag for flag, is_on in switches.items() if is_on]
+        report = compare(request, tries, options=settings, reporter=reporter, context=context, rank_flags=rank_flags)
         if report is not None:
             output.print_result(report, as_json=json_)

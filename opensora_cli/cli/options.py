@@ -11,16 +11,15 @@ from typing import Annotated
 import typer
 
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.media_choices import Fit, MediaFormat
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.enums import (
     AspectRatio,
     AttentionChoice,
     DType,
-    Fit,
-    ModelChoice,
+    ModelName,
     NameFrom,
-    OffloadChoice,
-    OutputFormat,
+    OffloadMode,
     ReferenceRate,
 )
 
@@ -307,7 +306,7 @@ Out = Annotated[
     ),
 ]
 Format = Annotated[
-    OutputFormat | None,
+    MediaFormat | None,
     typer.Option(
         "--format",
         help="Kind of file. Default: from the file name, else mp4, and png of a picture.",
@@ -365,7 +364,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.",
 
 # On what.
 Model = Annotated[
-    ModelChoice | None,
+    ModelName | None,
     typer.Option(
         "--model",
         help="auto takes open-sora-v2 where its weights and a CUDA device are there, else demo.",
@@ -419,7 +418,7 @@ NoCache = Annotated[
     ),
 ]
 Offload = Annotated[
-    OffloadChoice | None,
+    OffloadMode | None,
     typer.Option(
         "--offload",
         help="What waits outside the device's memory; auto is the least that fits. It changes no result.",

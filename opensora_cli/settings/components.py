@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.core.linear_products import LinearProducts
@@ -83,6 +83,13 @@ class ModelSettings(Section):
     predicts_data: bool = Field(
         default=False, description="whether the transformer puts out the data, from which its velocity is computed"
     )
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_model(cls, value: ModelName) -> ModelName:
+        if value is ModelName.AUTO:
+            raise ValueError("model.name=auto must be a model: use runtime.model_choice=auto")
+        return value
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:

@@ -3,8 +3,9 @@
 from pydantic import Field, field_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
+from opensora_cli.core.media_choices import Fit
 from opensora_cli.settings.base import MAX_FRAMES, Section, split_list
-from opensora_cli.settings.enums import Fit, ReferenceRate
+from opensora_cli.settings.enums import ReferenceRate
 from opensora_cli.settings.explain import nearest
 
 

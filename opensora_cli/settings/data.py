@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.media_choices import Fit
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import Fit
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.files import parse_yaml_text
 

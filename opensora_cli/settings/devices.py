@@ -22,8 +22,8 @@ from opensora_cli.settings.enums import (
     Compression,
     DType,
     HostWeights,
-    ModelChoice,
-    OffloadChoice,
+    ModelName,
+    OffloadMode,
 )
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -266,8 +266,8 @@ class PlacementSettings(Section):
 class RuntimeSettings(PlacementSettings):
     """What runs where."""
 
-    model_choice: ModelChoice = Field(
-        default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
+    model_choice: ModelName = Field(
+        default=ModelName.AUTO, description="auto: the best model that this machine can run"
     )
     attention: AttentionChoice = Field(
         default=AttentionChoice.AUTO,
@@ -286,7 +286,7 @@ class RuntimeSettings(PlacementSettings):
 class MemorySettings(Section):
     """How a run is made to fit into the memory of its device. Only `fp8_storage` changes the result beyond rounding."""
 
-    offload: OffloadChoice = Field(default=OffloadChoice.AUTO, description="auto: the least that fits")
+    offload: OffloadMode = Field(default=OffloadMode.AUTO, description="auto: the least that fits")
     resident_blocks: PositiveInt | None = Field(
         default=None,
         le=10_000,
@@ -306,6 +306,6 @@ class MemorySettings(Section):
     @model_validator(mode="after")
     def _blocks_are_offloaded(self) -> Self:
         for name, value in (("resident_blocks", self.resident_blocks), ("host_weights", self.host_weights)):
-            if value is not None and self.offload in (OffloadChoice.NONE, OffloadChoice.MODEL):
+            if value is not None and self.offload in (OffloadMode.NONE, OffloadMode.MODEL):
                 raise ValueError(f"memory.{name}={value} has no effect with memory.offload={self.offload}: use blocks")
         return self

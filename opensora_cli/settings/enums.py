@@ -4,24 +4,16 @@ from enum import StrEnum
 
 
 class ModelName(StrEnum):
-    """A model."""
+    """Model to generate with."""
 
+    AUTO = "auto"
+    """The best model that this machine can run. Only `runtime.model_choice` takes it."""
     DEMO = "demo"
     OPEN_SORA_V2 = "open-sora-v2"
     OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
     """Over the latents of the video DC-AE."""
     FLUX1_DEV = "flux1-dev"
     """For pictures."""
-
-
-class ModelChoice(StrEnum):
-    """What `--model` takes: a model, or the best one that this machine can run."""
-
-    AUTO = "auto"
-    DEMO = "demo"
-    OPEN_SORA_V2 = "open-sora-v2"
-    OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
-    FLUX1_DEV = "flux1-dev"
 
 
 class VAEKind(StrEnum):
@@ -60,14 +52,6 @@ class AspectRatio(StrEnum):
     TALL_1_2_39 = "1:2.39"
 
 
-class Fit(StrEnum):
-    """How a reference of another shape is fitted into the video."""
-
-    CROP = "crop"
-    PAD = "pad"
-    STRETCH = "stretch"
-
-
 class ReferenceRate(StrEnum):
     """Which frames of a reference video of another rate are given."""
 
@@ -75,15 +59,6 @@ class ReferenceRate(StrEnum):
     """Those that are stored, one for one."""
     MATCH = "match"
     """Those that it shows at the times of the video's frames."""
-
-
-class OutputFormat(StrEnum):
-    """What kind of file a result is saved as. Each is also its file ending."""
-
-    MP4 = "mp4"
-    GIF = "gif"
-    WEBP = "webp"
-    PNG = "png"
 
 
 class DType(StrEnum):
@@ -180,17 +155,10 @@ class DownloadPreset(StrEnum):
 
 
 class OffloadMode(StrEnum):
-    """What waits outside the device's memory until it is needed."""
-
-    NONE = "none"
-    MODEL = "model"
-    BLOCKS = "blocks"
-
-
-class OffloadChoice(StrEnum):
-    """What `--offload` takes: a mode, or the least that fits."""
+    """Weights that wait in host memory until they are needed."""
 
     AUTO = "auto"
+    """The fastest mode that fits in memory."""
     NONE = "none"
     MODEL = "model"
     BLOCKS = "blocks"

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, Source
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.base import Section, Words
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
@@ -21,13 +22,7 @@ from opensora_cli.settings.components import (
 )
 from opensora_cli.settings.condition import ConditionSettings
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
-from opensora_cli.settings.enums import (
-    DType,
-    ModelChoice,
-    ModelName,
-    OutputFormat,
-    VAEKind,
-)
+from opensora_cli.settings.enums import DType, ModelName, VAEKind
 from opensora_cli.settings.explain import either
 from opensora_cli.settings.lengthened import draft_problems, extension_problems, time_problems
 from opensora_cli.settings.output import OutputSettings
@@ -93,7 +88,7 @@ class GenerateSettings(Section):
         return LoraFile.of_list(value)
 
     @property
-    def output_format(self) -> OutputFormat:
+    def output_format(self) -> MediaFormat:
         """What results are written as."""
         return self.output.resolved_format(num_frames=self.video.num_frames)
 
@@ -187,7 +182,7 @@ def _model_problems(settings: GenerateSettings) -> list[str]:
             f"model.patch_size={model.patch_size} squared: use {channels}"
         )
     chosen = settings.runtime.model_choice
-    if chosen not in (ModelChoice.AUTO, model.name):
+    if chosen not in (ModelName.AUTO, model.name):
         problems.append(f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them")
     return problems
 

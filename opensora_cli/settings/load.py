@@ -21,7 +21,7 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.devices import RuntimeSettings, without_retired_keys
-from opensora_cli.settings.enums import ModelChoice, ModelName
+from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import generate_preset, preset_path, read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
@@ -86,13 +86,13 @@ def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:
     given = _given(request)
     runtime = validate(_RuntimeOnly, {key: at for key, at in given.items() if key.startswith("runtime.")}).runtime
     named = given.get("model.name")
-    if named is None and request.on is not None and runtime.model_choice is ModelChoice.AUTO:
+    if named is None and request.on is not None and runtime.model_choice is ModelName.AUTO:
         # No demo is planned for where its weights and GPUs are not looked at.
-        return runtime.replace({"model_choice": ModelChoice.OPEN_SORA_V2})
-    if named is None or runtime.model_choice is not ModelChoice.AUTO:
+        return runtime.replace({"model_choice": ModelName.OPEN_SORA_V2})
+    if named is None or runtime.model_choice is not ModelName.AUTO:
         return runtime
-    if named.value not in list(ModelName):
-        raise RequestError(f"model.name={named.value} must be one of {', '.join(ModelName)} (from {named.source})")
+    if named.value not in (models := [name for name in ModelName if name is not ModelName.AUTO]):
+        raise RequestError(f"model.name={named.value} must be one of {', '.join(models)} (from {named.source})")
     return runtime.replace({"model_choice": named.value})
 
 

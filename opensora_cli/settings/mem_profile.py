@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.base import ByteSize, PlotFile, Section
-from opensora_cli.settings.enums import ModelChoice
+from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
@@ -71,7 +71,7 @@ def profiled_settings(
     overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
     overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
     if config is None:
-        overrides.setdefault("runtime.model_choice", Given(ModelChoice.DEMO.value, "mem-profile"))
+        overrides.setdefault("runtime.model_choice", Given(ModelName.DEMO.value, "mem-profile"))
         return GenerateRequest(overrides=overrides, environment=environment, others=(TrainSettings,))
     return GenerateRequest(overrides=overrides, config=config, environment=environment, others=(TrainSettings,))
 

@@ -5,8 +5,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import NameFrom, OutputFormat
+from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.explain import either
 
 # Endings that people type and that would otherwise quietly become the name of a folder.
@@ -17,7 +18,7 @@ class OutputSettings(Section):
     """Where results go."""
 
     path: str = Field(default="samples", min_length=1, description="a folder, or a file name with a known ending")
-    format: OutputFormat | None = Field(
+    format: MediaFormat | None = Field(
         default=None, description="none: from the file's ending, else mp4, and png of a picture"
     )
     name_from: NameFrom = Field(
@@ -53,14 +54,14 @@ class OutputSettings(Section):
         return self.preview_every is not None or self.explore
 
     @property
-    def named_format(self) -> OutputFormat | None:
+    def named_format(self) -> MediaFormat | None:
         """The format that the ending of `path` names; None where `path` is a folder."""
         ending = PurePath(self.path).suffix.lower().removeprefix(".")
-        return OutputFormat(ending) if ending in list(OutputFormat) else None
+        return MediaFormat(ending) if ending in list(MediaFormat) else None
 
-    def resolved_format(self, *, num_frames: int) -> OutputFormat:
+    def resolved_format(self, *, num_frames: int) -> MediaFormat:
         """Return the format to write."""
-        return self.format or self.named_format or (OutputFormat.PNG if num_frames == 1 else OutputFormat.MP4)
+        return self.format or self.named_format or (MediaFormat.PNG if num_frames == 1 else MediaFormat.MP4)
 
     @model_validator(mode="after")
     def _ending_agrees(self) -> Self:
@@ -77,7 +78,7 @@ class OutputSettings(Section):
             raise ValueError("output.explore=true leaves latents to go on from: drop output.save_latents=false")
         if PurePath(self.path).suffix.lower().removeprefix(".") in _FOREIGN_ENDINGS:
             raise ValueError(
-                f"output.path={self.path} must end in {either([f'.{known}' for known in OutputFormat])} to be a file: "
+                f"output.path={self.path} must end in {either([f'.{known}' for known in MediaFormat])} to be a file: "
                 "use one of these, or name a folder"
             )
         return self

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from opensora_cli.core.formatting import escaped
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.base import NO_VALUE
 from opensora_cli.settings.components import LoraFile
-from opensora_cli.settings.enums import OutputFormat
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
@@ -135,10 +135,10 @@ def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
     return taken
 
 
-def named_format(path: Given | None) -> OutputFormat | None:
+def named_format(path: Given | None) -> MediaFormat | None:
     """Return the format that the ending of a file names; None for a folder."""
     ending = "" if path is None else PurePath(str(path.value)).suffix.lower().removeprefix(".")
-    return OutputFormat(ending) if ending in list(OutputFormat) else None
+    return MediaFormat(ending) if ending in list(MediaFormat) else None
 
 
 def files_needed(saved: Layer, settings: GenerateSettings, *, decodes: bool, given: Collection[str]) -> dict[str, str]:
@@ -197,9 +197,9 @@ def _has_value(given: Given | None) -> bool:
     return bool(value) and not (isinstance(value, str) and value.strip().lower() in NO_VALUE)
 
 
-def _usual_format(saved: Layer) -> OutputFormat:
+def _usual_format(saved: Layer) -> MediaFormat:
     frames = saved.get("video.num_frames")
-    return OutputFormat.PNG if frames is not None and str(frames.value) == "1" else OutputFormat.MP4
+    return MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
 
 
 def _at(values: Mapping[str, Any], key: str) -> object:

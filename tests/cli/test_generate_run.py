@@ -91,7 +91,6 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
     )
 
 
-@pytest.mark.usefixtures("every_stage_takes_time")
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 @pytest.mark.parametrize("is_batch", [False, True])
 def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osora, out, tmp_path, is_batch):
@@ -110,6 +109,7 @@ def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osor
     assert list(out.iterdir()) == [lock]
 
 
+@pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
     code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
     assert code == 0
@@ -151,7 +151,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        (["--attention", "flash2"], 4, ["needs flash-attn, which is not installed", "pip install flash-attn"]),
+        (["--attention", "flash2"], 4, ["flash2 runs on CUDA devices only", "use auto, sdpa or math"]),
         (["--attention", "cudnn"], 4, ["runs on CUDA devices only, and this is cpu", "use auto, sdpa or math"]),
         (["--attention", "cudnn", "--dtype", "float32"], 2, ["computes in float16 and bfloat16 only"]),
         (

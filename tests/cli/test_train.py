@@ -89,7 +89,11 @@ def test_dry_run_touches_nothing(
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        (["--attention", "cudnn"], 4, "train_mmdit.attention=cudnn runs on CUDA devices only, and this is cpu"),
+        (
+            ["--attention", "cudnn"],
+            4,
+            "attention=cudnn does not work here: cudnn runs on CUDA devices only",
+        ),
         (["--attention", "cudnn", "--set", "precision.compute=fp32"], 2, "computes in float16 and bfloat16 only"),
         (
             ["--gpus", "2", "--set", "strategy=hybrid", "--set", "parallel.ring_degree=2"],
@@ -192,7 +196,7 @@ def test_packaged_recipes_by_name(
         (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one GPU"),
         (["--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], 2, "contradicts --device"),
         (["--config", "demo_short"], 3, "has no vae.safetensors, t5, clip"),
-        (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write file/run"),
+        (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write in file/run"),
     ],
 )  # fmt: skip
 def test_bad_requests(

@@ -11,10 +11,9 @@ from opensora_cli.core.exceptions import BatchError
 from opensora_cli.core.solvers import Solver
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.exchanges import PlannedExchange
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.linear_products import LinearProductsReport
-from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.parallelize import PlannedExchange, describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError, OutputError
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.documents import ExploredSeed
 from opensora_cli.engine.generate.execution_plan import Chain
@@ -15,7 +16,7 @@ from opensora_cli.engine.generate.targets import SampleFiles, preview_path, shee
 from opensora_cli.engine.generate.work import Sample
 from opensora_cli.media.read import read_video
 from opensora_cli.media.sheets import contact_sheet, film_strip
-from opensora_cli.media.write import MediaFormat, write_media
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.generate import GenerateSettings
 
 

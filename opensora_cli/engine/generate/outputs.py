@@ -16,6 +16,7 @@ import opensora_cli
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import nearest_existing
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import stamp_of
@@ -34,7 +35,7 @@ from opensora_cli.engine.generate.targets import (
 )
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
-from opensora_cli.settings.enums import ModelName, NameFrom, OutputFormat
+from opensora_cli.settings.enums import ModelName, NameFrom
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
@@ -69,7 +70,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
         sampling = {**parts["sampling"], "seed": seed, "num_samples": 1}
         values = {**parts, "sampling": sampling, "format": format}
         if of_picture is not None:
-            values["picture"] = [settings.picture.save, of_picture(seed, OutputFormat.PNG)]
+            values["picture"] = [settings.picture.save, of_picture(seed, MediaFormat.PNG)]
         return sampled_by or hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     return request
@@ -100,7 +101,7 @@ def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFile
             latents=None,
             saved=None,
             saved_steps=None,
-            request_sha256=request(sample.seed, OutputFormat.PNG),
+            request_sha256=request(sample.seed, MediaFormat.PNG),
         )
         is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
         pictures.append(replace(picture, made_before=is_there and not chain.settings.output.overwrite))

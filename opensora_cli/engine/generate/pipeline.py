@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
@@ -28,7 +29,6 @@ from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.engine.generate.work import DenoisedSample, Sample, unfinished
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
-from opensora_cli.settings.enums import Fit
 
 V = TypeVar("V")
 Embeds = tuple[PromptEmbeds, ...]

@@ -12,7 +12,7 @@ from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.execution_plan import CACHED_TEXT_LINE, PICTURE, Chain, ExecutionPlan, gib_or_less
 from opensora_cli.engine.generate.plan import make_chain
-from opensora_cli.settings.enums import DType, OffloadChoice
+from opensora_cli.settings.enums import DType, OffloadMode
 
 
 def require_room(chain: Chain, reporter: Reporter) -> None:
@@ -93,8 +93,8 @@ def _what_would_fit(plan: ExecutionPlan) -> str:
 def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield what may be asked for instead, as a flag and as settings: first what changes nothing, then the smallest."""
     settings = plan.settings
-    if settings.memory.offload is not OffloadChoice.AUTO or settings.memory.resident_blocks is not None:
-        yield "--offload auto", {"memory.offload": OffloadChoice.AUTO, "memory.resident_blocks": None}
+    if settings.memory.offload is not OffloadMode.AUTO or settings.memory.resident_blocks is not None:
+        yield "--offload auto", {"memory.offload": OffloadMode.AUTO, "memory.resident_blocks": None}
     if plan.hardware.dtype is torch.float32:
         yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
     if not plan.offload.in_8_bits and not plan.decodes_only:

@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.components.exchanges import plan_exchange
 from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.precision import DTYPES

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.settings.enums import OutputFormat
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -384,9 +384,9 @@ def test_references_are_separated_by_semicolons_only() -> None:
 )
 def test_output_format(path: str, format_: str | None, expected: str) -> None:
     output = RELEASED.replace({"output.path": path, "output.format": format_}).output
-    assert output.resolved_format(num_frames=5) is OutputFormat(expected)
+    assert output.resolved_format(num_frames=5) is MediaFormat(expected)
     is_default = (output.format, output.named_format) == (None, None)
-    assert output.resolved_format(num_frames=1) is OutputFormat("png" if is_default else expected)
+    assert output.resolved_format(num_frames=1) is MediaFormat("png" if is_default else expected)
 
 
 def test_latent_frames_and_size_multiple() -> None:

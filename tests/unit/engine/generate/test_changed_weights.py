@@ -30,7 +30,7 @@ def in_dtype_of(settings, component):
 
 def file_of(settings, component):
     path = find_weights(settings).path(component)
-    return path / "model.safetensors" if component.is_folder else path
+    return path / "model.safetensors" if component in (Component.T5, Component.CLIP) else path
 
 
 STAGES = [

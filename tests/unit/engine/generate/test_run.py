@@ -793,9 +793,9 @@ class TestRequests:
 
         def planned(*args, **options):
             warned.append(list(reporter.warnings))
-            return make_plan(*args, **options)
+            return make_chain(*args, **options)
 
-        monkeypatch.setattr("opensora_cli.engine.generate.dry_run.make_plan", planned)
+        monkeypatch.setattr("opensora_cli.engine.generate.dry_run.make_chain", planned)
         given = {"prompt": "sea", "runtime.model_choice": "open-sora-v2", "runtime.device": "cpu"}
         given |= {"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}
         request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
