@@ -12,13 +12,13 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.encode.clip_conditions import cut_part
 from opensora_cli.engine.generate.decode import SampleFrames, decode_latents
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan, alone
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import make
 from opensora_cli.engine.generate.references import Reference
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Sample
 from opensora_cli.media.resize import fit_frames
 
 Clips = NDArray[np.uint8]

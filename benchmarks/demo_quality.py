@@ -52,7 +52,7 @@ from opensora_cli.data.captions import caption_scene
 from opensora_cli.data.scenes import Scene, Time, Weather, render_scene, sample_scene
 from opensora_cli.data.translated_captions import Language
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, with_mode
 from opensora_cli.settings.enums import ModelName

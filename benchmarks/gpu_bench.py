@@ -15,7 +15,7 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import GIB, release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation_work import evaluation_work
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.plan import make_plan
@@ -88,13 +88,13 @@ class Bench:
         compiled = getattr(settings, "compile", False)
         form = settings.model, settings.precision, settings.memory, offload.mode, offload.resident_blocks, compiled
         if self._kept is not None and self._kept[0] == form:
-            load.prepare(self._kept[1], plan)
+            models.prepare(self._kept[1], plan)
             return self._kept[1]
         self.release()
         transformer = random_transformer(plan)
-        load.prepare(transformer, plan)
+        models.prepare(transformer, plan)
         if offload.mode is OffloadMode.BLOCKS:
-            load.stream(plan, transformer, self._ends, SilentReporter())
+            models.stream(plan, transformer, self._ends, SilentReporter())
         self._kept = form, transformer
         return transformer
 

@@ -16,7 +16,7 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.load import load_transformer, load_vae
+from opensora_cli.engine.generate.models import load_transformer, load_vae
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE

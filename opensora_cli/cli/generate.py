@@ -189,7 +189,7 @@ def generate(
             counted = {**machine.counts(request.overrides), **request.overrides}
             request = replace(request, on=machine, overrides=counted)
         if prompts is None:
-            from opensora_cli.engine.generate.early import dry_run_named
+            from opensora_cli.engine.generate.request import dry_run_named
 
             with nullcontext() if dry_run else dry_run_named(request):
                 _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
@@ -253,13 +253,13 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main, pictures=not as_json)
     if context is None:
-        from opensora_cli.engine.generate.early import refuse_early
+        from opensora_cli.engine.generate.request import refuse_early
 
         refuse_early(request, dry_run=dry_run, reporter=reporter)
     output.note_start(reporter)
     with errors.uninterrupted():
-        from opensora_cli.api.pipeline import Pipeline
         from opensora_cli.engine.generate import dry_run as planning
+        from opensora_cli.engine.generate.run import generate_from_request
 
     if dry_run:
         plan = planning.plan_from_request(request, reporter=reporter, context=context)
@@ -268,11 +268,8 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
         plan.require_fit()
         return
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    with (
-        Pipeline.reporting_to(reporter, stay=False) as pipe,
-        keys.ended_by_q(reporter, wanted=context is None and not quiet),
-    ):
-        result = pipe.run(request, context=context, rank_flags=flags)
+    with keys.ended_by_q(reporter, wanted=context is None and not quiet):
+        result = generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
 
@@ -297,8 +294,7 @@ def _run_rows(
     reporter = output.make_reporter(quiet=quiet or not is_main)
     output.note_start(reporter)
     with errors.uninterrupted():
-        from opensora_cli.api.pipeline import Pipeline
-        from opensora_cli.engine.generate.batch import plan_rows
+        from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
     if dry_run:
         plan = plan_rows(request, rows, shard=shard, reporter=reporter)
@@ -314,11 +310,8 @@ def _run_rows(
     for option, value in (("--shard", part), ("--config", request.config), ("--from", sidecar)):
         arguments += [] if value is None else [f"{option}={value}"]
     arguments += [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    with (
-        Pipeline.reporting_to(reporter, stay=True) as pipe,
-        keys.ended_by_q(reporter, wanted=context is None and not quiet),
-    ):
-        result = pipe.run_rows(request, rows, shard=shard, context=context, rank_arguments=arguments)
+    with keys.ended_by_q(reporter, wanted=context is None and not quiet):
+        result = generate_rows(request, rows, shard=shard, reporter=reporter, context=context, rank_arguments=arguments)
     if result is None:
         return
     if is_main:

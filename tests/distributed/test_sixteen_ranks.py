@@ -20,7 +20,7 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.load import load_transformer
+from opensora_cli.engine.generate.models import load_transformer
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.attention.sdpa import sdpa

@@ -19,15 +19,15 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline, resolve
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import SEGMENT, Chain, ExecutionPlan
 from opensora_cli.engine.generate.pipeline import computing, denoise_only, make
 from opensora_cli.engine.generate.plan import make_chain
 from opensora_cli.engine.generate.ranks import Ranks, planned_on_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import Run
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Sample
 from opensora_cli.models.mmdit.model import _computed_where
 from opensora_cli.settings.generate import GenerateSettings
 

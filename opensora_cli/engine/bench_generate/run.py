@@ -20,8 +20,9 @@ from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGener
 from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_memory
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import VIDEO, Chain, ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import make_chain
 from opensora_cli.engine.generate.references import Reference, references_of
@@ -29,9 +30,8 @@ from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, refuse_data_parallel, resolve_generate_settings
 from opensora_cli.engine.generate.room import require_fit, require_room, require_weights
 from opensora_cli.engine.generate.run import Run, watched
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Sample
 from opensora_cli.media.plots import new_figure
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.settings.bench_generate import (

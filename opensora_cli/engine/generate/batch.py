@@ -19,11 +19,12 @@ from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import require_weights_of
-from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, FailedRow, PlanDocument, PlannedShape
-from opensora_cli.engine.generate.encoded_text import text_embeds
+from opensora_cli.engine.generate.documents import BatchResult, FailedRow
+from opensora_cli.engine.generate.dry_run import BatchPlan, PlanDocument, PlannedShape
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import Chain
-from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.manifest import Manifest
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import request_hashes
 from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
@@ -37,7 +38,7 @@ from opensora_cli.engine.generate.ranks import (
 from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
 from opensora_cli.engine.generate.room import require_fit, require_weights
 from opensora_cli.engine.generate.run import Run, carry_out, watched
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, given_for
@@ -165,7 +166,6 @@ def generate_rows(
     *,
     shard: Shard,
     reporter: Reporter,
-    models: LoadedModels,
     context: RankContext | None = None,
     rank_arguments: Sequence[str] = (),
 ) -> BatchResult | None:
@@ -191,7 +191,14 @@ def generate_rows(
         request = request_of_rank(request, context)
         shard = shard.part(context.rank, context.world_size)
     chosen = shard.rows(rows)
-    batch = _Batch(request, chosen, models, shown)
+    with LoadedModels(stay=True) as models:
+        batch = _Batch(request, chosen, models, shown)
+        return _generate_rows(batch, shard, shown, context, rank_arguments)
+
+
+def _generate_rows(
+    batch: "_Batch", shard: Shard, shown: RowReporter, context: RankContext | None, rank_arguments: Sequence[str]
+) -> BatchResult | None:
     if context is not None:
         with joined_for_rows(context) as group:
             first = batch.first_settings()

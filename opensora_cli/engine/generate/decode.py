@@ -16,14 +16,14 @@ from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import PICTURE, Chain, ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import SampleFiles, is_begun, last_frame_path, read_made
-from opensora_cli.engine.generate.work import Sample
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -42,11 +42,11 @@ class GeneratedVideo(Document):
     sidecar: Path | None
     seed: int
     given_frames_psnr_db: float | None
-    """How well the given frames came back; None where none were given."""
+    """PSNR of the given frames in the video; None without references."""
     picture: FirstPicture | None = None
-    """That was made first, and given; None: none was."""
+    """Picture that was made first, as the reference; None without one."""
     made_before: bool = False
-    """Whether it was there already, from the same request."""
+    """Whether an earlier run of the same request made it."""
 
     @classmethod
     def of_earlier_run(cls, chain: Chain, sample: SampleFiles) -> "GeneratedVideo":
@@ -63,38 +63,38 @@ class GeneratedVideo(Document):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFigures:
-    """What making one segment of an extended video took, and what came of the frames that it was given."""
+    """Times and measurements of one segment of an extended video."""
 
     prompt: str
     seed: int
-    """Of its noise."""
+    """Seed of the noise."""
     start_frame: int
     """The first of its own frames in the video."""
     num_frames: int
-    """Of its own, those that it was given not included."""
+    """Frames of the segment, without the given ones."""
     denoise_s: float
     """0 where its latents come from a file."""
     decode_s: float
     given_frames_psnr_db: float | None
-    """How well the given frames came back; None where none were given."""
+    """PSNR of the given frames in the video; None without references."""
     brightness_shift: float
     """Mean over the channels, of 255, by which its first own frame was shifted to follow the last of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What making one sample took, and what came of what was given."""
+    """Times and measurements of one sample."""
 
     timings_s: Mapping[str, float]
     """Seconds of each stage; of the whole run for loading and text."""
     peak_memory_gib: Mapping[str, float]
-    """As `hardware.peak_memory_gib`, of the run so far."""
+    """Result of `hardware.peak_memory_gib` for the run until now."""
     given_frames_psnr_db: float | None
-    """How well the given frames came back; None where none were given."""
+    """PSNR of the given frames in the video; None without references."""
     linear_products: LinearProductsReport | None
-    """What 8 bits changed; None where nothing was multiplied so."""
+    """Errors of 8-bit products; None if there were none."""
     segments: tuple[SegmentFigures, ...] = ()
-    """Of a video that is extended."""
+    """Segments of an extended video."""
 
 
 class SampleFrames(Protocol):
@@ -110,7 +110,7 @@ class SampleFrames(Protocol):
 
     @property
     def record(self) -> RunRecord:
-        """Of its run."""
+        """Record of the run."""
 
     @property
     def latents(self) -> tuple[torch.Tensor, ...]:
@@ -132,7 +132,9 @@ class Decoding:
 
     def __init__(self, sample: Sample, plan: ExecutionPlan, autoencoder: Autoencoder, record: RunRecord) -> None:
         assert sample.denoised is not None
-        self.chain, self.plan, self.sample, self.record = sample.chain, plan, sample.files, record
+        # With the offload that is used now, which may be stronger than planned.
+        self.chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
+        self.plan, self.sample, self.record = plan, sample.files, record
         self.latents, self._denoise_s = (sample.denoised.latents_CTHW,), sample.denoised.denoise_s
         self._autoencoder = autoencoder
         self._psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)

@@ -12,15 +12,15 @@ from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
+from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents
-from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
-from opensora_cli.engine.generate.work import DenoisedSample, Sample, unfinished
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
 from opensora_cli.sampling.guidance import Branch

@@ -43,7 +43,7 @@ class ExecutionPlan:
     height: int
     width: int
     size_note: str | None = None
-    """That the picture, or the one that is made first, has another shape than was asked for; None: it has not."""
+    """Note about a picture whose shape is not the requested one; None if it is."""
     latent_shape: tuple[int, int, int, int]
     """(C, T, H, W) of one sample."""
     timesteps: tuple[float, ...]
@@ -64,7 +64,7 @@ class ExecutionPlan:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether saved latents are decoded, and nothing is sampled."""
+        """Whether the job decodes saved latents, without sampling."""
         return self.settings.from_latents is not None
 
     @property
@@ -79,13 +79,13 @@ class ExecutionPlan:
 
     @property
     def scales(self) -> tuple[GuidanceScales, ...]:
-        """Of guidance, for each step."""
+        """Guidance scales of each step."""
         frames = self.settings.num_latent_frames
         return guidance_scales(self.guidance, mode=self.mode, timesteps=self.timesteps, num_latent_frames=frames)
 
     @property
     def cache(self) -> tuple[CachedStep, ...] | None:
-        """What each step computes, with a step cache; None: there is none."""
+        """Steps with a step cache; None without one."""
         change = self.settings.sampling.step_cache
         if not change:
             return None
@@ -93,7 +93,7 @@ class ExecutionPlan:
 
     @property
     def reused_steps(self) -> tuple[int, ...]:
-        """Those that a step cache spares."""
+        """Steps that reuse block outputs."""
         return tuple(step for step, each in enumerate(self.cache or ()) if each.is_reused)
 
     def past_times(self, steps_done: int) -> dict[Branch | Phase, float]:
@@ -137,7 +137,7 @@ class ExecutionPlan:
 
     @property
     def what(self) -> str:
-        """What is made, for people, without the number of samples."""
+        """Description of one sample, for people."""
         size = f"{self.width}x{self.height}"
         settings = self.settings
         frames = "" if settings.video.num_frames == 1 else f", {settings.video.num_frames} frames"
@@ -174,7 +174,7 @@ class ExecutionPlan:
 
     @property
     def planned_exchange(self) -> PlannedExchange | None:
-        """How the ranks exchange tokens for heads, and what they send; None: they do not."""
+        """Exchange of tokens for heads between the ranks; None if there is none."""
         if self.mesh.ulysses == 1 or self.decodes_only:
             return None
         config = mmdit_config(self.settings.model)
@@ -195,7 +195,7 @@ class ExecutionPlan:
 
     @property
     def encodes_text(self) -> bool:
-        """Whether there is a stage that encodes prompts: there is none where the cache has all of them."""
+        """Whether a stage encodes prompts; there is none if the cache has all of them."""
         return any(stage.name == TEXT for stage in self.stages)
 
     @property
@@ -210,7 +210,7 @@ class ExecutionPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether that is enough."""
+        """Whether every stage fits in memory."""
         return self.peak_bytes <= self.budget_bytes
 
     def with_picked_threads(self, by: str | None = None) -> "ExecutionPlan":

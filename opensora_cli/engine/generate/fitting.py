@@ -1,4 +1,4 @@
-"""What is given up to fit a generation into the memory of its device: estimated, chosen, and chosen again."""
+"""Choose the offload that fits a job in the memory of its device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Fitting:
     files: Mapping[Component, FileWeights] | None
     """On a CPU, what is computed with where it is mapped."""
     held_bytes: int = 0
-    """Of the host's memory, for frames that are there beside every stage."""
+    """Host memory for frames that stay during every stage."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class Fitting:
 
     @property
     def streamable(self) -> Streamable:
-        """What may come to the device piece by piece."""
+        """Parts that can be streamed to the device."""
         frames = decodes_in_chunks(self.settings.vae)
         if self.files is None:
             return Streamable(frames=frames)
@@ -88,7 +88,7 @@ class Fitting:
 
     @property
     def ignored(self) -> str | None:
-        """Which settings of offload have no effect here, and why; None: all have."""
+        """Message about settings of offload without effect on this device; None if all have one."""
         memory = self.settings.memory
         asked = {
             "memory.offload": memory.offload if memory.offload is OffloadMode.BLOCKS else None,
@@ -140,7 +140,7 @@ class Fitting:
 
     @property
     def _tokens(self) -> int:
-        """Of one clip and its text."""
+        """Tokens of one clip and its text."""
         _, *positions = self.sizes.latent_shape
         return prod(positions) // self.settings.model.patch_size**2 + self.settings.text.t5_max_length
 

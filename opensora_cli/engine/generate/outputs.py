@@ -21,7 +21,7 @@ from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, Chain, ExecutionPlan, alone
-from opensora_cli.engine.generate.picture import picture_path
+from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import (
     REQUEST_KEY,

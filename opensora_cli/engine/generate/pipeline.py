@@ -15,18 +15,17 @@ from opensora_cli.engine.components.hardware import limited_memory, start_peak_m
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples
-from opensora_cli.engine.generate.encoded_text import text_embeds
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, Chain, ExecutionPlan, alone
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.extend import Joined, Segment
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import picture_files
-from opensora_cli.engine.generate.preview_map import preview_map
-from opensora_cli.engine.generate.previews import Previews
+from opensora_cli.engine.generate.previews import Previews, preview_map
 from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
-from opensora_cli.engine.generate.segments import Joined, Segment
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
 from opensora_cli.engine.generate.targets import SampleFiles
-from opensora_cli.engine.generate.work import DenoisedSample, Sample, unfinished
+from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
 

@@ -1,4 +1,4 @@
-"""What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
+"""Plan the jobs of a request from its settings and the hardware, before any weight is read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +17,15 @@ from opensora_cli.engine.components.loras import lora_ranks, open_loras
 from opensora_cli.engine.components.parallelize import choose_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes
-from opensora_cli.engine.generate.draft import draft_settings, start_step
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, ExecutionPlan, Job
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
-from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings, size_of_picture
+from opensora_cli.engine.generate.request import (
+    PICTURE_MODE,
+    draft_settings,
+    picture_settings,
+    size_of_picture,
+    start_step,
+)
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, GuidanceScales, busiest, guidance_scales

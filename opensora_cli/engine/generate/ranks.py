@@ -53,9 +53,9 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
 
 _HOST = torch.device("cpu")
 _LONGEST = timedelta(days=30)
-"""That the first rank which has made its rows waits for the last."""
+"""Time that the first finished rank waits for the last."""
 _TILES_AHEAD = 2
-"""That a rank holds, decoded, until rank 0 takes them."""
+"""Decoded tiles that a rank holds until rank 0 takes them."""
 
 
 def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:

@@ -22,10 +22,10 @@ from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
-from opensora_cli.engine.generate.picture import PICTURE_MODE
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels, retried
+from opensora_cli.engine.generate.request import PICTURE_MODE
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -51,7 +51,7 @@ class Reference:
     pixels_CTHW: torch.Tensor
     """float32 in [-1, 1]."""
     at_head: bool
-    """Whether they are the video's first frames and not its last."""
+    """True for the first frames of the video, False for its last."""
 
 
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
@@ -293,7 +293,7 @@ def collect_references_batch(
 
 
 class GivenFramesPSNR:
-    """How well given frames came back in a video that passes piece by piece; none of it is kept."""
+    """PSNR of given frames in a video that passes piece by piece, without keeping it."""
 
     def __init__(self, references: Sequence[Reference], *, num_frames: int) -> None:
         # In pairs: what was given, and the position of its first frame in the video.

@@ -7,15 +7,15 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import choose_model
-from opensora_cli.engine.generate.early import refuse_sampled
-from opensora_cli.engine.generate.encoded_text import without_cached_text
 from opensora_cli.engine.generate.execution_plan import VIDEO, Chain
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
+from opensora_cli.engine.generate.request import refuse_sampled
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import LATENTS_ENDING
+from opensora_cli.engine.generate.text import without_cached_text
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_runtime_settings

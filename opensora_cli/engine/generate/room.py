@@ -1,4 +1,4 @@
-"""Whether a device has room for a generation, and what may be asked for instead."""
+"""Refuse a request that does not fit in memory, with the changes that would fit."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,9 +4,9 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from opensora_cli.core.exceptions import RequestError
@@ -17,13 +17,13 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import keep_attention
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.decode import GeneratedVideo, save
+from opensora_cli.engine.generate.decode import Figures, GeneratedVideo, SampleFrames, report_given_frames, save
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.explore import explore, explored_of, is_made, write_sheet
-from opensora_cli.engine.generate.held import HeldVideo, hold
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import (
     check_outputs,
     choose_outputs,
@@ -44,10 +44,9 @@ from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_data_parallel, resolve_generate_settings
 from opensora_cli.engine.generate.room import require_room, require_weights
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.saved_latents import open_latents
-from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame_path, sample_files
-from opensora_cli.engine.generate.work import Sample
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
@@ -59,12 +58,12 @@ from opensora_cli.settings.load import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origins:
-    """Where choices come from that are reported."""
+    """Sources of automatic choices, for reports."""
 
     model: str | None = None
-    """Which was chosen, and why; None: it was asked for."""
+    """Chosen model and the reason; None for a requested model."""
     threads: str | None = None
-    """What set their number; None: nothing that is known."""
+    """Source of the number of threads; None if not known."""
 
     def note(self, reporter: Reporter) -> None:
         """Report which model was chosen, if it was."""
@@ -74,7 +73,7 @@ class Origins:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How a generation is carried out, whatever it makes."""
+    """Context of a run: who reports, which ranks take part, which models are loaded."""
 
     reporter: Reporter
     context: RankContext | None = None
@@ -85,7 +84,7 @@ class Run:
     cancel: threading.Event | None = None
     """Set by another thread to stop the run after the current step, with its state saved."""
     models: LoadedModels | None = None
-    """Which outlive the run; None: it loads its own."""
+    """Models that stay loaded after the run; None to load models for this run."""
 
     @property
     def is_main(self) -> bool:
@@ -106,14 +105,19 @@ def generate_from_request(
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
-    models: LoadedModels | None = None,
+    cancel: threading.Event | None = None,
 ) -> GenerateResult | None:
     """Choose the model, complete the settings, and generate, with several devices in processes of their own.
 
-    `context` is set in one of several ranks, and `rank_flags` are passed on to ranks that are started here. `models`
-    outlive the call where one process makes it; None: it loads its own. Returns None where ranks were started, of which
-    the first has printed the result; a RankFailure where one failed. Other errors as in `generate` and
-    `resolve_generate_settings`.
+    Args:
+        request: settings as they are given.
+        reporter: shows progress and previews.
+        context: set in one of several ranks.
+        rank_flags: options of the command line for ranks that are started here.
+        cancel: set by another thread to stop the run after its current step, as Ctrl-C does.
+
+    Returns None if ranks were started; rank 0 prints the result. Raises RankFailure if a rank failed. Other errors are
+    those of `generate` and `resolve_generate_settings`.
     """
     if context is not None:
         request = request_of_rank(request, context)
@@ -129,7 +133,7 @@ def generate_from_request(
             origins.note(reporter)
             start_ranks(settings, flags=rank_flags)
         return made
-    return _generate(settings, Run(reporter=reporter, context=context, origins=origins, models=models))
+    return _generate(settings, Run(reporter=reporter, context=context, origins=origins, cancel=cancel))
 
 
 def generate(
@@ -157,11 +161,23 @@ def generate(
     return _generate(settings, Run(reporter=reporter or SilentReporter(), context=context))
 
 
-def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporter: Reporter) -> HeldVideo:
-    """Choose the model, complete the settings, make their first sample with `models`, and return it in memory.
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeldVideo:
+    """One finished sample in memory."""
 
-    No file is written, not even of its picture. Errors are those of `generate_from_request`, but for an OutputError and
-    what Ctrl-C lists.
+    chain: Chain
+    sample: SampleFiles
+    frames_THWC: torch.Tensor
+    """uint8 RGB, on the CPU."""
+    figures: Figures
+    request_sha256: Callable[[int, str], str]
+    """Hashes of the request when the video was made; see `outputs.request_hashes`."""
+
+
+def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporter: Reporter) -> HeldVideo:
+    """Choose the model, complete the settings, and return the first sample in memory.
+
+    No file is written, not even of its picture. Errors are those of `generate_from_request`, except OutputError.
     """
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     if settings.resume is not None:
@@ -169,20 +185,26 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
-    run = Run(reporter=reporter, origins=Origins(choice, source_of(request, "runtime.threads")), models=models)
-    chain = plan_here(completed(settings, reporter), models, by=run.origins.threads)
+    origins = Origins(choice, source_of(request, "runtime.threads"))
+    chain = plan_here(completed(settings, reporter), models, by=origins.threads)
     require_weights(chain, reporter)
     require_room(chain, reporter)
     references = references_of(chain.video, reporter)
-    finish = partial(hold, request_sha256=request_hashes(chain))
+    hashes = request_hashes(chain)
     files = dataclasses.replace(sample_files(chain.settings, 0), latents=None)
     saved = saved_samples(chain, [files], None).get(0)
-    run.origins.note(reporter)
-    chain = chain.with_threads(by=run.origins.threads)
-    record = RunRecord(reporter, keeps_results=False)
+    origins.note(reporter)
+    chain = chain.with_threads(by=origins.threads)
+    events = RunRecord(reporter, keeps_results=False)
+
+    def hold(decoding: SampleFrames) -> HeldVideo:
+        frames_THWC = torch.cat([*decoding.pieces()])
+        figures, made_first = decoding.figures(), chain.find(PICTURE) is not None
+        report_given_frames(figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
+        return HeldVideo(decoding.chain, files, frames_THWC, figures, hashes)
+
     with computing(chain.video, reporter):
-        sample = Sample(chain, chain.video, files, references, saved)
-        [video] = make(chain, [sample], models, record, finish=finish)
+        [video] = make(chain, [Sample(chain, chain.video, files, references, saved)], models, events, finish=hold)
     return video
 
 

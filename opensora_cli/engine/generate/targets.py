@@ -22,9 +22,9 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA, usual_settings
 from opensora_cli.settings.saved import flags_again
 
 REQUEST_KEY = "request_sha256"
-"""Of sidecars and saved latents: the hash of everything that decides their bits."""
+"""Key of sidecars and saved latents for the hash of everything that decides their bits."""
 STEPS_KEY = "steps_done"
-"""Of saved latents that have not been through all steps."""
+"""Key of saved latents for the number of steps done; absent after all steps."""
 _SEEDS_PER_SEGMENT = 10_000
 LATENTS_ENDING = ".latents.safetensors"
 
@@ -34,29 +34,29 @@ class SampleFiles:
     """The files of one sample."""
 
     settings: GenerateSettings = field(repr=False, compare=False)
-    """Of its run."""
+    """Settings of the run."""
     index: int
     seed: int
     target: Path
-    """What was asked for."""
+    """Requested file."""
     media: Path
-    """What is made: `target`, or the folder of a PNG sequence."""
+    """Result: `target`, or the folder of a PNG sequence."""
     sidecar: Path | None
     """None where no metadata is wanted."""
     latents: Path | None
     """None where they are not saved, or come from a file already."""
     number: int = 1
-    """Of the names that a result in a folder may have: NAME, NAME_2, NAME_3 ..."""
+    """Number of the name of a result in a folder: NAME, NAME_2, NAME_3 ..."""
     request_sha256: str = ""
     """The hash of everything that decides its bits."""
     made_before: bool = False
-    """Whether the same request has made them: they are kept, and nothing is computed."""
+    """Whether an earlier run of the same request made the result, which is kept."""
     saved: Path | None = None
     """Latents to go on from: those asked for, or of a run of the same request that did not finish; None: none."""
     saved_steps: int | None = None
     """Steps that these have been through; None: all."""
     segment: int = 0
-    """Which of its segments is made, of a video that is extended."""
+    """Number of the segment of an extended video."""
 
     @property
     def noise_seed(self) -> int:
@@ -308,7 +308,7 @@ def _described(sample: SampleFiles) -> Mapping[str, Any]:
 
 
 class _Begun(NamedTuple):
-    """What saved latents say of themselves."""
+    """Metadata of saved latents."""
 
     request_sha256: str | None = None
     """None: there are none, or of another kind."""
@@ -316,7 +316,7 @@ class _Begun(NamedTuple):
 
     @property
     def option(self) -> str:
-        """What goes on from them, whatever the request."""
+        """Option of the command line that continues from them."""
         return "--from-latents" if self.steps is None else "--resume"
 
 

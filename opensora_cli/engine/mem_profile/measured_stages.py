@@ -22,10 +22,10 @@ from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
-from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.models import move_but, streamed_blocks, waiting_modulation
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
@@ -158,11 +158,11 @@ def time_stage(plan: ExecutionPlan, name: str) -> float:
 
 
 def random_transformer(plan: ExecutionPlan) -> MMDiT:
-    """Return what `load.load_transformer` returns, with random weights."""
+    """Return what `models.load_transformer` returns, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_fake_loras(transformer, lora_ranks(plan.loras))
-    for layer in load.waiting_modulation(transformer, offload):
+    for layer in waiting_modulation(transformer, offload):
         fill_randomly(layer, torch.device("cpu"))
     streams = offload.mode is OffloadMode.BLOCKS
     if streams or offload.in_8_bits:
@@ -174,7 +174,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:
-                    load.move_but(load.waiting_modulation(transformer, offload), block, device)
+                    move_but(waiting_modulation(transformer, offload), block, device)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))
@@ -251,7 +251,7 @@ def _denoise(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module
     transformer = random_transformer(plan)
     models: dict[str, nn.Module] = {"transformer": transformer}
     if plan.offload.mode is OffloadMode.BLOCKS:
-        stack.enter_context(load.streamed_blocks(plan, transformer))
+        stack.enter_context(streamed_blocks(plan, transformer))
     elif plan.mode.needs_reference and plan.offload.mode is OffloadMode.NONE:
         models["vae"] = _vae(plan)
 

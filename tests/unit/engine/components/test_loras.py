@@ -26,9 +26,9 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan, alone
 from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.plan import make_plan
@@ -77,11 +77,11 @@ def everything(tmp_path_factory) -> Path:
 
 
 def velocity(plan: ExecutionPlan) -> Tensor:
-    transformer = load.load_transformer(plan)
+    transformer = models.load_transformer(plan)
     given = inputs(transformer, batch=1, tokens=30)
     with torch.inference_mode():
         if plan.offload.mode is OffloadMode.BLOCKS:
-            with load.streamed_blocks(plan, transformer):
+            with models.streamed_blocks(plan, transformer):
                 return transformer(**given)
         return transformer(**given)
 
@@ -174,12 +174,12 @@ class TestAddLoras:
             offload = OffloadPlan(modulation_on_host=first, fp8_storage=in_8_bits)
             chosen = replace(plan, offload=offload)
             with torch.inference_mode():
-                made.append(sample_latents(chosen, load.load_transformer(chosen), embeds, None, seed=0))
+                made.append(sample_latents(chosen, models.load_transformer(chosen), embeds, None, seed=0))
         assert_close(*made)
 
     def test_beside_weights_in_8_bits(self, everything):
         offload = OffloadPlan(fp8_storage=True, chunk_tokens=7)
-        transformer = load.load_transformer(plan_of(str(everything), offload=offload))
+        transformer = models.load_transformer(plan_of(str(everything), offload=offload))
         given = inputs(transformer, batch=1, tokens=30)
         with torch.inference_mode():
             found = transformer(**given)
@@ -207,7 +207,7 @@ class TestAddLoras:
     def test_the_weights_stay_mapped_from_their_file(self, everything, tmp_path):
         # In the dtype that the demo's file has, no copy is made.
         dtype = str(load_file(TRANSFORMER)["img_in.weight"].dtype).removeprefix("torch.")
-        transformer = load.load_transformer(plan_of(str(everything), **{"runtime.dtype": dtype}))
+        transformer = models.load_transformer(plan_of(str(everything), **{"runtime.dtype": dtype}))
         weights = [weight for name, weight in transformer.named_parameters() if ".lora_" not in name]
         assert are_mapped(weights, TRANSFORMER)
 
@@ -217,7 +217,7 @@ class TestAddLoras:
         with pytest.raises(
             CheckpointError, match=r"adapter of single_blocks\.0\.linear2 has numbers that are too large"
         ):
-            load.load_transformer(plan)
+            models.load_transformer(plan)
 
 
 @pytest.mark.usefixtures("without_estimates")
@@ -389,7 +389,7 @@ class TestMemory:
             offload=OffloadPlan(chunk_tokens=tokens),
             **{"memory.offload": "none", "sampling.num_inference_steps": 2},
         )
-        transformer = load.load_transformer(plan)
+        transformer = models.load_transformer(plan)
         transformer.set_sequence_chunk(tokens)
         text = plan.settings.model
         with torch.inference_mode(), TensorBytes() as counter:
@@ -407,7 +407,7 @@ class TestMemory:
     def test_streamed_blocks_bring_their_adapters(self, style, everything):
         offload = OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=3, fp8_storage=True)
         plan = plan_of(str(style), str(everything), offload=offload)
-        transformer = load.load_transformer(plan)
+        transformer = models.load_transformer(plan)
         blocks = [*transformer.double_blocks, *transformer.single_blocks]
         rest = storage_bytes(transformer.parameters()) - sum(storage_bytes(block.parameters()) for block in blocks)
         held = streaming_bytes([slot_bytes(block) for block in blocks], resident=3)
@@ -415,7 +415,7 @@ class TestMemory:
 
     def test_profiling_has_them_too(self, everything):
         plan = plan_of(str(everything))
-        profiled, real = random_transformer(plan), load.load_transformer(plan)
+        profiled, real = random_transformer(plan), models.load_transformer(plan)
         assert storage_bytes(profiled.parameters()) == storage_bytes(real.parameters())
         assert {name for name, _ in profiled.named_parameters()} == {name for name, _ in real.named_parameters()}
 

@@ -20,15 +20,15 @@ from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.encoded_text import encode_text
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
@@ -307,7 +307,7 @@ def test_reading_the_prompts_takes_what_was_estimated():
 
 @SLOW
 def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
-    layers = load.load_t5(plan_of({})).blocks
+    layers = generate_models.load_t5(plan_of({})).blocks
     whole = sum(weight.nbytes for weight in layers.parameters())
     alone, three, four, five = (
         estimated(plan_of({"parallel.gpus": ranks}), OffloadPlan())["text"].weight_bytes for ranks in (1, 3, 4, 5)
@@ -366,7 +366,7 @@ def test_models_stay_where_nothing_is_offloaded():
 
 def test_of_the_text_encoder_only_some_layers_stay_when_it_is_streamed():
     plan = plan_of({})
-    layers = load.load_t5(plan).blocks
+    layers = generate_models.load_t5(plan).blocks
     whole, streamed = (estimated(plan, OffloadPlan(stream_text=chosen))["text"] for chosen in (False, True))
     saved = sum(weight.nbytes for weight in layers.parameters())
     held = streaming_bytes([slot_bytes(layer) for layer in layers], resident=2)

@@ -8,9 +8,10 @@ import pytest
 from tiny_world import DEMO_SIZES, demo_settings
 
 from opensora_cli.core.exceptions import BatchError, CheckpointError, RequestError
-from opensora_cli.engine.generate import batch, denoise, encoded_text, load
+from opensora_cli.engine.generate import batch, denoise
+from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.batch import generate_rows, plan_rows
-from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
@@ -55,9 +56,8 @@ def rows_of(tmp_path):
     return write
 
 
-def run(request, rows, reporter, *, shard="1/1", models=None):
-    with models or LoadedModels(stay=True) as lent:
-        return generate_rows(request, rows, shard=Shard.of(shard), reporter=reporter, models=lent)
+def run(request, rows, reporter, *, shard="1/1"):
+    return generate_rows(request, rows, shard=Shard.of(shard), reporter=reporter)
 
 
 def lines_of(result):
@@ -111,13 +111,13 @@ def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked
 def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, monkeypatch):
     loads = []
     for name in ("load_t5", "load_transformer"):
-        original = getattr(load, name)
+        original = getattr(generate_models, name)
 
         def counted(*args, original=original, name=name, **options):
             loads.append(name)
             return original(*args, **options)
 
-        monkeypatch.setattr(load, name, counted)
+        monkeypatch.setattr(generate_models, name, counted)
     result = run(
         asked(memory__offload="model", video__num_frames=1), rows_of("sea\ndesert\nrain", kind="txt"), reporter
     )
@@ -128,13 +128,13 @@ def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, 
 
 def test_each_row_has_a_picture_of_its_own(asked, rows_of, reporter, monkeypatch):
     encoded = []
-    encode = encoded_text.encode_text
+    encode = generate_text.encode_text
 
     def watched(plan, *args):
         encoded.append((plan.settings.prompt, plan.settings.video.num_frames))
         return encode(plan, *args)
 
-    monkeypatch.setattr(encoded_text, "encode_text", watched)
+    monkeypatch.setattr(generate_text, "encode_text", watched)
     wanted = asked(picture__first=True, video__num_frames=5, runtime__prompt_cache=False)
     run(wanted, rows_of("sea\ndesert\n", kind="txt"), reporter)
     assert sorted(encoded) == [("desert", 1), ("desert", 5), ("sea", 1), ("sea", 5)]

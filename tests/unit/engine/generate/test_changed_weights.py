@@ -9,7 +9,7 @@ from tiny_world import demo_settings
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.weights import Component, find_weights
-from opensora_cli.engine.generate import decode, denoise, encoded_text, load
+from opensora_cli.engine.generate import decode, denoise, models, text
 from opensora_cli.engine.generate.run import generate
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -34,9 +34,9 @@ def file_of(settings, component):
 
 
 STAGES = [
-    (Component.T5, load, "load_t5", encoded_text, "encode_texts"),
-    (Component.TRANSFORMER, load, "load_transformer", denoise, "sample_latents"),
-    (Component.VAE, load, "load_vae", decode, "decode_latents"),
+    (Component.T5, models, "load_t5", text, "encode_texts"),
+    (Component.TRANSFORMER, models, "load_transformer", denoise, "sample_latents"),
+    (Component.VAE, models, "load_vae", decode, "decode_latents"),
 ]
 
 

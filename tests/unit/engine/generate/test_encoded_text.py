@@ -13,15 +13,15 @@ from opensora_cli.core.files import user_cache
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.encode.prompt_cache import PromptCache
-from opensora_cli.engine.generate import encoded_text, load
-from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.encoded_text import encode_text, name_in_cache, text_embeds, without_cached_text
+from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate import text as generate_text
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import CACHED_TEXT_LINE, PICTURE, alone
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import make_chain, make_plan
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.text import encode_text, name_in_cache, text_embeds, without_cached_text
 from opensora_cli.media.read import read_video
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -30,8 +30,10 @@ pytestmark = pytest.mark.usefixtures("without_estimates")
 @pytest.fixture
 def loads(monkeypatch):
     """Return what T5 is loaded for, in time."""
-    found, load_t5 = [], load.load_t5
-    monkeypatch.setattr(load, "load_t5", lambda plan, **options: found.append(plan) or load_t5(plan, **options))
+    found, load_t5 = [], generate_models.load_t5
+    monkeypatch.setattr(
+        generate_models, "load_t5", lambda plan, **options: found.append(plan) or load_t5(plan, **options)
+    )
     return found
 
 
@@ -115,8 +117,10 @@ def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
 
 
 def test_the_negative_prompt_is_encoded_once_ever(plan, reporter, monkeypatch):
-    texts, encode = [], load.T5Encoder.encode
-    monkeypatch.setattr(load.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each))
+    texts, encode = [], generate_models.T5Encoder.encode
+    monkeypatch.setattr(
+        generate_models.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each)
+    )
     for prompt in ("sea", "rain", "sea"):
         settings = plan.settings.replace({"prompt": prompt, "prompt_suffix.add_fps": False})
         encoded(replace(plan, settings=settings), reporter)
@@ -206,8 +210,8 @@ def test_a_cache_that_cannot_be_written_ends_nothing(plan, reporter, loads):
 
 
 def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch):
-    readers, count = [], load.prompt_readers
-    monkeypatch.setattr(load, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
+    readers, count = [], generate_models.prompt_readers
+    monkeypatch.setattr(generate_models, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
     encoded(plan, reporter)
     models, record = LoadedModels(stay=True), RunRecord(reporter)
     for _ in range(3):
@@ -226,4 +230,4 @@ def test_an_encoder_of_another_width_is_refused(plan, reporter):
         with pytest.raises(CheckpointError) as caught:
             encoded(other, reporter)
         assert caught.value.message == f"{folder} encodes to 16 numbers, and the transformer reads model.vec_in_dim=24"
-    assert encoded_text.PromptCache.of_user().folder is not None
+    assert generate_text.PromptCache.of_user().folder is not None

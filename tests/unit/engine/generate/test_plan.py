@@ -19,7 +19,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate import file_bytes
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import plan, room
-from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.execution_plan import PICTURE, alone
 from opensora_cli.engine.generate.plan import make_chain, make_plan
 from opensora_cli.engine.generate.room import require_fit

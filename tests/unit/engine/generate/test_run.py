@@ -22,8 +22,9 @@ from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length,
 from opensora_cli.core.exceptions import MediaError, OsoraError, OsoraWarning, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import decode, denoise, load, references
+from opensora_cli.engine.generate import decode, denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.outputs import choose_outputs
 from opensora_cli.engine.generate.plan import make_chain, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
@@ -32,7 +33,6 @@ from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
 )
-from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -250,7 +250,7 @@ class CountingTransformer:
 @pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_loop", 110)])
 def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
     transformer = CountingTransformer()
-    monkeypatch.setattr(load, "load_transformer", lambda plan, **_: transformer)
+    monkeypatch.setattr(models, "load_transformer", lambda plan, **_: transformer)
     settings = released_settings(
         world,
         tmp_path,
@@ -387,7 +387,7 @@ def test_png_sequence_keeps_its_name_in_the_sidecar(world, tmp_path):
 
 def nothing_is_loaded(monkeypatch):
     for name in ("load_t5", "load_transformer"):
-        monkeypatch.setattr(load, name, lambda *_, **__: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(models, name, lambda *_, **__: pytest.fail("nothing may be loaded"))
 
 
 @pytest.mark.slow
@@ -626,7 +626,7 @@ class TestPrompts:
         ]
 
     def test_a_dry_run_warns_as_the_run_does(self, world, tmp_path, reporter, monkeypatch):
-        monkeypatch.setattr(load, "load_t5", lambda *_, **__: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(models, "load_t5", lambda *_, **__: pytest.fail("nothing may be loaded"))
         plan_generation(demo_settings(world, tmp_path, prompt="a dragon, raining, Zebra"), reporter=reporter)
         plan_generation(released_settings(world, tmp_path, prompt="a dragon " * 9), reporter=reporter)
         assert reporter.warnings == [
@@ -650,8 +650,10 @@ class TestPrompts:
 
     def test_the_negative_prompt_gets_no_suffix(self, world, tmp_path, monkeypatch):
         encoded = []
-        encode = load.T5Encoder.encode
-        monkeypatch.setattr(load.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts))
+        encode = models.T5Encoder.encode
+        monkeypatch.setattr(
+            models.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts)
+        )
         generate(released_settings(world, tmp_path, negative_prompt="night", prompt_suffix__motion_score="2"))
         assert encoded == [["raining, sea. 24 FPS. 2 motion score."], ["night"]]
 

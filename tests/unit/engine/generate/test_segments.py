@@ -13,15 +13,15 @@ from tiny_world import RecordingReporter, demo_settings, weights_of
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import denoise, encoded_text, fitting
-from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate import denoise, fitting, text
+from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.execution_plan import SEGMENT
+from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.held import HeldVideo
-from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate, generate_from_request, hold_from_request
-from opensora_cli.engine.generate.segments import follow
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
@@ -192,13 +192,13 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
 
 
 def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
-    encode, encoded = encoded_text.encode_text, []
+    encode, encoded = text.encode_text, []
 
     def watched(plan, *args):
         encoded.append(plan.settings.prompt)
         return encode(plan, *args)
 
-    monkeypatch.setattr(encoded_text, "encode_text", watched)
+    monkeypatch.setattr(text, "encode_text", watched)
     one = demo_settings(world, tmp_path, **EXTENDED)
     video = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
     assert encoded == ["raining, sea", "snow, sea"]

@@ -14,8 +14,8 @@ import torch
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.decode import Figures, SampleFrames, SegmentFigures
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.execution_plan import Chain
-from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114])
@@ -48,7 +48,7 @@ class Joined:
     _own_THWC: list[torch.Tensor] = field(default_factory=list)
     _segments: list[SegmentFigures] = field(default_factory=list)
     decode_s: float = 0.0
-    """Of `pieces`, whose frames are decoded already."""
+    """Seconds of decoding in `pieces`, whose frames are in memory already."""
 
     def add(self, clip: Segment, seed: int) -> None:
         """Append what a segment of this noise has of its own."""

@@ -1,4 +1,4 @@
-"""The stages of a run: shown, timed, and what is left when one ends early."""
+"""Progress, times, cancellation and saved state of a run."""
 
 import threading
 import time
@@ -28,9 +28,9 @@ class RunRecord:
         self._cancel = cancel
         self._of = of
         self.keeps_results = keeps_results
-        """Whether what is made is one of the run's results, and stays."""
+        """Whether the videos are results of the run, which are kept."""
         self.linear_products: LinearProductsReport | None = None
-        """What was measured of products in 8 bits, once they run."""
+        """Errors of 8-bit products, once they are measured."""
         self.timings_s: dict[str, float] = {}
         self._files: Sequence[SampleFiles] = ()
         self._may_repeat = False
@@ -97,7 +97,7 @@ class RunRecord:
 
     @contextmanager
     def rescue(self, files: Sequence[SampleFiles], *, may_repeat: bool) -> Iterator[None]:
-        """When the block, which makes `files`, ends early, report what is finished and how to go on: in
+        """If the block, which makes `files`, ends early, report the finished files and how to continue: in
         KeyboardInterrupt, or as warnings. A launcher always knows it, also when this process is killed.
 
         `may_repeat` is whether the same command goes on with what is still to be made.
