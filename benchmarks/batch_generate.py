@@ -13,9 +13,9 @@ from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.encode.clip_conditions import cut_part
 from opensora_cli.engine.generate.decode import SampleFrames, decode_latents
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan, alone
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import make
+from opensora_cli.engine.generate.plan import Plan, alone
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
@@ -26,7 +26,7 @@ Clips = NDArray[np.uint8]
 
 
 @torch.inference_mode()
-def reconstruct(plan: ExecutionPlan, models: LoadedModels, clips_NTHWC: Clips) -> Clips:
+def reconstruct(plan: Plan, models: LoadedModels, clips_NTHWC: Clips) -> Clips:
     """Return clips as the autoencoder gives them back: the mode of the posterior, decoded."""
     tiling = vae_tiling(plan.settings.vae)
     decoded: list[torch.Tensor] = []
@@ -40,7 +40,7 @@ def reconstruct(plan: ExecutionPlan, models: LoadedModels, clips_NTHWC: Clips) -
 
 @torch.inference_mode()
 def generate_clips(
-    plan: ExecutionPlan,
+    plan: Plan,
     models: LoadedModels,
     prompts: Sequence[str],
     *,
@@ -77,7 +77,7 @@ def _frames(decoding: SampleFrames) -> torch.Tensor:
     return torch.cat([*decoding.pieces()])
 
 
-def given_of(plan: ExecutionPlan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:
+def given_of(plan: Plan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:
     """Return the frames of a clip that the plan's mode gives."""
     grid = plan.settings.vae.grid
     parts = reference_parts(
@@ -91,6 +91,6 @@ def given_of(plan: ExecutionPlan, filmed_THWC: NDArray[np.uint8]) -> list[Refere
     ]
 
 
-def as_pixels(plan: ExecutionPlan, frames_THWC: NDArray[np.uint8]) -> torch.Tensor:
+def as_pixels(plan: Plan, frames_THWC: NDArray[np.uint8]) -> torch.Tensor:
     """Return frames as `osora generate` reads a reference: pixels_CTHW in [-1, 1], fitted to the video."""
     return fit_frames(torch.from_numpy(frames_THWC.copy()), height=plan.height, width=plan.width, fit="crop")

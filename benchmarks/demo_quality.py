@@ -51,9 +51,9 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.captions import caption_scene
 from opensora_cli.data.scenes import Scene, Time, Weather, render_scene, sample_scene
 from opensora_cli.data.translated_captions import Language
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, with_mode
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -77,7 +77,7 @@ def scene_set(
     return scenes, [caption_scene(scene, rng, complete=True, language=language) for scene in scenes]
 
 
-def film(scenes: Sequence[Scene], plan: ExecutionPlan) -> Clips:
+def film(scenes: Sequence[Scene], plan: Plan) -> Clips:
     """Return the scenes as clips of the plan's size, length and rate."""
     video = plan.settings.video
     return np.stack(
@@ -85,7 +85,7 @@ def film(scenes: Sequence[Scene], plan: ExecutionPlan) -> Clips:
     )
 
 
-def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
+def measure_vae(plan: Plan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
     """Return the mean PSNR of reconstructed clips, for each weather too, their SSIM and detail, and what the reader
     makes of them.
     """
@@ -109,7 +109,7 @@ def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, co
     }
 
 
-def measure_reader(reader: Reader, plan: ExecutionPlan, *, count: int, seed: int) -> dict[str, Any]:
+def measure_reader(reader: Reader, plan: Plan, *, count: int, seed: int) -> dict[str, Any]:
     """Return how well the reader reads held-out renders."""
     scenes, _ = scene_set(count, seed=seed, part=_READER_SCENES)
     return {
@@ -119,7 +119,7 @@ def measure_reader(reader: Reader, plan: ExecutionPlan, *, count: int, seed: int
 
 
 def measure_prompts(
-    plan: ExecutionPlan,
+    plan: Plan,
     models: LoadedModels,
     readers: Readers,
     options: argparse.Namespace,
@@ -196,7 +196,7 @@ def misread(read_NA: torch.Tensor, scenes: Sequence[Scene], prompts: Sequence[st
 
 
 def measure_conditions(
-    plan: ExecutionPlan,
+    plan: Plan,
     models: LoadedModels,
     reader: Reader,
     options: argparse.Namespace,
@@ -290,7 +290,7 @@ def try_guidance(
     options: argparse.Namespace,
     *,
     say: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], ExecutionPlan]:
+) -> tuple[list[dict[str, Any]], Plan]:
     """Return a report for each choice of steps and guidance that is asked for, and the plan of the best on average."""
     sampling = settings.sampling
     trials = []

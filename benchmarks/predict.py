@@ -19,8 +19,8 @@ from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.estimate.predicted_time import TRAFFIC, PredictedTime, Seconds, added, times, total
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan, alone
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan, alone
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
@@ -70,7 +70,7 @@ FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
 
 
 @cache
-def plan_on(resolution: str, machine: str, *, ring: bool = False) -> ExecutionPlan:
+def plan_on(resolution: str, machine: str, *, ring: bool = False) -> Plan:
     """Return the plan of a preset on hardware as `--on` names it; `ring`: all ranks share tokens by ring attention."""
     planned = read_machine(machine)
     count = planned.count or 1

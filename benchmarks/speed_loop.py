@@ -15,9 +15,9 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.models import load_transformer, load_vae
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import NO_TILING
@@ -90,7 +90,7 @@ def _demo(mode: str, steps: int) -> GenerateSettings:
     )
 
 
-def _loops(plan: ExecutionPlan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _loops(plan: Plan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Return the plain loop and ours, from the same noise, embeddings and references to latents_1CTHW."""
     generator, settings = torch.Generator().manual_seed(0), plan.settings
     config, patch = transformer.config, settings.model.patch_size

@@ -16,7 +16,7 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import LowRankLinear
@@ -38,7 +38,7 @@ def _settings(adapters: tuple[str, ...], degrees: dict[str, int], memory: dict[s
     )
 
 
-def _drawn(plan: ExecutionPlan) -> tuple[Tensor, int, int]:
+def _drawn(plan: Plan) -> tuple[Tensor, int, int]:
     """Return the latents, the adapters' bytes on this rank, and how many there are."""
     ranks = Ranks(plan.mesh, torch.device("cpu")) if plan.mesh.size > 1 else None
     transformer = models.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)

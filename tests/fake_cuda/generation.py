@@ -20,9 +20,9 @@ from opensora_cli.engine.generate import denoise, pipeline, resolve
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import SEGMENT, Chain, ExecutionPlan
 from opensora_cli.engine.generate.pipeline import computing, denoise_only, make
-from opensora_cli.engine.generate.plan import make_chain
+from opensora_cli.engine.generate.plan import SEGMENT, Chain, Plan
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.ranks import Ranks, planned_on_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import Run
@@ -143,7 +143,7 @@ def _make(chain: Chain, run: Run, *, decodes: bool) -> None:
             denoise_only(chain, samples, models, record, ranks=run.ranks)
 
 
-def _text_embeds(plan: ExecutionPlan, *_: object) -> tuple[PromptEmbeds, ...]:
+def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
     model, hardware = plan.settings.model, plan.hardware
     empty = partial(torch.empty, dtype=hardware.dtype, device=hardware.device)
     embeds = PromptEmbeds(empty(2, plan.settings.text.t5_max_length, model.context_in_dim), empty(2, model.vec_in_dim))

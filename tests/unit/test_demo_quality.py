@@ -29,8 +29,8 @@ from opensora_cli.data.scenes import (
     sample_scene,
 )
 from opensora_cli.data.translated_captions import Language, translated_words
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
 
 
@@ -40,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def plan(world: World) -> ExecutionPlan:
+def plan(world: World) -> Plan:
     settings = demo_settings(world, Path("unused"), sampling__num_inference_steps="3", sampling__guidance_scale="4")
     return make_plan(with_mode(settings, SilentReporter()))
 

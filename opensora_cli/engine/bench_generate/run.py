@@ -21,10 +21,10 @@ from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import VIDEO, Chain, ExecutionPlan
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import make_chain
+from opensora_cli.engine.generate.plan import VIDEO, Chain, Plan
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, refuse_data_parallel, resolve_generate_settings
@@ -225,7 +225,7 @@ def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
         raise KeyboardInterrupt(f"{done} of {len(turns)} runs were finished; there is no table") from interrupt
 
 
-def _shortened(plan: ExecutionPlan) -> ExecutionPlan:
+def _shortened(plan: Plan) -> Plan:
     """Return a plan that loads and computes everything in a few steps."""
     return replace(plan, timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1])
 

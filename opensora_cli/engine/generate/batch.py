@@ -22,11 +22,11 @@ from opensora_cli.engine.components.weights import require_weights_of
 from opensora_cli.engine.generate.documents import BatchResult, FailedRow
 from opensora_cli.engine.generate.dry_run import BatchPlan, PlanDocument, PlannedShape
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import Chain
 from opensora_cli.engine.generate.manifest import Manifest
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import request_hashes
 from opensora_cli.engine.generate.pipeline import computing
+from opensora_cli.engine.generate.plan import Chain
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
 from opensora_cli.engine.generate.ranks import (
     device_for_rows,

@@ -17,9 +17,9 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import PICTURE, Chain, ExecutionPlan
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
+from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
@@ -130,7 +130,7 @@ class SampleFrames(Protocol):
 class Decoding:
     """A sample, or a segment of one, that is being decoded."""
 
-    def __init__(self, sample: Sample, plan: ExecutionPlan, autoencoder: Autoencoder, record: RunRecord) -> None:
+    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: RunRecord) -> None:
         assert sample.denoised is not None
         # With the offload that is used now, which may be stronger than planned.
         self.chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
@@ -202,7 +202,7 @@ def decode_samples(
             return ()
         for sample in samples:
 
-            def decode(plan: ExecutionPlan, sample: Sample = sample) -> V:
+            def decode(plan: Plan, sample: Sample = sample) -> V:
                 with models.autoencoder(plan, record) as autoencoder:
                     return finish(Decoding(sample, plan, autoencoder, record))
 
@@ -212,7 +212,7 @@ def decode_samples(
     return tuple(results)
 
 
-def _decode_for_rank_0(plan: ExecutionPlan, samples: Sequence[Sample], vae: Autoencoder, record: RunRecord) -> None:
+def _decode_for_rank_0(plan: Plan, samples: Sequence[Sample], vae: Autoencoder, record: RunRecord) -> None:
     """Decode this rank's tiles of every sample; rank 0 writes the videos."""
     with record.stage(DECODE, total=len(samples), unit="samples") as progress:
         for sample in samples:
@@ -323,7 +323,7 @@ def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *,
 
 
 def decode_latents(
-    plan: ExecutionPlan, vae: Autoencoder, latents_CTHW: torch.Tensor, *, on_tile: Callable[[], None] = lambda: None
+    plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor, *, on_tile: Callable[[], None] = lambda: None
 ) -> Generator[torch.Tensor]:
     """Yield the frames (t, H, W, 3) of a sample piece by piece, uint8 on the CPU, cropped to the requested size.
 
@@ -345,7 +345,7 @@ def decode_latents(
             del shown_THWC
 
 
-def _pieces(plan: ExecutionPlan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
+def _pieces(plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
     return vae.decode_pieces(
         latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
         tiling=vae_tiling(plan.settings.vae),

@@ -13,9 +13,9 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import sample_settings
+from opensora_cli.engine.generate.plan import Chain, Plan
 from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
@@ -102,7 +102,7 @@ def denoise_samples(
         for sample, draft_CTHW in zip(fresh, broadcast_tensors(own, device=ranks.device), strict=True):
             sample.draft_CTHW = draft_CTHW
 
-    def denoise_the_rest(plan: ExecutionPlan) -> None:
+    def denoise_the_rest(plan: Plan) -> None:
         missing = unfinished(samples)
         left = sum(plan.evaluations_after(sample.steps_done) for sample in missing)
         with (
@@ -117,7 +117,7 @@ def denoise_samples(
 
 
 def _denoise_sample(
-    plan: ExecutionPlan,
+    plan: Plan,
     sample: Sample,
     embeds: PromptEmbeds,
     transformer: Callable[..., torch.Tensor],
@@ -226,7 +226,7 @@ class _Saver:
 
 
 def sample_latents(
-    plan: ExecutionPlan,
+    plan: Plan,
     transformer: Callable[..., torch.Tensor],
     embeds: PromptEmbeds,
     reference_latents: Sequence[torch.Tensor] | None,
@@ -331,7 +331,7 @@ def sample_latents(
     return predicted[0] if predicted else finished(packed_BND)
 
 
-def _unpacked(plan: ExecutionPlan, packed_BND: torch.Tensor) -> torch.Tensor:
+def _unpacked(plan: Plan, packed_BND: torch.Tensor) -> torch.Tensor:
     _, frames, rows, columns = plan.latent_shape
     patch_size = plan.settings.model.patch_size
     return unpack_latents(packed_BND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch_size)

@@ -18,7 +18,8 @@ from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.generate.documents import FailedRow, failed_lines
-from opensora_cli.engine.generate.execution_plan import (
+from opensora_cli.engine.generate.outputs import check_outputs, picture_files, planned_outputs
+from opensora_cli.engine.generate.plan import (
     CACHED_TEXT_LINE,
     DRAFT,
     PICTURE,
@@ -27,8 +28,7 @@ from opensora_cli.engine.generate.execution_plan import (
     alone,
     gib_or_less,
 )
-from opensora_cli.engine.generate.outputs import check_outputs, picture_files, planned_outputs
-from opensora_cli.engine.generate.plan import make_chain
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.predicted import predict_time
 from opensora_cli.engine.generate.previews import fitting_line, known_map
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware, request_of_rank

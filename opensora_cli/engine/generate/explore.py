@@ -8,9 +8,9 @@ from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.documents import ExploredSeed
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import Chain
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import denoise_only
+from opensora_cli.engine.generate.plan import Chain
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path, sheet_path

@@ -15,7 +15,7 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.decode import Figures, SampleFrames, SegmentFigures
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import Chain
+from opensora_cli.engine.generate.plan import Chain
 from opensora_cli.engine.generate.targets import SampleFiles
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114])

@@ -39,7 +39,7 @@ from opensora_cli.engine.estimate.offload import (
     keep_models,
 )
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
+from opensora_cli.engine.generate.plan import Plan, gib_or_less
 from opensora_cli.memory.eight_bit_products import ProductError
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_memory import SharedCopies
@@ -56,7 +56,7 @@ Advance = Callable[[int], None]
 """Called with the bytes of each tensor as it is loaded."""
 
 
-def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
+def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
     """Return the T5 encoder; with `stream_text` its layers stay on the CPU, for `streamed_layers`.
 
     Otherwise the ranks of `group` share its layers, if they have a head for each. A folder that is missing, incomplete
@@ -77,7 +77,7 @@ def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T
     return t5
 
 
-def load_clip(plan: ExecutionPlan) -> ClipEncoder:
+def load_clip(plan: Plan) -> ClipEncoder:
     """Return the CLIP encoder.
 
     A CheckpointError if its folder is missing, incomplete or broken, a RequestError if `text.clip_max_length` is over
@@ -91,7 +91,7 @@ def load_clip(plan: ExecutionPlan) -> ClipEncoder:
     )
 
 
-def prompt_readers(plan: ExecutionPlan) -> tuple[PromptReader, PromptReader]:
+def prompt_readers(plan: Plan) -> tuple[PromptReader, PromptReader]:
     """Return how T5 and CLIP read prompts, without their weights; errors as `load_t5` and `load_clip`."""
     text = plan.settings.text
     return (
@@ -101,7 +101,7 @@ def prompt_readers(plan: ExecutionPlan) -> tuple[PromptReader, PromptReader]:
 
 
 def load_transformer(
-    plan: ExecutionPlan,
+    plan: Plan,
     *,
     group: dist.ProcessGroup | None = None,
     machine_group: dist.ProcessGroup | None = None,
@@ -189,14 +189,14 @@ def move_but(without: Sequence[nn.Module], block: nn.Module, device: torch.devic
             move_but(without, child, device)
 
 
-def prepare(transformer: MMDiT, plan: ExecutionPlan) -> None:
+def prepare(transformer: MMDiT, plan: Plan) -> None:
     """Give the transformer what a plan changes without other weights."""
     transformer.set_sequence_chunk(plan.offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))
 
 
-def _casts_later(plan: ExecutionPlan) -> bool:
+def _casts_later(plan: Plan) -> bool:
     """Return whether blocks are cast when they are needed, which happens on a CPU only."""
     offload = plan.offload
     return plan.hardware.device.type == "cpu" and offload.mode is OffloadMode.BLOCKS and not offload.in_8_bits
@@ -218,7 +218,7 @@ def _hold_8_bits(block: nn.Module, copies: SharedCopies) -> None:
 
 
 def streamed_blocks(
-    plan: ExecutionPlan, transformer: MMDiT, *, source: HostWeights | None = None
+    plan: Plan, transformer: MMDiT, *, source: HostWeights | None = None
 ) -> AbstractContextManager[StreamingFigures]:
     """Return the context in which the offloaded blocks of `load_transformer` come to the device and go again.
 
@@ -234,7 +234,7 @@ def streamed_blocks(
     )
 
 
-def stream(plan: ExecutionPlan, transformer: MMDiT, ends: ExitStack, reporter: Reporter) -> None:
+def stream(plan: Plan, transformer: MMDiT, ends: ExitStack, reporter: Reporter) -> None:
     """Enter `streamed_blocks` until `ends` are closed, without a copy of the blocks where the host has no room for one.
 
     A HardwareError if the settings insist on that.
@@ -248,7 +248,7 @@ def stream(plan: ExecutionPlan, transformer: MMDiT, ends: ExitStack, reporter: R
         ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
 
 
-def streamed_layers(plan: ExecutionPlan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
+def streamed_layers(plan: Plan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
     """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
     return text_encoders.streamed_layers(t5, device=plan.hardware.device, dtype=plan.hardware.dtype)
 
@@ -258,7 +258,7 @@ def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:
     return [cast(nn.ModuleList, transformer.get_submodule(path)) for path in paths]
 
 
-def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> Autoencoder:
+def load_vae(plan: Plan, *, advance: Advance | None = None) -> Autoencoder:
     """Return the autoencoder; a CheckpointError for a file that is missing, broken, or does not fit the settings."""
     return load_autoencoder(
         plan.settings.vae,
@@ -270,7 +270,7 @@ def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> Autoenco
 
 
 @contextmanager
-def loading(plan: ExecutionPlan, component: Component, record: RunRecord) -> Iterator[Advance]:
+def loading(plan: Plan, component: Component, record: RunRecord) -> Iterator[Advance]:
     """Show the loading of a file of weights as part of the stage `load`."""
     total = sum(entry.nbytes for entry in open_checkpoint(plan.weights.path(component)).entries.values())
     with record.stage("load", total=total, unit=BYTES) as progress:
@@ -355,7 +355,7 @@ class LoadedModels:
         """Return what they take of a device's memory, as planned; all of it can be released."""
         return sum(held.num_bytes for held in self._held.values() if held.device == device)
 
-    def planned(self, plan: ExecutionPlan) -> ExecutionPlan:
+    def planned(self, plan: Plan) -> Plan:
         """Return a plan that keeps models beside the stages, if they are to stay and it has room for them.
 
         What fits is kept, and nothing is given up for it: results are the same bits.
@@ -365,7 +365,7 @@ class LoadedModels:
         loaded = {name: held.num_bytes for name, held in self._held.items() if held.device == plan.hardware.device}
         return replace(plan, stages=keep_models(plan.stages, budget=plan.budget_bytes, loaded=loaded))
 
-    def make_room(self, plan: ExecutionPlan, stage: str) -> None:
+    def make_room(self, plan: Plan, stage: str) -> None:
         """Release what the plan does not keep beside a stage, and what it needs in another form."""
         memory = _memory_of(plan, stage)
         kept = {MODEL_OF[stage], *(name for name, _ in memory.kept)} if memory else {MODEL_OF[stage]}
@@ -387,7 +387,7 @@ class LoadedModels:
         self._release(others)
         return bool(others)
 
-    def prompt_readers(self, plan: ExecutionPlan) -> tuple[PromptReader, PromptReader]:
+    def prompt_readers(self, plan: Plan) -> tuple[PromptReader, PromptReader]:
         """Return how T5 and CLIP read prompts, without their weights where these are not loaded."""
         if TEXT_ENCODERS in self._held:
             return cast(TextEncoders, self._held[TEXT_ENCODERS].model)
@@ -397,7 +397,7 @@ class LoadedModels:
         return self._readers[1]
 
     @contextmanager
-    def text_encoders(self, plan: ExecutionPlan, record: RunRecord) -> Iterator[TextEncoders]:
+    def text_encoders(self, plan: Plan, record: RunRecord) -> Iterator[TextEncoders]:
         """Lend T5 and CLIP, T5's layers streamed if the plan wants it."""
 
         def make(ends: ExitStack) -> TextEncoders:
@@ -414,7 +414,7 @@ class LoadedModels:
             yield encoders
 
     @contextmanager
-    def transformer(self, plan: ExecutionPlan, record: RunRecord) -> Iterator[MMDiT]:
+    def transformer(self, plan: Plan, record: RunRecord) -> Iterator[MMDiT]:
         """Lend the transformer, ready to run, with as much of it on the device as planned."""
 
         def make(ends: ExitStack) -> MMDiT:
@@ -442,7 +442,7 @@ class LoadedModels:
             yield transformer
 
     @contextmanager
-    def autoencoder(self, plan: ExecutionPlan, record: RunRecord) -> Iterator[Autoencoder]:
+    def autoencoder(self, plan: Plan, record: RunRecord) -> Iterator[Autoencoder]:
         """Lend the autoencoder."""
 
         def make(_: ExitStack) -> Autoencoder:
@@ -456,7 +456,7 @@ class LoadedModels:
     def _lent(
         self,
         name: str,
-        plan: ExecutionPlan,
+        plan: Plan,
         make: Callable[[ExitStack], T],
         *,
         again: Callable[[T], object] = lambda model: None,
@@ -481,7 +481,7 @@ class LoadedModels:
                 self._release([name])
             raise
 
-    def _made(self, name: str, plan: ExecutionPlan, form: object, make: Callable[[ExitStack], object]) -> _Held:
+    def _made(self, name: str, plan: Plan, form: object, make: Callable[[ExitStack], object]) -> _Held:
         own = next((stage.own_bytes for stage in plan.stages if MODEL_OF[stage.name] == name), 0)
         with ExitStack() as ends:
             model = make(ends)
@@ -496,7 +496,7 @@ class LoadedModels:
             release_memory(device)
 
 
-def _form(plan: ExecutionPlan, name: str) -> object:
+def _form(plan: Plan, name: str) -> object:
     """Return what a model is made of under a plan."""
     files = tuple((path := plan.weights.path(part), stamp_of(path)) for part in _PARTS[name])
     settings, offload = plan.settings, plan.offload
@@ -520,13 +520,11 @@ def _form(plan: ExecutionPlan, name: str) -> object:
     return files, plan.hardware.device, plan.hardware.dtype, made_of
 
 
-def _memory_of(plan: ExecutionPlan, stage: str) -> StageMemory | None:
+def _memory_of(plan: Plan, stage: str) -> StageMemory | None:
     return next((each for each in plan.stages if each.name == stage), None)
 
 
-def with_room(
-    plan: ExecutionPlan, stage: str, models: LoadedModels, record: RunRecord, *, together: bool = False
-) -> ExecutionPlan:
+def with_room(plan: Plan, stage: str, models: LoadedModels, record: RunRecord, *, together: bool = False) -> Plan:
     """Return a plan whose `stage` fits into the memory that a CPU has now: others may have taken some since the plan.
 
     What the plan does not keep beside the stage is released first. On a GPU, where an allocation that fails ends
@@ -546,7 +544,7 @@ def with_room(
     if plan.hardware.device.type != "cpu":
         return plan
 
-    def needs(plan: ExecutionPlan) -> int:
+    def needs(plan: Plan) -> int:
         memory = _memory_of(plan, stage)
         return max(0, memory.total_bytes - models.bytes_on(plan.hardware.device)) if memory else 0
 
@@ -572,7 +570,7 @@ def with_room(
     raise OutOfMemoryError(problem, hint="close what else takes memory, or ask for a smaller --res or --num-frames")
 
 
-def _of_all_ranks(plan: ExecutionPlan, needed: int) -> tuple[int, int]:
+def _of_all_ranks(plan: Plan, needed: int) -> tuple[int, int]:
     """Return the most that a rank of a machine needs, and the least that one can have.
 
     None goes on before all have looked.
@@ -583,20 +581,20 @@ def _of_all_ranks(plan: ExecutionPlan, needed: int) -> tuple[int, int]:
     return max(needed for needed, _ in both), min(free for _, free in both)
 
 
-def _keeping_none(plan: ExecutionPlan) -> ExecutionPlan:
+def _keeping_none(plan: Plan) -> Plan:
     stages = (replace(stage, weight_bytes=stage.own_bytes, kept=()) for stage in plan.stages)
     return replace(plan, stages=tuple(stages))
 
 
 def retried(
-    run: Callable[[ExecutionPlan], T],
-    plan: ExecutionPlan,
+    run: Callable[[Plan], T],
+    plan: Plan,
     stage: str,
     models: LoadedModels,
     record: RunRecord,
     *,
     together: bool = True,
-) -> tuple[T, ExecutionPlan]:
+) -> tuple[T, Plan]:
     """Run `run`; when it runs out of memory, again without the other models, and then with stronger
     offload.
 

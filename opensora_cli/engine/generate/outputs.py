@@ -20,7 +20,7 @@ from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import stamp_of
-from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, Chain, ExecutionPlan, alone
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
 from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import (
@@ -164,7 +164,7 @@ def _check_space(folder: Path, files: Sequence[SampleFiles], chain: Chain) -> No
         )
 
 
-def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSettings:
+def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
     """Return the settings that make this one sample again, with its own seed, from whatever folder they are used in."""
     settings = plan.settings
     output = settings.output
@@ -190,7 +190,7 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
     return settings.replace(changes)
 
 
-def _request_parts(plan: ExecutionPlan, references: Sequence[str]) -> dict[str, Any]:
+def _request_parts(plan: Plan, references: Sequence[str]) -> dict[str, Any]:
     """Return all that decides the bits of a sample but seed and format: settings, weights, versions, device and dtype.
 
     `references` are the hashes of what is given. Not in it: where files are, how work is divided and offloaded, which
@@ -310,7 +310,7 @@ def sidecar_document(
     }
 
 
-def _draft(plan: ExecutionPlan, draft: ExecutionPlan) -> dict[str, object]:
+def _draft(plan: Plan, draft: Plan) -> dict[str, object]:
     return {
         "height": draft.height,
         "width": draft.width,

@@ -16,10 +16,10 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, Chain, ExecutionPlan, alone
 from opensora_cli.engine.generate.extend import Joined, Segment
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import picture_files
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
 from opensora_cli.engine.generate.previews import Previews, preview_map
 from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
@@ -34,7 +34,7 @@ Embeds = tuple[PromptEmbeds, ...]
 
 
 @contextmanager
-def computing(plan: ExecutionPlan, reporter: Reporter) -> Iterator[None]:
+def computing(plan: Plan, reporter: Reporter) -> Iterator[None]:
     """Apply the threads, the precision and the memory limit of a plan inside the block."""
     assert plan.threads is not None
     device = plan.hardware.device
@@ -261,7 +261,7 @@ def _frames(decoding: SampleFrames) -> torch.Tensor:
     return torch.cat([*decoding.pieces()])
 
 
-def _sharing(plan: ExecutionPlan, video: ExecutionPlan, ranks: Ranks | None) -> Ranks | None:
+def _sharing(plan: Plan, video: Plan, ranks: Ranks | None) -> Ranks | None:
     """Return the ranks as they share the work of another job."""
     if ranks is None or (plan.mesh, plan.exchange) == (video.mesh, video.exchange):
         return ranks

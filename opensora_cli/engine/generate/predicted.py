@@ -34,7 +34,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     total,
 )
 from opensora_cli.engine.estimate.transformer import bytes_of_blocks, modulation_bytes, streamed_bytes
-from opensora_cli.engine.generate.execution_plan import SEGMENT, VIDEO, Chain, ExecutionPlan
+from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Chain, Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights
@@ -75,7 +75,7 @@ def _stages(chain: Chain, gpu: GpuSettings) -> dict[str, Seconds]:
     return found
 
 
-def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def loading(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long weights take to come to the GPU once, from mapped files that are in the page cache."""
     itemsize = plan.hardware.dtype.itemsize
     sizes = {name: count * itemsize for name, count in plan.fitting.parameters.items() if name in plan.components}
@@ -95,7 +95,7 @@ def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {COPIES: copied(gpu, sum(sizes.values()), pinned=False)}
 
 
-def modulation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def modulation(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long its weights take to come from the host, once for each sample."""
     if not plan.offload.modulation_on_host:
         return {}
@@ -105,7 +105,7 @@ def modulation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {COPIES: copied(gpu, size, pinned=False)}
 
 
-def text(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def text(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long the prompt and the negative prompt take, of which ranks share T5."""
     paths, lengths = plan.weights.paths, plan.settings.text
     t5, clip = T5Sizes.of(paths.get(Component.T5)), ClipSizes.of(paths.get(Component.CLIP))
@@ -115,7 +115,7 @@ def text(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {TEXT: total(kernel_seconds(work, gpu, dtype)) / sharing}
 
 
-def encoding(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def encoding(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long the first rank takes to encode what is given, and a draft."""
     sizes = plan.fitting.sizes
     lengths = reference_frames(plan.settings, sizes) + ((plan.num_frames,) if sizes.has_draft else ())
@@ -125,7 +125,7 @@ def encoding(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {ENCODING: seconds} if seconds else {}
 
 
-def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long the transformer takes for one clip and one branch of guidance."""
     settings, dtype = plan.settings, plan.hardware.dtype
     config = mmdit_config(settings.model)
@@ -157,7 +157,7 @@ def _eight_bit_tflops(gpu: GpuSettings, linear: LinearProducts) -> float | None:
     return {LinearProducts.FP8: gpu.fp8_tflops, LinearProducts.INT8: gpu.int8_tops}.get(linear)
 
 
-def decoding(plan: ExecutionPlan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
+def decoding(plan: Plan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
     """Return how long one clip takes to decode; with `shared`, ranks have tiles of their own."""
     dtype, vae = plan.hardware.dtype, plan.settings.vae
     whole = autoencoder_seconds(decoding_work(vae, plan.latent_shape, dtype), gpu, dtype)
@@ -166,7 +166,7 @@ def decoding(plan: ExecutionPlan, gpu: GpuSettings, *, shared: bool = True) -> S
     return {DECODING: whole * share}
 
 
-def _exchanged(plan: ExecutionPlan, gpu: GpuSettings, *, attention: float) -> float:
+def _exchanged(plan: Plan, gpu: GpuSettings, *, attention: float) -> float:
     """Return how long a rank waits for others in an evaluation, whose attention takes so many seconds."""
     planned = plan.planned_exchange
     exchanged = Exchanged(

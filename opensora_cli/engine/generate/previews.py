@@ -22,8 +22,8 @@ from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.models import LoadedModels, retried
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path
 from opensora_cli.media.pictures import png_bytes
 from opensora_cli.media.resize import to_uint8
@@ -123,7 +123,7 @@ def _clip_shape(autoencoder: Autoencoder) -> tuple[int, int]:
     return grid.longest_clip(2 * grid.time_compression_ratio + 1), size
 
 
-def known_map(plan: ExecutionPlan) -> PreviewMap | None:
+def known_map(plan: Plan) -> PreviewMap | None:
     """Return the map of a plan's autoencoder; None where it is still to be fitted."""
     file = _file_of(plan)
     try:
@@ -133,14 +133,14 @@ def known_map(plan: ExecutionPlan) -> PreviewMap | None:
     return found if found is not None and len(found.weights_C3) == plan.latent_shape[0] else None
 
 
-def preview_map(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> PreviewMap | None:
+def preview_map(plan: Plan, models: LoadedModels, record: RunRecord) -> PreviewMap | None:
     """Return the map of a plan's autoencoder, fitted and kept if it is not known; None, with a warning, where there is
     no room for that. A CheckpointError if the autoencoder's weights are broken.
     """
     if (known := known_map(plan)) is not None:
         return known
 
-    def fit(plan: ExecutionPlan) -> PreviewMap:
+    def fit(plan: Plan) -> PreviewMap:
         with (
             models.autoencoder(plan, record) as autoencoder,
             record.stage("preview", total=count_clips(autoencoder), unit="clips") as progress,
@@ -162,7 +162,7 @@ def preview_map(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) ->
     return fitted
 
 
-def fitting_line(plan: ExecutionPlan) -> str:
+def fitting_line(plan: Plan) -> str:
     """Return for people that the map of a plan's autoencoder is to be fitted, and where it is kept."""
     file = _file_of(plan)
     kept = "" if file is None else f", and kept in {file.parent}"
@@ -174,7 +174,7 @@ def demo_map_file() -> Path:
     return packaged_demo() / "vae.preview.json"
 
 
-def _file_of(plan: ExecutionPlan) -> Path | None:
+def _file_of(plan: Plan) -> Path | None:
     """Return where the map of a plan's autoencoder is kept, or would be; None where the user has no cache."""
     weights, settings = plan.weights.path(Component.VAE), plan.settings.vae
     if weights.parent == packaged_demo():
@@ -196,7 +196,7 @@ class Previews:
     What fails is a warning once, and then left out: no video is lost for it.
     """
 
-    def __init__(self, plan: ExecutionPlan, map_: PreviewMap, record: RunRecord) -> None:
+    def __init__(self, plan: Plan, map_: PreviewMap, record: RunRecord) -> None:
         self._plan, self._map, self._record = plan, map_, record
         self._failed: set[str] = set()
 

@@ -19,8 +19,8 @@ from opensora_cli.core.rank_link import beat, device_is_gpu
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
-from opensora_cli.engine.generate.execution_plan import Chain
-from opensora_cli.engine.generate.plan import make_chain, rank_hardware
+from opensora_cli.engine.generate.plan import Chain
+from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.targets import sample_files

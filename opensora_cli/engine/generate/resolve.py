@@ -7,9 +7,9 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import choose_model
-from opensora_cli.engine.generate.execution_plan import VIDEO, Chain
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import make_chain, rank_hardware
+from opensora_cli.engine.generate.plan import VIDEO, Chain
+from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import refuse_sampled

@@ -10,8 +10,8 @@ from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.generate.execution_plan import CACHED_TEXT_LINE, PICTURE, Chain, ExecutionPlan, gib_or_less
-from opensora_cli.engine.generate.plan import make_chain
+from opensora_cli.engine.generate.plan import CACHED_TEXT_LINE, PICTURE, Chain, Plan, gib_or_less
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.settings.enums import DType, OffloadMode
 
 
@@ -71,7 +71,7 @@ def require_fit(chain: Chain) -> None:
     )
 
 
-def _what_would_fit(plan: ExecutionPlan) -> str:
+def _what_would_fit(plan: Plan) -> str:
     """Name the changes of which each alone makes it fit."""
     fitting = []
     for flag, changes in _smaller_requests(plan):
@@ -90,7 +90,7 @@ def _what_would_fit(plan: ExecutionPlan) -> str:
     return f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} would fit"
 
 
-def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, object]]]:
+def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield what may be asked for instead, as a flag and as settings: first what changes nothing, then the smallest."""
     settings = plan.settings
     if settings.memory.offload is not OffloadMode.AUTO or settings.memory.resident_blocks is not None:

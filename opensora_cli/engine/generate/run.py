@@ -21,7 +21,6 @@ from opensora_cli.engine.generate.decode import Figures, GeneratedVideo, SampleF
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.explore import explore, explored_of, is_made, write_sheet
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import (
@@ -31,7 +30,8 @@ from opensora_cli.engine.generate.outputs import (
     request_hashes,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import attention_use, make_chain
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, VIDEO, Chain
+from opensora_cli.engine.generate.planning import attention_use, make_chain
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,

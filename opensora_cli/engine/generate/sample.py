@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan
+from opensora_cli.engine.generate.plan import Chain, Plan
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.targets import SampleFiles
 
@@ -30,7 +30,7 @@ class Sample:
 
     chain: Chain
     """Request that the files belong to."""
-    plan: ExecutionPlan
+    plan: Plan
     """Plan of the job."""
     files: SampleFiles
     references: Sequence[Reference] = ()

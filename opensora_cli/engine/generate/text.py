@@ -24,8 +24,8 @@ from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan, alone
 from opensora_cli.engine.generate.models import LoadedModels, prompt_readers, retried
+from opensora_cli.engine.generate.plan import Chain, Plan, alone
 from opensora_cli.engine.generate.ranks import broadcast_tensors
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
@@ -94,7 +94,7 @@ def warn_about_prompts(
     )
 
 
-def warn_about_planned_prompts(plan: ExecutionPlan, reporter: Reporter) -> None:
+def warn_about_planned_prompts(plan: Plan, reporter: Reporter) -> None:
     """Warn as the run will, without the weights of the encoders; not where there are none, or none are needed."""
     if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
         return
@@ -103,7 +103,7 @@ def warn_about_planned_prompts(plan: ExecutionPlan, reporter: Reporter) -> None:
         warn_with(readers, replace(plan, settings=with_prompt(plan.settings, prompt)), reporter)
 
 
-def warn_with(readers: tuple[PromptReader, PromptReader], plan: ExecutionPlan, reporter: Reporter) -> None:
+def warn_with(readers: tuple[PromptReader, PromptReader], plan: Plan, reporter: Reporter) -> None:
     """Warn about the prompts of a plan of one prompt, as T5 and CLIP read them."""
     vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
     warn_about_prompts(plan.settings, *readers, reporter, vocabulary=vocabulary)
@@ -127,7 +127,7 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
 _NOTHING: Mapping[str, TextEmbeds] = MappingProxyType({})
 
 
-def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> tuple[PromptEmbeds, ...]:
+def text_embeds(plan: Plan, models: LoadedModels, record: RunRecord) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of each segment's prompt, inside `computing`, equal ones once.
 
     Raises:
@@ -153,7 +153,7 @@ def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) ->
 
 
 def encode_text(
-    plan: ExecutionPlan, models: LoadedModels, record: RunRecord, known: Mapping[str, TextEmbeds] = _NOTHING
+    plan: Plan, models: LoadedModels, record: RunRecord, known: Mapping[str, TextEmbeds] = _NOTHING
 ) -> PromptEmbeds:
     """Return the embeddings of a prompt and the negative prompt, encoded but for those that are `known`."""
     missing = [text for text in texts_of(plan.settings) if text not in known]
@@ -172,7 +172,7 @@ def encode_texts(texts: Iterable[str], t5: T5Encoder, clip: ClipEncoder) -> Iter
         yield text, TextEmbeds(t5.encode([text]), clip.encode([text]))
 
 
-def _both(plan: ExecutionPlan, known: Mapping[str, TextEmbeds]) -> PromptEmbeds:
+def _both(plan: Plan, known: Mapping[str, TextEmbeds]) -> PromptEmbeds:
     """Return those of the prompt and the negative prompt together.
 
     Raises CheckpointError if an encoder is of another width than the transformer reads.
@@ -194,7 +194,7 @@ def _both(plan: ExecutionPlan, known: Mapping[str, TextEmbeds]) -> PromptEmbeds:
     return embeds
 
 
-def name_in_cache(plan: ExecutionPlan, text: str, *, threads: int, ranks: int = 1) -> str:
+def name_in_cache(plan: Plan, text: str, *, threads: int, ranks: int = 1) -> str:
     """Return what a text is called in the cache: a hash of all that decides the bits of its embeddings.
 
     Of the encoders' files, which are large, size and time of change stand for the content. On a CPU sums depend on its
@@ -232,7 +232,7 @@ def without_cached_text(chain: Chain, cache: PromptCache, *, by: str | None = No
     if plan.hardware.device.type == "cpu":
         chain = chain.change(lambda each: replace(each, threads=plan.with_picked_threads(by).threads))
 
-    def change(plan: ExecutionPlan) -> ExecutionPlan:
+    def change(plan: Plan) -> Plan:
         prompts = (replace(plan, settings=with_prompt(plan.settings, each)) for each in plan.settings.segment_prompts)
         texts = {text for each in prompts for text in texts_of(each.settings)}
         count = plan.threads.count if plan.threads is not None else 0
@@ -243,7 +243,7 @@ def without_cached_text(chain: Chain, cache: PromptCache, *, by: str | None = No
     return chain.change(change)
 
 
-def _known_texts(plan: ExecutionPlan, models: LoadedModels, reporter: Reporter) -> Mapping[str, TextEmbeds]:
+def _known_texts(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapping[str, TextEmbeds]:
     """Return those of a plan's texts that the cache has, on its device; of several ranks, as rank 0 has them."""
     if not plan.settings.runtime.prompt_cache:
         return {}
@@ -262,7 +262,7 @@ def _known_texts(plan: ExecutionPlan, models: LoadedModels, reporter: Reporter) 
     return {text: TextEmbeds(*tensors[2 * index : 2 * index + 2]) for index, text in enumerate(there)}
 
 
-def _keep(plan: ExecutionPlan, text: str, embeds: TextEmbeds, models: LoadedModels, reporter: Reporter) -> None:
+def _keep(plan: Plan, text: str, embeds: TextEmbeds, models: LoadedModels, reporter: Reporter) -> None:
     """Keep what was encoded in the cache; of several ranks rank 0 does."""
     runtime = plan.settings.runtime
     if runtime.prompt_cache and models.is_main:
@@ -270,6 +270,6 @@ def _keep(plan: ExecutionPlan, text: str, embeds: TextEmbeds, models: LoadedMode
         models.prompts.keep(name, embeds, limit=runtime.prompt_cache_limit, reporter=reporter)
 
 
-def _name(plan: ExecutionPlan, text: str, models: LoadedModels) -> str:
+def _name(plan: Plan, text: str, models: LoadedModels) -> str:
     ranks = 1 if models.text_group is None else dist.get_world_size(models.text_group)
     return name_in_cache(plan, text, threads=torch.get_num_threads(), ranks=ranks)

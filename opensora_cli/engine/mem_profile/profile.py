@@ -10,7 +10,7 @@ from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import require_weights_of, warn_of_missing
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator_use import allocator_use

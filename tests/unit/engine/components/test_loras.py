@@ -29,9 +29,9 @@ from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan, alone
 from opensora_cli.engine.generate.outputs import sample_settings
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan, alone
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.memory.counting import TensorBytes
@@ -54,7 +54,7 @@ def settings_of(*loras: str, **changes: object) -> GenerateSettings:
     return settings.replace(changes)
 
 
-def plan_of(*loras: str, offload: OffloadPlan | None = None, **changes: object) -> ExecutionPlan:
+def plan_of(*loras: str, offload: OffloadPlan | None = None, **changes: object) -> Plan:
     plan = make_plan(settings_of(*loras, **changes))
     return plan if offload is None else replace(plan, offload=offload)
 
@@ -76,7 +76,7 @@ def everything(tmp_path_factory) -> Path:
     return write_lora(tmp_path_factory.mktemp("loras") / "everything", demo_on_meta(), rank=3, seed=1000)
 
 
-def velocity(plan: ExecutionPlan) -> Tensor:
+def velocity(plan: Plan) -> Tensor:
     transformer = models.load_transformer(plan)
     given = inputs(transformer, batch=1, tokens=30)
     with torch.inference_mode():
@@ -328,7 +328,7 @@ class TestOpenLoras:
 
 @pytest.mark.usefixtures("without_estimates")
 class TestSidecar:
-    def again(self, plan: ExecutionPlan) -> GenerateSettings:
+    def again(self, plan: Plan) -> GenerateSettings:
         saved = sample_settings(plan, sample_files(plan.settings, 0)).model_dump(mode="json")
         return GenerateSettings.model_validate(json.loads(json.dumps(saved)))
 
@@ -357,7 +357,7 @@ class TestSidecar:
         assert raised.value.hint == f"name it again to use the changed file: --lora {copy}:1"
 
 
-def estimated(plan: ExecutionPlan, offload: OffloadPlan) -> StageMemory:
+def estimated(plan: Plan, offload: OffloadPlan) -> StageMemory:
     sizes = GenerationSizes(
         height=plan.height,
         width=plan.width,

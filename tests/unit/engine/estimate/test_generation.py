@@ -24,9 +24,9 @@ from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.memory.counting import TensorBytes
@@ -110,14 +110,14 @@ VARIANTS: dict[str, dict[str, object]] = {
 HIGH_COMPRESSION = VARIANTS["high compression, in tiles"]
 
 
-def plan_of(changes: dict[str, object]) -> ExecutionPlan:
+def plan_of(changes: dict[str, object]) -> Plan:
     given = {"runtime.device": "cpu", "sampling.num_inference_steps": 4, **changes}
     # The demo's weights stand for those of other sizes, whose latents may have another scale.
-    with mock.patch("opensora_cli.engine.generate.plan.require_same_scale"):
+    with mock.patch("opensora_cli.engine.generate.planning.require_same_scale"):
         return make_plan(load_preset(ModelName.DEMO, prompt="raining, sea").replace(given))
 
 
-def estimated(plan: ExecutionPlan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:
+def estimated(plan: Plan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:
     sizes = GenerationSizes(
         height=plan.height,
         width=plan.width,
@@ -147,13 +147,13 @@ def counted(run: Callable[[], object]) -> int:
     return counter.peak_bytes
 
 
-def build_transformer(plan: ExecutionPlan, offload: OffloadPlan) -> MMDiT:
+def build_transformer(plan: Plan, offload: OffloadPlan) -> MMDiT:
     transformer = MMDiT(mmdit_config(plan.settings.model)).to(plan.hardware.dtype)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     return transformer.requires_grad_(False).eval()
 
 
-def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
+def denoise_peak(plan: Plan, offload: OffloadPlan) -> int:
     transformer = build_transformer(plan, offload)
     plan = replace(plan, offload=offload)
     text, dtype = plan.settings.model, plan.hardware.dtype
@@ -169,7 +169,7 @@ def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
     return counted(run)
 
 
-def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
+def decode_peak(plan: Plan, offload: OffloadPlan) -> int:
     vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
     plan = replace(plan, offload=offload)
 
@@ -180,7 +180,7 @@ def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
     return counted(run)
 
 
-def encode_peak(plan: ExecutionPlan) -> int:
+def encode_peak(plan: Plan) -> int:
     vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
     parts = reference_parts(plan.mode, causal=plan.settings.vae.grid.is_causal, lengths=plan.lengths)
 

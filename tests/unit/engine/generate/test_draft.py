@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from opensora_cli.engine.generate.early import refuse_sampled
 from stopping import stopped
 from tiny_world import RecordingReporter, demo_settings
 from torch.nn import functional
@@ -14,10 +13,10 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.execution_plan import DRAFT as DRAFT_ROLE
-from opensora_cli.engine.generate.plan import make_chain, make_plan
+from opensora_cli.engine.generate.plan import DRAFT as DRAFT_ROLE
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import draft_settings, start_step
+from opensora_cli.engine.generate.request import draft_settings, refuse_sampled, start_step
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.settings.explain import Given

@@ -17,9 +17,9 @@ from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import CACHED_TEXT_LINE, PICTURE, alone
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import make_chain, make_plan
+from opensora_cli.engine.generate.plan import CACHED_TEXT_LINE, PICTURE, alone
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.text import encode_text, name_in_cache, text_embeds, without_cached_text
 from opensora_cli.media.read import read_video

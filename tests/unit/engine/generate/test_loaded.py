@@ -11,7 +11,7 @@ from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRA
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.models import LoadedModels, retried, with_room
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 pytestmark = pytest.mark.usefixtures("without_estimates")

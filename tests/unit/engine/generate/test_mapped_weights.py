@@ -19,8 +19,8 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.transformer import transformer_on_cpu
-from opensora_cli.engine.generate import models, plan
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate import models, planning
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.enums import HostWeights, ModelName, OffloadMode
@@ -85,7 +85,7 @@ class TestOfTheFilesDtype:
 
     def test_there_is_nothing_to_offload(self, large, monkeypatch, reporter):
         small = Hardware(torch.device("cpu"), "a small machine", torch.bfloat16, 10_000, GIB)
-        monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: small)
+        monkeypatch.setattr(planning, "pick_hardware", lambda device, dtype: small)
         made = make_plan(large(**BF16))
         assert made.offload.mode is OffloadMode.MODEL
         assert made.offload.resident_blocks is None
@@ -209,7 +209,7 @@ class TestOfFullSize:
 
 def settings_and_files(folder, dtype, *, modulation_first):
     settings = full_settings(folder)
-    found = plan.find_weights(settings)
+    found = planning.find_weights(settings)
     assert Component.TRANSFORMER in found.paths
     files = file_weights(settings, found, {Component.TRANSFORMER: PARAMETERS}, dtype, modulation_first=modulation_first)
     return mmdit_config(settings.model), files[Component.TRANSFORMER]

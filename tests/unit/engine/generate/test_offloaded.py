@@ -17,9 +17,9 @@ from opensora_cli.engine.generate import decode, denoise
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.execution_plan import alone
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import alone
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample

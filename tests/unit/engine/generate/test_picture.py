@@ -12,8 +12,8 @@ from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import decode, pipeline
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
-from opensora_cli.engine.generate.execution_plan import PICTURE
-from opensora_cli.engine.generate.plan import make_chain
+from opensora_cli.engine.generate.plan import PICTURE
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, size_of_picture
 from opensora_cli.engine.generate.resolve import resolve_generate_settings

@@ -16,8 +16,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     TRAFFIC,
 )
 from opensora_cli.engine.generate import fitting
-from opensora_cli.engine.generate.execution_plan import Chain, ExecutionPlan
-from opensora_cli.engine.generate.plan import make_chain, make_plan
+from opensora_cli.engine.generate.plan import Chain, Plan
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.settings.hardware import GpuSettings, read_machine
@@ -36,7 +36,7 @@ def _estimates_are_not_the_subject(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "estimate_generation", small_stages)
 
 
-def planned(name: str = "H100", **changes: object) -> ExecutionPlan:
+def planned(name: str = "H100", **changes: object) -> Plan:
     settings = PRESET.replace({key.replace("__", "."): value for key, value in changes.items()})
     return make_plan(settings, hardware=hardware_of_ranks(settings, gpu=gpu_of(name)), tries_device=False)
 

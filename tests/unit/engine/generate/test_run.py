@@ -26,7 +26,7 @@ from opensora_cli.engine.generate import decode, denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.outputs import choose_outputs
-from opensora_cli.engine.generate.plan import make_chain, make_plan
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.generate.run import (

@@ -15,13 +15,12 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestEr
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import denoise, fitting, text
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.execution_plan import SEGMENT
 from opensora_cli.engine.generate.extend import follow
-from opensora_cli.engine.generate.held import HeldVideo
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import make_chain
+from opensora_cli.engine.generate.plan import SEGMENT
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import generate, generate_from_request, hold_from_request
+from opensora_cli.engine.generate.run import HeldVideo, generate, generate_from_request, hold_from_request
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
