@@ -11,14 +11,14 @@ from opensora_cli.core.conditions import T2V, ConditionMode, reference_parts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.encode.clip_conditions import cut_part
-from opensora_cli.engine.generate.decode import Decoding, decode_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import make_videos
+from opensora_cli.engine.generate.decode import SampleFrames, decode_latents
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.pipeline import make
+from opensora_cli.engine.generate.plan import Plan, alone
 from opensora_cli.engine.generate.references import Reference
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Work
 from opensora_cli.media.resize import fit_frames
 
 Clips = NDArray[np.uint8]
@@ -26,66 +26,58 @@ Clips = NDArray[np.uint8]
 
 
 @torch.inference_mode()
-def reconstruct(plan: ExecutionPlan, models: LoadedModels, clips_NTHWC: Clips, *, batch: int) -> Clips:
+def reconstruct(plan: Plan, models: LoadedModels, clips_NTHWC: Clips) -> Clips:
     """Return clips as the autoencoder gives them back: the mode of the posterior, decoded."""
     tiling = vae_tiling(plan.settings.vae)
     decoded: list[torch.Tensor] = []
     with models.autoencoder(plan, RunRecord(SilentReporter())) as vae:
-        for start in range(0, len(clips_NTHWC), batch):
-            given = [as_pixels(plan, clip) for clip in clips_NTHWC[start : start + batch]]
-            pixels_BCTHW = torch.stack(given).to(plan.hardware.device, plan.hardware.dtype)
-            pieces = [*decode_latents(plan, vae, vae.encode(pixels_BCTHW, tiling=tiling))]
-            decoded += [torch.cat(of_clip) for of_clip in zip(*pieces, strict=True)]
+        for clip_THWC in clips_NTHWC:
+            pixels_CTHW = as_pixels(plan, clip_THWC).to(plan.hardware.device, plan.hardware.dtype)
+            [latents_CTHW] = vae.encode(pixels_CTHW[None], tiling=tiling)
+            decoded.append(torch.cat([*decode_latents(plan, vae, latents_CTHW)]))
     return torch.stack(decoded).numpy()
 
 
 @torch.inference_mode()
 def generate_clips(
-    plan: ExecutionPlan,
+    plan: Plan,
     models: LoadedModels,
     prompts: Sequence[str],
     *,
     seeds: Sequence[int],
     mode: ConditionMode = T2V,
     filmed_NTHWC: Clips | None = None,
-    batch: int = 8,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> Clips:
     """Return one video for each prompt.
 
     Args:
-        plan: of a generation without references, whatever its prompt and seed.
-        models: that are lent for it.
+        plan: plan of a generation without references, with any prompt and seed.
+        models: loaded models.
         prompts: one for each video.
-        seeds: of the noise, one for each video.
-        mode: what is given.
-        filmed_NTHWC: clips whose frames are given, one for each video, in any size; None: nothing is.
-        batch: videos that are made together.
-        on_done: called with how many videos are finished.
+        seeds: seeds of the noise, one for each video.
+        mode: condition mode.
+        filmed_NTHWC: clips with the given frames, one for each video, in any size; None without references.
+        on_done: called with the number of finished videos.
     """
-    plan = dataclasses.replace(
-        plan, mode=mode, offload=dataclasses.replace(plan.offload, batch_size=batch, decode_batch_size=batch)
-    )
-
-    def work(index: int) -> Work:
-        settings = plan.settings.replace({"prompt": prompts[index], "sampling.seed": seeds[index]})
-        files = dataclasses.replace(sample_files(settings, 0), latents=None)
-        references = [] if filmed_NTHWC is None else given_of(plan, filmed_NTHWC[index])
-        return Work(dataclasses.replace(plan, settings=settings), [files], references)
-
-    def finish(decoding: Decoding) -> torch.Tensor:
-        return torch.cat([*decoding.pieces()])
-
     clips: list[torch.Tensor] = []
-    for start in range(0, len(prompts), batch):
-        works = [work(index) for index in range(start, min(start + batch, len(prompts)))]
-        for [clip_THWC] in make_videos(works, models, RunRecord(SilentReporter()), finish=finish):
-            clips.append(clip_THWC)
+    for index, prompt in enumerate(prompts):
+        settings = plan.settings.replace({"prompt": prompt, "sampling.seed": seeds[index]})
+        own = dataclasses.replace(plan, settings=settings, mode=mode)
+        chain = alone(own)
+        references = [] if filmed_NTHWC is None else given_of(own, filmed_NTHWC[index])
+        sample = Sample(chain, own, dataclasses.replace(sample_files(settings, 0), latents=None), references)
+        [clip_THWC] = make(chain, [sample], models, RunRecord(SilentReporter()), finish=_frames)
+        clips.append(clip_THWC)
         on_done(len(clips))
     return torch.stack(clips).numpy()
 
 
-def given_of(plan: ExecutionPlan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:
+def _frames(decoding: SampleFrames) -> torch.Tensor:
+    return torch.cat([*decoding.pieces()])
+
+
+def given_of(plan: Plan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:
     """Return the frames of a clip that the plan's mode gives."""
     grid = plan.settings.vae.grid
     parts = reference_parts(
@@ -99,6 +91,6 @@ def given_of(plan: ExecutionPlan, filmed_THWC: NDArray[np.uint8]) -> list[Refere
     ]
 
 
-def as_pixels(plan: ExecutionPlan, frames_THWC: NDArray[np.uint8]) -> torch.Tensor:
+def as_pixels(plan: Plan, frames_THWC: NDArray[np.uint8]) -> torch.Tensor:
     """Return frames as `osora generate` reads a reference: pixels_CTHW in [-1, 1], fitted to the video."""
     return fit_frames(torch.from_numpy(frames_THWC.copy()), height=plan.height, width=plan.width, fit="crop")

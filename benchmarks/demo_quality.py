@@ -51,9 +51,9 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.captions import caption_scene
 from opensora_cli.data.scenes import Scene, Time, Weather, render_scene, sample_scene
 from opensora_cli.data.translated_captions import Language
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, with_mode
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -64,7 +64,6 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 PARTS = ("vae", "prompts", "conditions", "seconds")
 # Every part draws its own scenes, whatever else is measured.
 _VAE_SCENES, _PROMPT_SCENES, _CONDITION_SCENES, _READER_SCENES = range(4)
-_PIXELS_BATCH = 4
 
 
 def scene_set(
@@ -78,7 +77,7 @@ def scene_set(
     return scenes, [caption_scene(scene, rng, complete=True, language=language) for scene in scenes]
 
 
-def film(scenes: Sequence[Scene], plan: ExecutionPlan) -> Clips:
+def film(scenes: Sequence[Scene], plan: Plan) -> Clips:
     """Return the scenes as clips of the plan's size, length and rate."""
     video = plan.settings.video
     return np.stack(
@@ -86,13 +85,13 @@ def film(scenes: Sequence[Scene], plan: ExecutionPlan) -> Clips:
     )
 
 
-def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
+def measure_vae(plan: Plan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
     """Return the mean PSNR of reconstructed clips, for each weather too, their SSIM and detail, and what the reader
     makes of them.
     """
     scenes, _ = scene_set(count, seed=seed, part=_VAE_SCENES)
     clips = film(scenes, plan)
-    decoded = reconstruct(plan, models, clips, batch=_PIXELS_BATCH)
+    decoded = reconstruct(plan, models, clips)
     values = psnr_db(decoded, clips)
     by_weather = {
         weather.value: float(np.mean(chosen))
@@ -110,7 +109,7 @@ def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, co
     }
 
 
-def measure_reader(reader: Reader, plan: ExecutionPlan, *, count: int, seed: int) -> dict[str, Any]:
+def measure_reader(reader: Reader, plan: Plan, *, count: int, seed: int) -> dict[str, Any]:
     """Return how well the reader reads held-out renders."""
     scenes, _ = scene_set(count, seed=seed, part=_READER_SCENES)
     return {
@@ -120,7 +119,7 @@ def measure_reader(reader: Reader, plan: ExecutionPlan, *, count: int, seed: int
 
 
 def measure_prompts(
-    plan: ExecutionPlan,
+    plan: Plan,
     models: LoadedModels,
     readers: Readers,
     options: argparse.Namespace,
@@ -142,9 +141,7 @@ def measure_prompts(
             say(f"prompts: {done + more} videos, {seconds:.0f} s, {seconds / (done + more) * left:.0f} s to go")
 
         first = sampling.seed + done
-        clips = generate_clips(
-            plan, models, prompts, seeds=range(first, first + count), batch=options.batch, on_done=on_done
-        )
+        clips = generate_clips(plan, models, prompts, seeds=range(first, first + count), on_done=on_done)
         read.append(readers.whole.read(clips, fps=fps))
         stable.append(is_stable(readers.third, clips, fps=fps))
         details.append(detail(clips))
@@ -199,7 +196,7 @@ def misread(read_NA: torch.Tensor, scenes: Sequence[Scene], prompts: Sequence[st
 
 
 def measure_conditions(
-    plan: ExecutionPlan,
+    plan: Plan,
     models: LoadedModels,
     reader: Reader,
     options: argparse.Namespace,
@@ -219,7 +216,6 @@ def measure_conditions(
             seeds=range(first, first + len(prompts)),
             mode=mode,
             filmed_NTHWC=filmed if mode.needs_reference else None,
-            batch=options.batch,
             on_done=lambda done: say(f"{mode.name}: {done} of {len(prompts)} videos"),
         )
         for clip, whole in zip(clips, filmed, strict=True):
@@ -294,7 +290,7 @@ def try_guidance(
     options: argparse.Namespace,
     *,
     say: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], ExecutionPlan]:
+) -> tuple[list[dict[str, Any]], Plan]:
     """Return a report for each choice of steps and guidance that is asked for, and the plan of the best on average."""
     sampling = settings.sampling
     trials = []
@@ -360,7 +356,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--guidance-scale", type=float, action="append", metavar="S", help="guidance to try; may be repeated"
     )
     parser.add_argument("--seed", type=int, default=0, help="of scenes, captions and noise (%(default)s)")
-    parser.add_argument("--batch", type=_count, default=8, metavar="N", help="videos made together (%(default)s)")
     parser.add_argument(
         "--readers", type=Path, default=Path("runs/readers"), metavar="DIR",
         help="the trained readers; trained first if they are not there (%(default)s)",

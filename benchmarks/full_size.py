@@ -318,7 +318,7 @@ def _plan_of(document: Mapping[str, Any]) -> dict[str, Any]:
         kinds = {name.removesuffix("_bytes"): size / GIB for name, size in rank.items() if name.endswith("_bytes")}
         return {"peak_gib": kinds.pop("peak"), "stages_gib": {}, "most_gib": kinds}
     stages = {each["name"]: {"private": each["total_gib"], "mapped": each["mapped_gib"]} for each in document["stages"]}
-    names = "peak_gib", "free_gib", "reread_gib", "cached_text", "fits"
+    names = "peak_gib", "free_gib", "cached_text", "fits"
     return {"stages_gib": stages, **{name: document[name] for name in names}}
 
 

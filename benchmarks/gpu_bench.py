@@ -15,10 +15,10 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import GIB, release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation_work import evaluation_work
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.bench_generate import tried_settings
@@ -68,7 +68,7 @@ class Bench:
         """Return the seconds since the beginning."""
         return time.monotonic() - self._start
 
-    def plan(self, preset: str, changes: Mapping[str, object] | None = None) -> ExecutionPlan:
+    def plan(self, preset: str, changes: Mapping[str, object] | None = None) -> Plan:
         """Return the plan of a preset, on this device, of 129 frames; no weights need be there."""
         settings = load_preset(preset, prompt="raining, sea").replace(
             {
@@ -82,19 +82,19 @@ class Bench:
         )
         return make_plan(tried_settings(settings, changes or {})).with_threads()
 
-    def transformer(self, plan: ExecutionPlan) -> MMDiT:
+    def transformer(self, plan: Plan) -> MMDiT:
         """Return the transformer of a plan, random; that of the plan before if it is made of the same."""
         offload, settings = plan.offload, plan.settings
         compiled = getattr(settings, "compile", False)
         form = settings.model, settings.precision, settings.memory, offload.mode, offload.resident_blocks, compiled
         if self._kept is not None and self._kept[0] == form:
-            load.prepare(self._kept[1], plan)
+            models.prepare(self._kept[1], plan)
             return self._kept[1]
         self.release()
         transformer = random_transformer(plan)
-        load.prepare(transformer, plan)
+        models.prepare(transformer, plan)
         if offload.mode is OffloadMode.BLOCKS:
-            load.stream(plan, transformer, self._ends, SilentReporter())
+            models.stream(plan, transformer, self._ends, SilentReporter())
         self._kept = form, transformer
         return transformer
 
@@ -132,7 +132,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def embeds(self, plan: ExecutionPlan) -> PromptEmbeds:
+    def embeds(self, plan: Plan) -> PromptEmbeds:
         """Return random embeddings of two prompts."""
         text, model, dtype = plan.settings.text, plan.settings.model, plan.hardware.dtype
         return PromptEmbeds(
@@ -140,18 +140,18 @@ class Bench:
             torch.randn(2, model.vec_in_dim, device=self.device, dtype=dtype),
         )
 
-    def evaluations(self, plan: ExecutionPlan, *, count: int = 3) -> list[float]:
+    def evaluations(self, plan: Plan, *, count: int = 3) -> list[float]:
         """Return the seconds of so many evaluations, one to a step, of which the first warms up."""
         transformer, embeds = self.transformer(plan), self.embeds(plan)
         short = replace(plan, timesteps=plan.timesteps[: count + 1])
         self._watch_peak()
         times = [self.synchronized()]
         sample_latents(
-            short, transformer, [embeds], None, seeds=[0], on_evaluation=lambda: times.append(self.synchronized())
+            short, transformer, embeds, None, seed=0, on_evaluation=lambda: times.append(self.synchronized())
         )
         return [after - before for before, after in pairwise(times)]
 
-    def tflops(self, plan: ExecutionPlan, seconds: float) -> dict[str, float]:
+    def tflops(self, plan: Plan, seconds: float) -> dict[str, float]:
         """Return the rate of an evaluation that took so long: as it is, and over the measured rate of products."""
         text = plan.settings.text.t5_max_length
         work = evaluation_work(mmdit_config(plan.settings.model), plan.video_tokens, text, plan.hardware.dtype)

@@ -10,7 +10,7 @@ from plain_mmdit import plain_forward
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.compare import attention_costs
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.generate import GenerateSettings
@@ -127,7 +127,7 @@ def evaluation(bench: Bench, preset: str) -> Iterator[Row]:
     yield {"what": "evaluations of a step", **sizes, "ours": each, "plain": _PLAIN_BRANCHES}
 
 
-def _plain(bench: Bench, plan: ExecutionPlan, branches: int, *, warm: bool) -> Row:
+def _plain(bench: Bench, plan: Plan, branches: int, *, warm: bool) -> Row:
     transformer, embeds, config = bench.transformer(plan), bench.embeds(plan), plan.settings.model
     _, frames, rows, columns = plan.latent_shape
     patch, dtype = config.patch_size, plan.hardware.dtype
@@ -215,5 +215,5 @@ def _denoised(bench: Bench, changes: Mapping[str, object]) -> Row:
         count += 1
 
     start = bench.synchronized()
-    sample_latents(plan, transformer, [embeds], None, seeds=[0], on_evaluation=evaluated)
+    sample_latents(plan, transformer, embeds, None, seed=0, on_evaluation=evaluated)
     return {"seconds": bench.synchronized() - start, "evaluations": count, "planned": plan.model_evaluations}

@@ -19,8 +19,8 @@ from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.estimate.predicted_time import TRAFFIC, PredictedTime, Seconds, added, times, total
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan, alone
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
@@ -70,7 +70,7 @@ FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
 
 
 @cache
-def plan_on(resolution: str, machine: str, *, ring: bool = False) -> ExecutionPlan:
+def plan_on(resolution: str, machine: str, *, ring: bool = False) -> Plan:
     """Return the plan of a preset on hardware as `--on` names it; `ring`: all ranks share tokens by ring attention."""
     planned = read_machine(machine)
     count = planned.count or 1
@@ -190,7 +190,7 @@ def truth_table(gpu: GpuSettings) -> list[str]:
     two, reference = FITTED_TO, fit(FITTED_TO, gpu)
     rows = ["| preset | GPUs | published | predicted | error | our plan, predicted |", "|---|---|---|---|---|---|"]
     for time, error in errors(reference).items():
-        ours = predict_time(plan_on(time.resolution, f"{time.gpus}xH100"), gpu).seconds
+        ours = predict_time(alone(plan_on(time.resolution, f"{time.gpus}xH100")), gpu).seconds
         shown = "fitted" if time in two else f"{error:+.1%}"
         predicted = f"{time.seconds * (1 + error):,.0f} s"
         rows.append(
@@ -202,7 +202,7 @@ def truth_table(gpu: GpuSettings) -> list[str]:
 def generation_row(resolution: str, machine: str) -> str:
     """Return what a preset needs on hardware, with the command that prints it."""
     plan = plan_on(resolution, machine)
-    found = predict_time(plan, read_machine(machine).gpu)
+    found = predict_time(alone(plan), read_machine(machine).gpu)
     peak, free = plan.peak_bytes / GIB, plan.budget_bytes / GIB
     verdict = "" if plan.fits else ", does not fit"
     cells = (

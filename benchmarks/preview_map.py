@@ -16,7 +16,7 @@ from opensora_cli.core.files import write_json_atomic
 from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate.preview_map import demo_map_file, fit_preview_map, preview_example
+from opensora_cli.engine.generate.previews import demo_map_file, fit_preview_map, preview_example
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import psnr_db
 from opensora_cli.settings.load import load_preset

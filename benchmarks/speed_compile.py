@@ -12,8 +12,8 @@ from torch import Tensor
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.load import load_transformer
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.models import load_transformer
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.load import load_preset
 
 
@@ -35,7 +35,7 @@ def measure_compile(options: argparse.Namespace) -> Iterator[Row]:
         transformer = load_transformer(plan)
         if compiled:
             compile_blocks(transformer, warn=_fail)
-        return partial(sample_latents, plan, transformer, [embeds], None, seeds=[0])
+        return partial(sample_latents, plan, transformer, embeds, None, seed=0)
 
     config = load_transformer(plan).config
     embeds = PromptEmbeds(

@@ -15,9 +15,9 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.load import load_transformer, load_vae
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.models import load_transformer, load_vae
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import NO_TILING
@@ -90,7 +90,7 @@ def _demo(mode: str, steps: int) -> GenerateSettings:
     )
 
 
-def _loops(plan: ExecutionPlan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _loops(plan: Plan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Return the plain loop and ours, from the same noise, embeddings and references to latents_1CTHW."""
     generator, settings = torch.Generator().manual_seed(0), plan.settings
     config, patch = transformer.config, settings.model.patch_size
@@ -132,7 +132,7 @@ def _loops(plan: ExecutionPlan, transformer: MMDiT) -> tuple[Callable[[], Tensor
         latents = unpack_latents(packed, num_latent_frames=frames, height=rows, width=columns, patch_size=patch)
         return torch.where(mask.bool(), given, latents)
 
-    return plain, partial(sample_latents, plan, transformer, [embeds], references, seeds=[0])
+    return plain, partial(sample_latents, plan, transformer, embeds, references, seed=0)
 
 
 def measure_block(options: argparse.Namespace) -> Iterator[Row]:
@@ -204,7 +204,7 @@ class ReleasedBlocks:
     def ours(self, model: MMDiT) -> Callable[[], Tensor]:
         """Return what evaluates a model as a generation does."""
         velocity = GuidedVelocity(
-            model, [self.embeds], conditioning_BNK=self.conditioning_BNK, position_ids_1N3=self.position_ids_BN3
+            model, self.embeds, conditioning_BNK=self.conditioning_BNK, position_ids_1N3=self.position_ids_BN3
         )
         return lambda: velocity(self.latents_BND, 0.5, (Branch.COND,))[Branch.COND]
 

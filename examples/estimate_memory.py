@@ -5,7 +5,7 @@ import sys
 import torch
 
 from opensora_cli.engine.components.hardware import GIB, Hardware
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.load import load_preset
 
 

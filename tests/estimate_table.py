@@ -17,7 +17,7 @@ import opensora_cli
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.remembered import known_needs
-from opensora_cli.engine.generate import plan
+from opensora_cli.engine.generate import planning
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -69,12 +69,12 @@ def _little_memory(device: str, default: torch.dtype) -> Iterator[None]:
         dtype = default if asked == "auto" else getattr(torch, asked)
         return Hardware(torch.device(device), device, dtype, _LITTLE, _LITTLE)
 
-    with mock.patch.object(plan, "pick_hardware", pick):
+    with mock.patch.object(planning, "pick_hardware", pick):
         yield
 
 
 def _plan(settings: GenerateSettings, *, with_hint: bool = False) -> None:
-    made = plan.make_plan(settings, tries_device=False)
+    made = planning.make_chain(settings, tries_device=False)
     assert not made.fits
     if with_hint:
         with suppress(HardwareError):

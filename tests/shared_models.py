@@ -10,7 +10,7 @@ from small_stages import small_stages
 from torch import Tensor
 
 from opensora_cli.engine.components.parallelize import shard_transformer
-from opensora_cli.engine.generate import fitting, plan
+from opensora_cli.engine.generate import fitting, planning
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.layout import converter
@@ -40,10 +40,10 @@ class Scheme:
         return mesh_of(ring=self.ring, ulysses=self.ulysses, tensor=self.tensor)
 
 
-def plan_without_estimate(settings: GenerateSettings) -> plan.ExecutionPlan:
+def plan_without_estimate(settings: GenerateSettings) -> planning.Plan:
     """Return the plan for what fits, without what its stages need, which takes seconds to find."""
     with patch.object(fitting, "estimate_generation", small_stages):
-        return plan.make_plan(settings)
+        return planning.make_plan(settings)
 
 
 def golden(name: str) -> tuple[MMDiT, dict[str, Tensor], Tensor]:

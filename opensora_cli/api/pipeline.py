@@ -1,8 +1,8 @@
-"""What a Python program generates with: a model that stays loaded, and makes one video after the other."""
+"""Generate videos in a Python program, with a model that stays loaded."""
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -12,17 +12,12 @@ from opensora_cli.api.request import generate_request
 from opensora_cli.api.video import Video
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate import run as engine
-from opensora_cli.engine.generate.batch import generate_rows
-from opensora_cli.engine.generate.documents import BatchResult, GenerateResult
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.prompts import Row, Shard
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, collect_overrides
-from opensora_cli.settings.load import GenerateRequest
 
 _File = str | os.PathLike[str]
 
@@ -108,41 +103,6 @@ class Pipeline:
         )
         with self._turn:
             return Video(engine.hold_from_request(request, self._models, reporter=self._reporter))
-
-    @classmethod
-    def reporting_to(cls, reporter: Reporter, *, stay: bool) -> Self:
-        """Return the pipeline of a command, which shows what happens; models `stay` if several runs need them."""
-        pipe = cls()
-        pipe._reporter, pipe._models = reporter, LoadedModels(stay=stay)
-        return pipe
-
-    def run(
-        self, request: GenerateRequest, *, context: RankContext | None = None, rank_flags: Sequence[str] = ()
-    ) -> GenerateResult | None:
-        """Make all samples that a request asks for and save them, as a command does; see `generate_from_request`."""
-        return engine.generate_from_request(
-            request, reporter=self._reporter, context=context, rank_flags=rank_flags, models=self._models
-        )
-
-    def run_rows(
-        self,
-        request: GenerateRequest,
-        rows: Sequence[Row],
-        *,
-        shard: Shard,
-        context: RankContext | None = None,
-        rank_arguments: Sequence[str] = (),
-    ) -> BatchResult | None:
-        """Make what every row of a file of prompts asks for, as a command does; see `generate_rows`."""
-        return generate_rows(
-            request,
-            rows,
-            shard=shard,
-            reporter=self._reporter,
-            models=self._models,
-            context=context,
-            rank_arguments=rank_arguments,
-        )
 
     def close(self) -> None:
         """Release the models; a later call loads them again."""

@@ -1,4 +1,4 @@
-"""What a program sees of a run: lines through `logging`, progress through a function of its own."""
+"""Progress and log lines of a run, for Python programs."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,7 @@ _log = logging.getLogger("opensora_cli")
 
 
 class Progress(NamedTuple):
-    """How far a stage is."""
+    """Progress of a stage."""
 
     stage: str
     """Such as load, text, denoise, decode."""
@@ -17,7 +17,7 @@ class Progress(NamedTuple):
     total: int | None
     """None: unknown."""
     unit: str
-    """Of what `done` counts: evaluations, tiles, bytes."""
+    """Unit of `done`, such as evaluations, tiles or bytes."""
 
 
 OnProgress = Callable[[Progress], object]

@@ -18,7 +18,6 @@ def generate_request(
     assignments: Iterable[str] | Mapping[str, object] = (),
     sidecar: Path | None = None,
     config: Path | None = None,
-    profiled_runs: int = 0,
 ) -> GenerateRequest:
     """Return what was asked for, with the variables of the environment.
 
@@ -28,7 +27,6 @@ def generate_request(
         assignments: as in `collect_overrides`.
         sidecar: of an earlier run, whose description of the video is taken.
         config: a preset by name, or a file of settings.
-        profiled_runs: as in `GenerateRequest`.
 
     Raises:
         RequestError: an assignment is wrong.
@@ -40,7 +38,6 @@ def generate_request(
         config=config,
         environment=os.environ,
         others=_other_settings(),
-        profiled_runs=profiled_runs,
     )
 
 

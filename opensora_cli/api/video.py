@@ -5,7 +5,9 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,11 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.engine.generate.decode import Figures
-from opensora_cli.engine.generate.held import HeldVideo
+from opensora_cli.engine.generate.decode import Figures, write_video
+from opensora_cli.engine.generate.outputs import check_outputs, sample_settings
+from opensora_cli.engine.generate.plan import VIDEO
+from opensora_cli.engine.generate.run import HeldVideo
+from opensora_cli.engine.generate.targets import Claims, find_target, remove_latents, sample_files
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
@@ -27,7 +32,7 @@ _SMALL = 128
 class Video:
     """One video in memory; nothing is on disk until it is saved.
 
-    A notebook plays it where it is the value of a cell.
+    A notebook plays a video that is the value of a cell.
     """
 
     def __init__(self, held: HeldVideo) -> None:
@@ -43,17 +48,17 @@ class Video:
     @property
     def fps(self) -> int:
         """Frames a second."""
-        return self._held.plan.settings.video.fps
+        return self._held.chain.settings.video.fps
 
     @property
     def seed(self) -> int:
-        """Of its noise."""
+        """Seed of the noise."""
         return self._held.sample.seed
 
     @property
     def settings(self) -> GenerateSettings:
         """All settings that make this video again."""
-        return self._held.settings
+        return sample_settings(self._held.chain.video, self._held.sample)
 
     @property
     def report(self) -> Figures:
@@ -71,10 +76,30 @@ class Video:
             RequestError: the ending of `path` is of no known format.
             OutputError: the file is there from another request, or cannot be written.
         """
+        held, start = self._held, time.perf_counter()
+        changes: dict[str, object] = {"output.overwrite": overwrite or held.chain.settings.output.overwrite}
+        if path is not None:
+            changes["output.path"] = os.fspath(path)
         try:
-            return self._held.save(path, overwrite=overwrite).path
+            settings = held.chain.settings.replace(changes)
         except ValidationError as error:
             raise RequestError("\n".join(explain(error))) from error
+        chain = held.chain.change(lambda plan: replace(plan, settings=settings), only=VIDEO)
+
+        def figures() -> Figures:
+            return replace(held.figures, timings_s={**held.figures.timings_s, "save": time.perf_counter() - start})
+
+        with Claims() as claims:
+            check_outputs([sample_files(settings, 0)], chain, create=True)
+            sample = find_target(
+                settings, 0, lambda seed: held.request_sha256(seed, settings.output_format), claims=claims
+            )
+            if not sample.made_before:
+                write_video([held.frames_THWC], chain, sample, figures)
+                if sample.saved is not None and sample.latents is not None:
+                    # An interrupted run of the same request left them.
+                    remove_latents(sample.latents)
+        return sample.media
 
     def show(self) -> None:
         """Play the video: in the output of a notebook's cell, else in the browser, from a temporary file.
@@ -91,7 +116,7 @@ class Video:
 
     def __repr__(self) -> str:
         frames, height, width, _ = self._held.frames_THWC.shape
-        prompt = self._held.plan.settings.prompt
+        prompt = self._held.chain.settings.prompt
         return f"<Video {prompt!r}: {width}x{height}, {frames} frames at {self.fps} fps, seed {self.seed}>"
 
     def _repr_html_(self) -> str:
@@ -113,6 +138,6 @@ class Video:
 
 
 def _is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return whether this process is the kernel of a notebook."""
     shell = sys.modules.get("IPython")
     return shell is not None and hasattr(shell.get_ipython(), "kernel")

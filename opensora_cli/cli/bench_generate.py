@@ -100,7 +100,7 @@ def bench_generate(
         is_main = context is None or context.is_main
         reporter = output.make_reporter(quiet=quiet or not is_main)
         if context is None:
-            from opensora_cli.engine.generate.early import refuse_early, settings_early
+            from opensora_cli.engine.generate.request import refuse_early, settings_early
 
             refuse_early(request, dry_run=False, reporter=reporter)
             exact = settings_early(request, [])

@@ -80,7 +80,7 @@ def env_check(
             del os.environ[name]  # without it torch can be imported; it is reported
         with errors.uninterrupted():
             from opensora_cli.engine.env_check.check import env_check as check
-            from opensora_cli.engine.generate.plan import make_plan
+            from opensora_cli.engine.generate.planning import make_plan
 
         reporter = output.make_reporter(quiet=quiet)
         report = check(settings, make_plan=make_plan, environment=environment, reporter=reporter)

@@ -16,7 +16,6 @@ from opensora_cli.settings.enums import ModelName
 if TYPE_CHECKING:
     from opensora_cli.settings.load import GenerateRequest
 
-_PROFILED_RUNS = 3
 PRESETS_SCHEMA = "osora.presets/1"
 
 _TABLE_ENDINGS = frozenset({".csv", ".jsonl", ".parquet", ".txt"})
@@ -118,8 +117,6 @@ def generate(
     devices: options.Devices = None,
     dry_run: options.DryRun = False,
     on: options.On = None,
-    profile: options.Profile = False,
-    profile_runs: options.ProfileRuns = None,
     config: options.Config = None,
     set_: options.Assignments = None,
     from_: options.FromSidecar = None,
@@ -158,21 +155,17 @@ def generate(
             ("--prompt-text", prompt_text),
             ("--from-latents", from_latents),
             ("--resume", resume),
-            ("--profile", profile or None),
             ("--on", on),
         ):
             if value is not None:
                 raise RequestError(f"{option} cannot go with --prompts: drop one of them")
     if on is not None and not dry_run:
         raise RequestError(f"--on {on} has no effect without --dry-run, which plans for it: give both, or none")
-    if profile_runs is not None and not profile:
-        raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     with errors.interruptible():
         from opensora_cli.api.request import generate_request
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.flags import FLAGS, given_flags, option_of
 
-        runs = (profile_runs or _PROFILED_RUNS) if profile else 0
         # Those that are settings have the names of their parameters; a switch that is off was not given.
         flags = {name: typed[name] for name in FLAGS if typed[name] is not False}
         source, words = ("PROMPT", prompt) if prompt_text is None else ("--prompt-text", prompt_text)
@@ -188,7 +181,6 @@ def generate(
             assignments=set_ or [],
             sidecar=from_,
             config=config,
-            profiled_runs=runs,
         )
         if on is not None:
             from opensora_cli.settings.hardware import read_machine
@@ -197,7 +189,7 @@ def generate(
             counted = {**machine.counts(request.overrides), **request.overrides}
             request = replace(request, on=machine, overrides=counted)
         if prompts is None:
-            from opensora_cli.engine.generate.early import dry_run_named
+            from opensora_cli.engine.generate.request import dry_run_named
 
             with nullcontext() if dry_run else dry_run_named(request):
                 _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
@@ -209,7 +201,7 @@ def _check_explored(typed: Mapping[str, Any]) -> None:
     for missing, there in (("explore", "explore_steps"), ("explore_steps", "explore")):
         if typed[missing] is None:
             raise RequestError(f"--{there.replace('_', '-')} needs --{missing.replace('_', '-')}: give both, or none")
-    for name in ("prompts", "from_latents", "resume", "stop_at", "num_samples", "profile"):
+    for name in ("prompts", "from_latents", "resume", "stop_at", "num_samples"):
         if typed[name]:
             raise RequestError(f"--{name.replace('_', '-')} cannot go with --explore: drop one of them")
 
@@ -261,30 +253,23 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main, pictures=not as_json)
     if context is None:
-        from opensora_cli.engine.generate.early import refuse_early
+        from opensora_cli.engine.generate.request import refuse_early
 
         refuse_early(request, dry_run=dry_run, reporter=reporter)
     output.note_start(reporter)
     with errors.uninterrupted():
-        from opensora_cli.api.pipeline import Pipeline
         from opensora_cli.engine.generate import dry_run as planning
+        from opensora_cli.engine.generate.run import generate_from_request
 
     if dry_run:
-        if request.profiled_runs:
-            reporter.note(f"profile: everything is to be run {request.profiled_runs} times, and once before to warm up")
         plan = planning.plan_from_request(request, reporter=reporter, context=context)
         if is_main:
             output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    if request.profiled_runs:
-        flags += ["--profile", "--profile-runs", str(request.profiled_runs)]
-    with (
-        Pipeline.reporting_to(reporter, stay=False) as pipe,
-        keys.ended_by_q(reporter, wanted=context is None and not quiet),
-    ):
-        result = pipe.run(request, context=context, rank_flags=flags)
+    with keys.ended_by_q(reporter, wanted=context is None and not quiet):
+        result = generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
 
@@ -309,8 +294,7 @@ def _run_rows(
     reporter = output.make_reporter(quiet=quiet or not is_main)
     output.note_start(reporter)
     with errors.uninterrupted():
-        from opensora_cli.api.pipeline import Pipeline
-        from opensora_cli.engine.generate.batch import plan_rows
+        from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
     if dry_run:
         plan = plan_rows(request, rows, shard=shard, reporter=reporter)
@@ -326,11 +310,8 @@ def _run_rows(
     for option, value in (("--shard", part), ("--config", request.config), ("--from", sidecar)):
         arguments += [] if value is None else [f"{option}={value}"]
     arguments += [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    with (
-        Pipeline.reporting_to(reporter, stay=True) as pipe,
-        keys.ended_by_q(reporter, wanted=context is None and not quiet),
-    ):
-        result = pipe.run_rows(request, rows, shard=shard, context=context, rank_arguments=arguments)
+    with keys.ended_by_q(reporter, wanted=context is None and not quiet):
+        result = generate_rows(request, rows, shard=shard, reporter=reporter, context=context, rank_arguments=arguments)
     if result is None:
         return
     if is_main:

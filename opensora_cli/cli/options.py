@@ -473,22 +473,6 @@ On = Annotated[
     ),
 ]
 
-Profile = Annotated[
-    bool,
-    typer.Option(
-        "--profile", help="Make it several times, and print the times of stages and blocks.", rich_help_panel=_MACHINE
-    ),
-]
-ProfileRuns = Annotated[
-    int | None,
-    typer.Option(
-        "--profile-runs",
-        metavar="N",
-        min=1,
-        help="Runs that are timed, after one to warm up. Default: 3.",
-        rich_help_panel=_MACHINE,
-    ),
-]
 
 # With which settings.
 Config = Annotated[

@@ -72,7 +72,7 @@ _NEVER_RECORDED = (
 )
 _RECORDED_IF_CHANGED = (
     *("video.extend", "prompts_at", "condition.seamless", "loras", "compile", "precision.linear"),
-    *("sampling.stop_at", "sampling.step_cache", "sampling.solver", "sampling.timesteps", "sampling.batch_size"),
+    *("sampling.stop_at", "sampling.step_cache", "sampling.solver", "sampling.timesteps"),
     *("sampling.mean_guidance_of", "sampling.guidance_interval", "memory.resident_blocks", "memory.limit"),
     *("memory.host_weights", "runtime.weights", "runtime.threads"),
 )

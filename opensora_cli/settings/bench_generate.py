@@ -43,7 +43,7 @@ _SAME_FOR_ALL = frozenset(
     {
         *("prompt", "prompts_at", "negative_prompt", "refine", "prompt_suffix", "text", "loras", "model", "files"),
         *("video", "condition", "picture", "draft", "from_latents", "resume", "output"),
-        *("sampling.seed", "sampling.num_samples", "sampling.stop_at", "sampling.batch_size"),
+        *("sampling.seed", "sampling.num_samples", "sampling.stop_at"),
         *("runtime.weights", "runtime.model_choice", "runtime.device"),
         *("runtime.prompt_cache", "runtime.prompt_cache_limit"),
         *("parallel.gpus", "parallel.devices", "parallel.nnodes", "parallel.data_parallel_degree"),

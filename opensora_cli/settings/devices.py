@@ -26,7 +26,7 @@ Copies = Annotated[int, Field(ge=1, le=1024 * 65_536)]
 Blocks = Annotated[int, Field(ge=1, le=10_000)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 _Device = Annotated[int, Field(ge=0, le=1023)]
-_RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
+_RETIRED_KEYS = {"parallel": ("node_rank", "rdzv_endpoint"), "sampling": ("batch_size",)}
 
 
 def device_problem(key: str, value: str) -> str | None:
@@ -182,10 +182,12 @@ class ParallelSettings(ExchangeSettings):
 
 def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
     """Return settings of an earlier version without keys that were removed since."""
-    parallel = saved.get("parallel")
-    if not isinstance(parallel, Mapping):
-        return saved
-    return {**saved, "parallel": {key: value for key, value in parallel.items() if key not in _RETIRED_KEYS}}
+    kept = dict(saved)
+    for section, retired in _RETIRED_KEYS.items():
+        values = saved.get(section)
+        if isinstance(values, Mapping):
+            kept[section] = {key: value for key, value in values.items() if key not in retired}
+    return kept
 
 
 class PlacementSettings(Section):

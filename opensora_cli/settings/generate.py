@@ -27,7 +27,7 @@ from opensora_cli.settings.enums import DType, ModelName, VAEKind
 from opensora_cli.settings.explain import either
 from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.prompts import PromptAt, PromptSuffixSettings, RefineSettings, expand_short_forms
-from opensora_cli.settings.sampling import AUTO, MAX_SEED, SamplingSettings
+from opensora_cli.settings.sampling import MAX_SEED, SamplingSettings
 from opensora_cli.settings.video import ConditionSettings, DraftSettings, PictureSettings, VideoSettings
 
 
@@ -294,8 +294,6 @@ def _extension_problems(settings: GenerateSettings) -> Iterator[str]:
             f"sampling.stop_at={settings.sampling.stop_at} stops a run in its first segment, and {asked} makes more: "
             "drop one of them"
         )
-    if settings.sampling.batch_size not in (1, AUTO):
-        yield f"sampling.batch_size={settings.sampling.batch_size} is for videos of one segment, and {asked}: use 1"
 
 
 def _time_problems(settings: GenerateSettings) -> Iterator[str]:

@@ -128,6 +128,10 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
         raise RequestError("\n".join(lines) or "some text is not valid Unicode") from error
 
 
+_REMOVED = {"sampling.batch_size": "drop it: every video is made alone"}
+"""Settings of earlier versions, with the hint for users who still set them."""
+
+
 def check_key(schema: type[Section], key: str, *, source: str) -> None:
     """Raise RequestError, with the nearest key, unless `key` is the dotted key of a setting."""
     keys = all_keys(schema)
@@ -135,6 +139,8 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
         return
     if inside := [known for known in keys if known.startswith(f"{key}.")]:
         raise RequestError(f"{key} (from {source}) is a section", hint=f"set one of its keys: {', '.join(inside)}")
+    if key in _REMOVED:
+        raise RequestError(f"{key} (from {source}) was removed", hint=_REMOVED[key])
     close = nearest_key(key, keys if "." in key else [*schema.model_fields, *keys])
     siblings = [known for known in keys if "." in known and known.partition(".")[0] == key.partition(".")[0]]
     raise RequestError(

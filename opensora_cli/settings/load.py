@@ -72,8 +72,6 @@ class GenerateRequest:
     config: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     others: Sequence[type[Section]] = ()
-    profiled_runs: int = 0
-    """Number of timed runs. 0 means that runs are not timed."""
     on: PlannedMachine | None = None
     """Machine that a dry run plans for. None means this machine."""
 

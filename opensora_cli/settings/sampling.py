@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Final, Literal
+from typing import Annotated
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field
 
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.base import Section, Share
 
 MAX_SEED = 2**62
-AUTO: Final = "auto"
-"""`sampling.batch_size` that is chosen by memory and speed."""
-_MAX_BATCH = 64
 
 _Steps = Annotated[int, Field(ge=1, le=1000)]
 _Guidance = Annotated[float, Field(ge=0, le=100)]
@@ -63,23 +60,7 @@ class SamplingSettings(Section):
     )
     seed: int = Field(default=42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
     num_samples: int = Field(default=1, ge=1, le=10_000, description="Number of videos.")
-    batch_size: Annotated[int, Field(ge=1, le=_MAX_BATCH)] | Literal["auto"] = Field(
-        default=1,
-        description="Videos that are computed together. auto means as many as fit and save time. Batches change "
-        "results by rounding.",
-    )
     embedded_guidance: _Guidance = Field(default=4.0, description="Guidance input of a distilled model.")
-
-    @field_validator("batch_size", mode="wrap")
-    @classmethod
-    def _batch_is_a_number_or_auto(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
-        try:
-            size = read(value)
-        except ValidationError:
-            size = 0
-        if size != AUTO and not 1 <= size <= _MAX_BATCH:
-            raise ValueError(f"sampling.batch_size={value} must be auto, or a number from 1 to {_MAX_BATCH}")
-        return size
 
     @property
     def oscillates(self) -> bool:

@@ -49,7 +49,7 @@ DESCRIPTION = _keys(
         "causal_lengths",
         "sampling": "num_inference_steps solver fast timesteps stop_at guidance_scale image_guidance_scale "
         "text_oscillation image_oscillation mean_guidance_of step_cache temporal_image_scaling guidance_interval "
-        "flow_shift seed num_samples batch_size embedded_guidance",
+        "flow_shift seed num_samples embedded_guidance",
         # References are read, never written, and sent to no server: see `load._refuse_sending_files`.
         "condition": "mode references fit ref_fps video_latent_frames seamless easy_latent_frames",
         # The prompt before it was rewritten. Results are named after it.

@@ -6,16 +6,15 @@ from types import ModuleType
 import pytest
 from cli.fake_engine import FakeEngine
 
-import opensora_cli.api
 import opensora_cli.engine.generate
-from opensora_cli.engine.generate import early
+from opensora_cli.engine.generate import request as generate_request
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
     for package, name, attribute, replacement in (
-        (opensora_cli.api, "pipeline", "Pipeline", fake),
+        (opensora_cli.engine.generate, "run", "generate_from_request", fake.generate_from_request),
         (opensora_cli.engine.generate, "dry_run", "plan_from_request", fake.plan_from_request),
     ):
         module = ModuleType(f"{package.__name__}.{name}")
@@ -23,7 +22,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(package, name, module, raising=False)
     # What is refused before an engine is imported is not the subject where there is none.
-    monkeypatch.setattr(early, "refuse_early", lambda request, **_: None)
+    monkeypatch.setattr(generate_request, "refuse_early", lambda request, **_: None)
     return fake
 
 

@@ -1,7 +1,6 @@
 """A fake engine: the command line is tested without torch and without weights."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,15 +41,10 @@ class FakeEngine:
     shortage: HardwareError | None = None
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
-    @contextmanager
-    def reporting_to(self, reporter: Reporter, *, stay: bool) -> Iterator["FakeEngine"]:
-        """Stand for a pipeline."""
-        self.reporter = reporter
-        yield self
-
-    def run(self, request: GenerateRequest, *, context: RankContext | None, rank_flags: Sequence[str]) -> FakeResult:
-        assert self.reporter is not None
-        return self._resolve(request, self.reporter)
+    def generate_from_request(
+        self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None, rank_flags: Sequence[str]
+    ) -> FakeResult:
+        return self._resolve(request, reporter)
 
     def plan_from_request(
         self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None

@@ -151,7 +151,6 @@ def test_a_size_in_pixels_and_another_one(
     [
         (["--shard", "1/2"], "--shard has no effect without --prompts"),
         (["sea", "--prompts", "p.txt"], "PROMPT cannot go with --prompts"),
-        (["--prompts", "p.txt", "--profile"], "--profile cannot go with --prompts"),
         (["--prompts", "p.txt", "--from-latents", "a"], "--from-latents cannot go with --prompts"),
         (["--prompts", "p.txt", "--shard", "3/2"], "--shard 3/2 must count from 1/2 to 2/2"),
         (["--prompts", "p.xlsx"], "--prompts p.xlsx must end in .txt, .csv, .jsonl or .parquet"),
@@ -341,7 +340,6 @@ def test_exploring_is_samples_that_stop_early(engine: FakeEngine) -> None:
                 ["--resume", "a.latents.safetensors"],
                 ["--from-latents", "a.latents.safetensors"],
                 ["--prompts", "prompts.txt"],
-                ["--profile"],
             )
         ),
     ],

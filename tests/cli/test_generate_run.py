@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -149,37 +148,6 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
     assert again.read_bytes() == (out / "raining-sea_seed43.mp4").read_bytes()
 
 
-def test_profile_times_stages_and_blocks_over_runs_and_leaves_one_result(osora, out, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, stdout, stderr = osora("raining, sea", "--profile", "--profile-runs", "2", "--json")
-    document = json.loads(stdout)
-    profile = document["profile"]
-    assert (code, profile["runs"]) == (0, 2)
-    stages = {stage["name"]: stage for stage in profile["stages"]}
-    assert set(stages) == set(document["timings_s"]) == {"load", "text", "denoise", "decode", "save"}
-    assert {stage["count"] for stage in stages.values()} == {2}
-    assert all(stage["mean_s"] > 0 and stage["deviation_s"] > 0 for stage in stages.values())
-    model = document["settings"]["model"]
-    names = [f"transformer.double_blocks.{index}" for index in range(model["depth"])]
-    names += [f"transformer.single_blocks.{index}" for index in range(model["depth_single_blocks"])]
-    assert [block["name"] for block in profile["blocks"]] == names
-    # The run to warm up does not count; the branches of a step are one batch.
-    steps = document["settings"]["sampling"]["num_inference_steps"]
-    assert {block["count"] for block in profile["blocks"]} == {2 * steps}
-    assert document["model_evaluations"] == 2 * steps
-    assert sum(block["mean_s"] * block["count"] for block in profile["blocks"]) <= 2 * stages["denoise"]["mean_s"]
-    assert "profile: a run to warm up, of 2" in stderr
-    assert sorted(path.name for path in out.iterdir()) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("osora-profile")] == []
-
-
-def test_a_profile_is_asked_for_and_planned(osora):
-    code, _, stderr = osora("raining, sea", "--profile-runs", "2")
-    assert (code, "--profile-runs has no effect without --profile" in stderr) == (2, True)
-    code, _, stderr = osora("raining, sea", "--profile", "--dry-run")
-    assert (code, "profile: everything is to be run 3 times" in stderr) == (0, True)
-
-
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
@@ -204,7 +172,7 @@ def test_attention_that_cannot_be_is_refused_before_weights_are_read(osora, monk
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
     plan = json.loads(stdout)
-    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/2", 80)
+    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/3", 80)
     assert not out.exists()
     assert plan["outputs"] == [
         {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json", "made_before": False}
@@ -263,12 +231,12 @@ class TestAdapters:
 @pytest.mark.parametrize("resolution", ["256px", "768px"])
 def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolution, monkeypatch):
     free = torch.iinfo(torch.int64).max
-    monkeypatch.setattr("opensora_cli.engine.generate.plan.pick_hardware", _hardware_with(free))
+    monkeypatch.setattr("opensora_cli.engine.generate.planning.pick_hardware", _hardware_with(free))
     command = ["generate", "sea", "--model", "open-sora-v2", "--weights", str(tmp_path)]
     command += ["--res", resolution, "--dry-run"]
     assert app.main(command) == 0
     assert "missing   hunyuan_vae.safetensors" in capsys.readouterr().out
-    monkeypatch.setattr("opensora_cli.engine.generate.plan.pick_hardware", _hardware_with(2**30))
+    monkeypatch.setattr("opensora_cli.engine.generate.planning.pick_hardware", _hardware_with(2**30))
     assert app.main(command) == 4
     printed = capsys.readouterr()
     assert "does not fit" in printed.out

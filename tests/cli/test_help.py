@@ -98,7 +98,7 @@ def test_help_version_and_presets_import_nothing_heavy() -> None:
 
 def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
     [modules] = modules_after(["generate", "raining, sea", "--model", "demo", "--dry-run", "--json"])
-    assert {"torch", "opensora_cli.engine.generate.plan"} <= modules
+    assert {"torch", "opensora_cli.engine.generate.planning"} <= modules
     assert modules.isdisjoint({"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy"})
 
 

@@ -11,7 +11,7 @@ import yaml
 from imported_modules import modules_after
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile import measured_stages
 from opensora_cli.settings.train import TrainSettings
 
@@ -139,7 +139,7 @@ def test_what_runs_out_of_memory_is_only_predicted(
 ) -> None:
     measure = measured_stages.measure_stage
 
-    def fails_to_denoise(plan: ExecutionPlan, name: str, *, runs: int) -> object:
+    def fails_to_denoise(plan: Plan, name: str, *, runs: int) -> object:
         if name == "denoise":
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(plan, name, runs=runs)

@@ -13,11 +13,11 @@ from tiny_world import RecordingReporter, demo_settings, make_world
 
 from opensora_cli.core.files import user_cache
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import load
-from opensora_cli.engine.generate.encoded_text import text_embeds
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.generate import GenerateSettings
 
 Pool = Callable[[int], Any]
@@ -25,8 +25,10 @@ Pool = Callable[[int], Any]
 
 def _encode(settings: GenerateSettings) -> tuple[PromptEmbeds, int]:
     """Return the embeddings, and how often T5 was loaded."""
-    load_t5, loads = load.load_t5, []
-    with patch.object(load, "load_t5", lambda plan, **options: loads.append(plan) or load_t5(plan, **options)):
+    load_t5, loads = generate_models.load_t5, []
+    with patch.object(
+        generate_models, "load_t5", lambda plan, **options: loads.append(plan) or load_t5(plan, **options)
+    ):
         models = LoadedModels(text_group=dist.group.WORLD)
         with models, torch.inference_mode():
             [embeds] = text_embeds(make_plan(settings), models, RunRecord(RecordingReporter()))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import LowRankLinear
@@ -38,10 +38,10 @@ def _settings(adapters: tuple[str, ...], degrees: dict[str, int], memory: dict[s
     )
 
 
-def _drawn(plan: ExecutionPlan) -> tuple[Tensor, int, int]:
+def _drawn(plan: Plan) -> tuple[Tensor, int, int]:
     """Return the latents, the adapters' bytes on this rank, and how many there are."""
     ranks = Ranks(plan.mesh, torch.device("cpu")) if plan.mesh.size > 1 else None
-    transformer = load.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
+    transformer = models.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
     transformer.set_attention(sdpa)
     adapters = [module for module in transformer.modules() if isinstance(module, LowRankLinear)]
     held = storage_bytes(part for adapter in adapters for part in (adapter.lora_a, adapter.lora_b))
@@ -53,7 +53,7 @@ def _drawn(plan: ExecutionPlan) -> tuple[Tensor, int, int]:
     )
     with torch.inference_mode():
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, [embeds], None, seeds=[3], ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, None, seed=3, ranks=ranks)
     return latents, held, len(adapters)
 
 

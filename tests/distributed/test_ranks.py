@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_cli.engine.generate.ranks import Ranks, SharedBranches, SharedDecoder, agreed_tensors, least
+from opensora_cli.engine.generate.ranks import Ranks, SharedBranches, SharedDecoder, broadcast_tensors, least
 from opensora_cli.engine.launch.rank import agreed
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
@@ -24,7 +24,7 @@ def _agreed():
     rank = dist.get_rank()
     tensors = [torch.arange(6.0).view(2, 3), torch.ones(1, dtype=torch.bfloat16)] if rank == 0 else None
     own = MemorySettings(limit=f"{rank + 1}GiB")
-    return ranks().is_main, agreed(own), agreed_tensors(tensors, device=CPU), least(5 - rank)
+    return ranks().is_main, agreed(own), broadcast_tensors(tensors, device=CPU), least(5 - rank)
 
 
 def test_the_value_of_rank_0_is_agreed(pool):

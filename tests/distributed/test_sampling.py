@@ -21,9 +21,9 @@ from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.sdpa import sdpa
@@ -65,7 +65,7 @@ def plan_of(
 def on_this_rank(plan):
     """Return the ranks that share the work, None in one process, and the transformer or this rank's share of it."""
     ranks = Ranks(plan.mesh, torch.device("cpu")) if plan.mesh.size > 1 else None
-    transformer = load.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
+    transformer = models.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
     transformer.set_attention(sdpa)
     return ranks, transformer
 
@@ -87,7 +87,7 @@ def drawn(plan):
     ]
     with torch.inference_mode(), counted_bytes() as sent:
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, [embeds], [references] if references else None, seeds=[3], ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks)
     return latents, sent.num_bytes, STEPS * step_bytes(plan, transformer.config)
 
 
@@ -144,7 +144,7 @@ def compiled_velocity(plan):
     """Return the same of compiled blocks, after attention was handed in anew, and how many graphs there are."""
     torch._dynamo.reset()
     counters.clear()
-    with mock.patch.object(load, "prepare", lambda transformer, plan: compile_blocks(transformer, **COMPILED)):
+    with mock.patch.object(models, "prepare", lambda transformer, plan: compile_blocks(transformer, **COMPILED)):
         velocity(plan)
         return velocity(plan), counters["stats"]["unique_graphs"]
 
@@ -225,7 +225,7 @@ def held(plan):
     )
     with torch.inference_mode(), prompt_exchanges(), TensorBytes() as counter:
         counter.add([embeds.prompt_embeds_2LC, embeds.pooled_prompt_embeds_2V])
-        sample_latents(plan, ranks.share_tokens(transformer), [embeds], None, seeds=[3], ranks=ranks)
+        sample_latents(plan, ranks.share_tokens(transformer), embeds, None, seed=3, ranks=ranks)
     return counter.peak_bytes
 
 
@@ -241,7 +241,7 @@ def test_memory_of_a_rank_is_predicted(pool, degrees):
 def mapped(plan):
     """Return the bytes of the weights, the file that each of them maps, and the bytes that this rank has for itself."""
     machine_group = Ranks(plan.mesh, torch.device("cpu")).machine_group
-    transformer = load.load_transformer(plan, machine_group=machine_group)
+    transformer = models.load_transformer(plan, machine_group=machine_group)
     held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
     assert sum(float(weight.float().sum()) for weight in held) != 0  # touches every page
     files, own_bytes = mapped_files(held)

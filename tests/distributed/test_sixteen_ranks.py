@@ -21,8 +21,8 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.load import load_transformer
+from opensora_cli.engine.generate.models import load_transformer
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.attention.sdpa import sdpa
@@ -56,7 +56,7 @@ def _name(degrees: Degrees) -> str:
     return "-".join(f"{axis.removesuffix('_degree')}{degree}" for axis, degree in degrees)
 
 
-def _plan(weights: Path, degrees: Degrees) -> ExecutionPlan:
+def _plan(weights: Path, degrees: Degrees) -> Plan:
     settings = load_preset("demo", prompt="raining, sea").replace(
         {
             "model.hidden_size": HIDDEN,
@@ -81,7 +81,7 @@ def _plan(weights: Path, degrees: Degrees) -> ExecutionPlan:
     return plan_without_estimate(settings)
 
 
-def _sampled(plan: ExecutionPlan) -> Tensor:
+def _sampled(plan: Plan) -> Tensor:
     ranks = Ranks(plan.mesh, torch.device("cpu")) if plan.mesh.size > 1 else None
     transformer = load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
     transformer.set_attention(sdpa)
@@ -94,7 +94,7 @@ def _sampled(plan: ExecutionPlan) -> Tensor:
     reference_CTHW = torch.randn(channels, 1, rows, columns, generator=generator)
     with torch.inference_mode():
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        return sample_latents(plan, evaluate, [embeds], [[reference_CTHW]], seeds=[3], ranks=ranks)
+        return sample_latents(plan, evaluate, embeds, [reference_CTHW], seed=3, ranks=ranks)
 
 
 def _absent() -> None:

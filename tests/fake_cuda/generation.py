@@ -16,18 +16,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import denoise, resolve
+from opensora_cli.engine.generate import denoise, pipeline, resolve
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
-from opensora_cli.engine.generate.execution_plan import EXTENSION, ExecutionPlan
-from opensora_cli.engine.generate.make import computing, denoised_clips, make_videos
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.pipeline import computing, denoise_only, make
+from opensora_cli.engine.generate.plan import SEGMENT, Chain, Plan
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.ranks import Ranks, planned_on_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import Run
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Work
 from opensora_cli.models.mmdit.model import _computed_where
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -41,7 +41,7 @@ class Turn:
     """What one rank did."""
 
     rehearsal: Rehearsal
-    plan: ExecutionPlan
+    chain: Chain
 
     @property
     def log(self) -> Log:
@@ -51,16 +51,16 @@ class Turn:
     @property
     def device(self) -> torch.device:
         """Of this rank."""
-        return self.plan.hardware.device
+        return self.chain.video.hardware.device
 
     @property
     def planned(self) -> dict[str, int]:
         """The bytes that each stage is planned to take, less those of models that rank 0 alone has by then."""
         planned: dict[str, int] = {}
-        for stage in self.plan.all_stages:
+        for stage in self.chain.stages:
             size = stage.total_bytes - sum(size for _, size in stage.kept if self.rehearsal.rank)
             # A run shows the stages of all segments as those of the first.
-            name = stage.name.removeprefix(f"{EXTENSION} ")
+            name = stage.name.removeprefix(f"{SEGMENT} ")
             planned[name] = max(size, planned.get(name, 0))
         return planned
 
@@ -109,43 +109,45 @@ def rehearse(
         reporter = LoggedReporter(turn.log)
         # Plans are made of numbers, some of them counted on tensors of another kind.
         for module in (generation_ranks, resolve):
-            stack.enter_context(mock.patch.object(module, "make_plan", _planned))
+            stack.enter_context(mock.patch.object(module, "make_chain", _planned))
+        if not encodes:
+            stack.enter_context(mock.patch.object(pipeline, "text_embeds", _text_embeds))
         # There are no numbers to write.
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
         ranks: Ranks | None = None
         if world.size == 1:
-            plan = resolve.plan_here(resolve.completed(settings, reporter), None)
+            chain = resolve.plan_here(resolve.completed(settings, reporter), None)
         else:
-            plan, ranks = stack.enter_context(planned_on_ranks(settings, turn.context, reporter))
+            chain, ranks = stack.enter_context(planned_on_ranks(settings, turn.context, reporter))
         run = Run(reporter=reporter, context=turn.context if ranks else None, ranks=ranks)
-        _make(plan, run, turn, encodes=encodes, decodes=decodes)
-        return Turn(turn, plan)
+        _make(chain, run, decodes=decodes)
+        return Turn(turn, chain)
 
 
-def _planned(settings: GenerateSettings, **options: Any) -> ExecutionPlan:
+def _planned(settings: GenerateSettings, **options: Any) -> Chain:
     with _disable_current_modes():
         # On tensors without numbers no kernel can be tried.
-        return make_plan(settings, **options | {"tries_device": False}).with_threads(by=None)
+        return make_chain(settings, **options | {"tries_device": False}).with_threads(by=None)
 
 
-def _make(plan: ExecutionPlan, run: Run, turn: Rehearsal, *, encodes: bool, decodes: bool) -> None:
-    files = [sample_files(plan.settings, index) for index in range(plan.num_samples)]
+def _make(chain: Chain, run: Run, *, decodes: bool) -> None:
+    files = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
     with _disable_current_modes():
-        references = references_of(plan, run.reporter) if run.is_main else []
-    with computing(plan, run.reporter), run.lending() as models:
-        given = () if encodes else (_embeds(plan),) * len(plan.segments)
-        work = Work(plan, files, references, embeds=given, picture_embeds=given)
+        references = references_of(chain.video, run.reporter) if run.is_main else []
+    with computing(chain.video, run.reporter), run.lending() as models:
+        samples = [Sample(chain, chain.video, each, references) for each in files]
         record = RunRecord(run.reporter)
         if decodes:
-            make_videos([work], models, record, finish=_watched, ranks=run.ranks)
+            make(chain, samples, models, record, finish=_watched, ranks=run.ranks)
         else:
-            denoised_clips([work], models, record, ranks=run.ranks)
+            denoise_only(chain, samples, models, record, ranks=run.ranks)
 
 
-def _embeds(plan: ExecutionPlan) -> PromptEmbeds:
+def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
     model, hardware = plan.settings.model, plan.hardware
     empty = partial(torch.empty, dtype=hardware.dtype, device=hardware.device)
-    return PromptEmbeds(empty(2, plan.settings.text.t5_max_length, model.context_in_dim), empty(2, model.vec_in_dim))
+    embeds = PromptEmbeds(empty(2, plan.settings.text.t5_max_length, model.context_in_dim), empty(2, model.vec_in_dim))
+    return (embeds,) * len(plan.settings.segment_prompts)
 
 
 def _watched(decoding: SampleFrames) -> int:

@@ -62,7 +62,7 @@ SLOW = {
     "high compression": Row("high_compression", changes={**PICTURE, "video__num_frames": 32}, does=("decodes",)),
     "a picture": Row("flux1_dev", changes={"video__num_frames": 1}),
     "demo": Row("demo", changes={"video__num_frames": 17}),
-    "two samples at once": Row("256px", changes={"sampling__num_samples": 2, "sampling__batch_size": 2}),
+    "two samples": Row("256px", changes={"sampling__num_samples": 2}),
     # conditions and offload
     "first frame, one model at a time": Row("256px", mode="i2v_head", changes={"memory__offload": "model"}),
     "last frame, pinned": Row("256px", mode="i2v_tail", changes=PINNED),

@@ -14,7 +14,7 @@ from fake_cuda.session import rehearsal
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.engine.estimate.generation_work import evaluation_work
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.train.activations import plan_activations
 
 

@@ -14,7 +14,7 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, fitting
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import encode_references, references_of
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.layout import converter
@@ -139,10 +139,10 @@ def test_from_noise_to_video(name, golden, assert_close, tmp_path, monkeypatch):
             if f"reference_pixels{index}" in inputs:
                 assert_close(reference.pixels_CTHW, inputs[f"reference_pixels{index}"], what=f"{title}: pixels")
             assert_close(latents, expected[f"reference_latents{index}"], what=f"{title}: reference {index}")
-        latents_1CTHW = denoise.sample_latents(
-            plan, transformer, [embeds], [given] if references else None, seeds=[plan.settings.sampling.seed]
+        latents_CTHW = denoise.sample_latents(
+            plan, transformer, embeds, given if references else None, seed=plan.settings.sampling.seed
         )
-        assert_close(latents_1CTHW, expected["latents"], what=f"{title}: latents")
+        assert_close(latents_CTHW[None], expected["latents"], what=f"{title}: latents")
         if plan.mode.gives_pictures:
             assert_close(seen["restore_references"], expected["denoised"], what=f"{title}: denoised")
 
@@ -151,7 +151,7 @@ def test_from_noise_to_video(name, golden, assert_close, tmp_path, monkeypatch):
             DROPPED * (drops and plan.mode.at_head), case["num_frames"] - DROPPED * (drops and plan.mode.at_tail)
         )
         # Without tiles in time it comes as one piece.
-        [[frames_THWC]] = decode.decode_latents(plan, vae, latents_1CTHW)
+        [frames_THWC] = decode.decode_latents(plan, vae, latents_CTHW)
         assert len(frames_THWC) == case["num_frames"]
         assert_close(seen["to_uint8"][:, kept], expected["video"][0], what=f"{title}: video")
 
@@ -178,8 +178,8 @@ def test_from_noise_to_picture(golden, assert_close, monkeypatch):
         if index:
             # Recorded as a batch, whose further rows are not those of any seed.
             monkeypatch.setattr(denoise, "noise_latents", lambda *_, noise=noise_CTHW, **__: noise[None])
-        latents_1CTHW = denoise.sample_latents(plan, transformer, [embeds], None, seeds=[plan.settings.sampling.seed])
-        assert_close(latents_1CTHW[0], file.outputs["latents"][index], what=f"latents {index}")
-        [[frames_THWC]] = decode.decode_latents(plan, vae, latents_1CTHW)
+        latents_CTHW = denoise.sample_latents(plan, transformer, embeds, None, seed=plan.settings.sampling.seed)
+        assert_close(latents_CTHW, file.outputs["latents"][index], what=f"latents {index}")
+        [frames_THWC] = decode.decode_latents(plan, vae, latents_CTHW)
         assert tuple(frames_THWC.shape) == (1, plan.height, plan.width, 3)
         assert_close(seen["to_uint8"], file.outputs["picture"][index], what=f"picture {index}")

@@ -34,7 +34,7 @@ def run(golden):
         evaluations = []
         velocity = GuidedVelocity(
             model,
-            [PromptEmbeds(file.inputs["txt"], file.inputs["y_vec"])],
+            PromptEmbeds(file.inputs["txt"], file.inputs["y_vec"]),
             conditioning_BNK=pack_conditioning(mask, given, patch_size),
             position_ids_1N3=position_ids(1, frames, height // patch_size, width // patch_size),
             on_evaluation=lambda: evaluations.append(None),

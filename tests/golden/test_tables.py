@@ -8,7 +8,7 @@ import torch
 
 from opensora_cli.data.buckets import NO_BUCKET, Samples, map_target_fps
 from opensora_cli.engine.encode.datasets import make_buckets
-from opensora_cli.engine.generate.picture import picture_settings
+from opensora_cli.engine.generate.request import picture_settings
 from opensora_cli.media.resize import fit_frames
 from opensora_cli.sampling.guidance import oscillating_scale
 from opensora_cli.sampling.schedule import flow_timesteps

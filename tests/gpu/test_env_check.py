@@ -8,7 +8,7 @@ from opensora_cli.core import gpus
 from opensora_cli.engine.env_check.all_reduce import Outcome, run_all_reduce
 from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.report import Severity
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.tools import EnvCheckSettings
 
 

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import batch_generate
 import demo_quality
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import scene_reader
 import torch
 from tiny_world import World, demo_settings, make_world
 
-from opensora_cli.core.conditions import CONDITION_MODES, condition_mode
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.english_captions import SPEED_WORDS
@@ -30,9 +29,8 @@ from opensora_cli.data.scenes import (
     sample_scene,
 )
 from opensora_cli.data.translated_captions import Language, translated_words
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
 
 
@@ -42,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def plan(world: World) -> ExecutionPlan:
+def plan(world: World) -> Plan:
     settings = demo_settings(world, Path("unused"), sampling__num_inference_steps="3", sampling__guidance_scale="4")
     return make_plan(with_mode(settings, SilentReporter()))
 
@@ -181,33 +179,6 @@ def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
         scene_reader.load_reader(tmp_path / "broken.pt")
 
 
-@pytest.mark.slow
-def test_videos_do_not_depend_on_their_batch(plan: ExecutionPlan) -> None:
-    models = LoadedModels(stay=True)
-    prompts = ["raining, sea", "a boat at night", "the sea"]
-    filmed = np.stack([render_scene(scene())] * 3)
-    filmed[1] = 255 - filmed[1]
-    done: list[int] = []
-
-    def generate(batch: int) -> np.ndarray:
-        return batch_generate.generate_clips(
-            plan,
-            models,
-            prompts,
-            seeds=range(3),
-            mode=condition_mode("i2v_head"),
-            filmed_NTHWC=filmed,
-            batch=batch,
-            on_done=done.append,
-        ).astype(int)
-
-    together, alone = generate(2), generate(1)
-    assert done == [2, 3, 1, 2, 3]
-    assert together.shape == (3, 17, 64, 64, 3)
-    assert np.abs(together - alone).max() <= 1  # rounding
-    assert np.abs(together[0] - together[1]).mean() > 5
-
-
 def test_detail_is_lost_by_blurring_alone() -> None:
     clips = np.stack([render_scene(scene()), render_scene(scene(direction=Direction.LEFT))])
     blurred = (clips[:, :, 1:].astype(int) + clips[:, :, :-1]) // 2
@@ -271,7 +242,7 @@ def test_whole_benchmark_in_small(
     timed = {"seconds": 70.0, "stages_s": {"load": 1.0}, "cores": 2}
     monkeypatch.setattr(demo_quality, "measure_seconds", lambda arguments: run.append(arguments) or timed)
     arguments = ["--weights", str(world.demo), "--readers", str(tmp_path), "--json", str(report)]
-    arguments += ["--clips", "3", "--prompts", "3", "--given", "2", "--reader-clips", "4", "--batch", "2"]
+    arguments += ["--clips", "3", "--prompts", "3", "--given", "2", "--reader-clips", "4"]
     arguments += ["--seeds", "2", "--steps", "2", "--guidance-scale", "1", "--guidance-scale", "4"]
     assert demo_quality.main([*arguments, *(part for each in overrides for part in ("--set", each))]) == 0
 

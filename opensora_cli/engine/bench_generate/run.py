@@ -20,18 +20,18 @@ from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGener
 from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_memory
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.pipeline import computing, make
+from opensora_cli.engine.generate.plan import VIDEO, Chain, Plan
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, refuse_data_parallel, resolve_generate_settings
-from opensora_cli.engine.generate.room import require_fit
+from opensora_cli.engine.generate.room import require_fit, require_room, require_weights
 from opensora_cli.engine.generate.run import Run, watched
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Work
 from opensora_cli.media.plots import new_figure
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.settings.bench_generate import (
@@ -111,7 +111,7 @@ def bench_generate(
             settings, device = stack.enter_context(generate_ranks.joined_to_generate(settings, context, reporter))
         runner = _Runner(reporter, device, stack.enter_context(LoadedModels(stay=True)))
         rows, skipped = _planned(settings, tries, runner)
-        exact = rows[0].plan
+        exact = rows[0].chain.video
         is_main = context is None or context.is_main
         if is_main:
             runner.references = references_of(exact, reporter)
@@ -146,7 +146,7 @@ class _Video:
 class _Row:
     name: str
     changes: Mapping[str, object]
-    plan: ExecutionPlan
+    chain: Chain
     stages_s: list[Mapping[str, float]] = field(default_factory=list)
     """Seconds of each stage in each timed run."""
     peaks_gib: list[float] = field(default_factory=list)
@@ -164,7 +164,7 @@ class _Row:
             changes={key: "none" if value is None else str(value) for key, value in self.changes.items()},
             stages_s={name: RunTime.over([run.get(name, 0.0) for run in self.stages_s]) for name in self.stages_s[0]},
             seconds=RunTime.over(self.seconds),
-            evaluations=self.plan.model_evaluations,
+            evaluations=self.chain.model_evaluations,
             speedup=fmean(exact.seconds) / fmean(self.seconds),
             peak_memory_gib=max(self.peaks_gib, default=None),
             psnr_db=psnr,
@@ -183,18 +183,18 @@ def _planned(settings: GenerateSettings, tries: Tries, runner: "_Runner") -> tup
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
         try:
-            plan = runner.plan(tried_settings(exact.settings, changes)).with_threads()
-            require_weights(plan, SilentReporter())
-            require_fit(plan)
+            chain = runner.plan(tried_settings(exact.settings, changes)).with_threads()
+            require_weights(chain, SilentReporter())
+            require_fit(chain)
         except (OsoraError, ValidationError) as error:
             if tries is not None:
                 raise
             skipped[name] = error.message if isinstance(error, OsoraError) else "; ".join(explain(error))
             continue
-        if tries is None and plan.model_evaluations >= exact.model_evaluations:
-            skipped[name] = f"{plan.model_evaluations} evaluations; the exact run takes {exact.model_evaluations}"
+        if tries is None and chain.model_evaluations >= exact.model_evaluations:
+            skipped[name] = f"{chain.model_evaluations} evaluations; the exact run takes {exact.model_evaluations}"
         else:
-            rows.append(_Row(name, changes, plan))
+            rows.append(_Row(name, changes, chain))
     return rows, skipped
 
 
@@ -206,12 +206,12 @@ def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
         for row in turns:
             place = f"run {done + 1} of {len(turns)}: {row.name}"
             # Runs that differ in sampling alone use the same kernels.
-            kernels = json.dumps(row.plan.settings.model_dump(mode="json", exclude={"sampling"}), sort_keys=True)
+            kernels = json.dumps(row.chain.settings.model_dump(mode="json", exclude={"sampling"}), sort_keys=True)
             if kernels not in warm:
                 runner.reporter.note(f"{place}, a few steps to warm up")
-                runner.run(_shortened(row.plan))
+                runner.run(row.chain.change(_shortened))
                 warm.add(kernels)
-            video, stages_s, peaks_gib = runner.run(row.plan)
+            video, stages_s, peaks_gib = runner.run(row.chain)
             row.stages_s.append(stages_s)
             row.peaks_gib += peaks_gib
             done += 1
@@ -225,15 +225,9 @@ def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
         raise KeyboardInterrupt(f"{done} of {len(turns)} runs were finished; there is no table") from interrupt
 
 
-def _shortened(plan: ExecutionPlan) -> ExecutionPlan:
+def _shortened(plan: Plan) -> Plan:
     """Return a plan that loads and computes everything in a few steps."""
-    return replace(
-        plan,
-        timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1],
-        picture=plan.picture and _shortened(plan.picture),
-        draft=plan.draft and _shortened(plan.draft),
-        continuation=plan.continuation and _shortened(plan.continuation),
-    )
+    return replace(plan, timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1])
 
 
 def likeness(video: _Video, exact: _Video, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
@@ -262,16 +256,16 @@ class _Runner:
         self._models = models
         self._ranks: dict[object, generate_ranks.Ranks] = {}
 
-    def plan(self, settings: GenerateSettings) -> ExecutionPlan:
-        """Return the plan of one video; all ranks call it."""
-        return make_plan(settings) if self._device is None else generate_ranks.plan_of_rank(settings, self._device)
+    def plan(self, settings: GenerateSettings) -> Chain:
+        """Return the jobs of one video; all ranks call it."""
+        return make_chain(settings) if self._device is None else generate_ranks.chain_of_rank(settings, self._device)
 
-    def run(self, plan: ExecutionPlan) -> tuple[_Video | None, dict[str, float], list[float]]:
+    def run(self, chain: Chain) -> tuple[_Video | None, dict[str, float], list[float]]:
         """Make a video; return it (on rank 0), the seconds of its stages, and the peak memory of each rank in GiB.
 
         All ranks call it. There are no peaks where they cannot be measured.
         """
-        ranks = None
+        ranks, plan = None, chain.video
         if self._device is not None:
             if (key := (plan.mesh, plan.exchange)) not in self._ranks:
                 self._ranks[key] = generate_ranks.Ranks(plan.mesh, self._device, plan.exchange)
@@ -283,11 +277,11 @@ class _Runner:
             return _Video(decoded.latents, frames_THWC)
 
         with Run(reporter=self.reporter, ranks=ranks, models=self._models).lending() as models:
-            plan = models.planned(plan) if ranks is None else plan
-            work = Work(plan, [sample_files(plan.settings, 0)], self.references)
+            chain = chain.change(models.planned, only=VIDEO) if ranks is None else chain
+            sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
             with computing(plan, self.reporter):
                 is_measured = start_peak_memory(plan.hardware.device)
-                [videos] = make_videos([work], models, record, finish=in_memory, ranks=ranks)
+                videos = make(chain, [sample], models, record, finish=in_memory, ranks=ranks)
                 peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
         if ranks is not None:
             peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]

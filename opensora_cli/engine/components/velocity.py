@@ -41,21 +41,21 @@ class _Inputs(NamedTuple):
 
 
 class GuidedVelocity:
-    """Evaluates the transformer for a batch of samples, each with its own `embeds`.
+    """Evaluates the transformer for one sample.
 
     Branches are one batch if `are_batched`, else they run one after the other: then neither the peak of memory nor the
     result depends on the step.
 
     `conditioning_BNK` is None for a model without a condition embedding; `embedded_guidance` is for a
-    guidance-distilled one. All samples share `position_ids_1N3`. `on_evaluation` is called after each evaluation, for
-    progress. With `times` the transformer is an `MMDiT`, perhaps shared by ranks, and is evaluated only at these times;
-    everything that depends only on times, prompts and positions is computed once.
+    guidance-distilled one. `on_evaluation` is called after each evaluation, for progress. With `times` the transformer
+    is an `MMDiT`, perhaps shared by ranks, and is evaluated only at these times; everything that depends only on times,
+    prompts and positions is computed once.
     """
 
     def __init__(
         self,
         transformer: Callable[..., torch.Tensor],
-        embeds: Sequence[PromptEmbeds],
+        embeds: PromptEmbeds,
         *,
         conditioning_BNK: torch.Tensor | None,
         position_ids_1N3: torch.Tensor,
@@ -89,8 +89,7 @@ class GuidedVelocity:
         """Return velocity_BND of each of `branches` at time `t`; see `VelocityFn`."""
         if not branches:
             return {}
-        text_tokens = self.embeds[0].prompt_embeds_2LC.shape[1]
-        tokens = packed_latents_BND.shape[0] * (packed_latents_BND.shape[1] + text_tokens)
+        tokens = packed_latents_BND.shape[1] + self.embeds.prompt_embeds_2LC.shape[1]
         groups = [branches] if are_batched(tokens, packed_latents_BND.device) else [(each,) for each in branches]
         velocities: dict[Branch, torch.Tensor] = {}
         for group in groups:
@@ -104,7 +103,6 @@ class GuidedVelocity:
             self._inputs[branches] = self._inputs_of(branches)
         prompt_embeds_BLC, pooled_BV, conditioning_BNK = self._inputs[branches]
         device, count = packed_latents_BND.device, len(branches)
-        batch = count * packed_latents_BND.shape[0]
         guidance = self.embedded_guidance
         kept: dict[str, BlockResidual | KnownInputs] = {}
         if self._model is not None:
@@ -117,11 +115,11 @@ class GuidedVelocity:
             _together([packed_latents_BND] * count),
             position_ids_BN3=self.position_ids_1N3,
             # `torch.tensor` would copy from the host, and wait for the GPU.
-            timesteps_B=torch.full((batch,), t, device=device),
+            timesteps_B=torch.full((count,), t, device=device),
             prompt_embeds_BLC=prompt_embeds_BLC,
             pooled_prompt_embeds_BV=pooled_BV,
             conditioning_BNK=conditioning_BNK,
-            embedded_guidance_B=None if guidance is None else torch.full((batch,), guidance, device=device),
+            embedded_guidance_B=None if guidance is None else torch.full((count,), guidance, device=device),
             **kept,
         )
         if cached is None or not cached.is_reused:
@@ -130,22 +128,20 @@ class GuidedVelocity:
         return (velocity,) if count == 1 else velocity.chunk(count)
 
     def _known_inputs(self, model: MMDiT, t: float, branches: tuple[Branch, ...]) -> KnownInputs:
-        samples, prompts = len(self.embeds), len(self.embeds[0].pooled_prompt_embeds_2V)
+        prompts = len(self.embeds.pooled_prompt_embeds_2V)
         if not self._modulation:
-            # For each time: all samples with the prompt, then all with the negative prompt, if there is one.
-            pooled_RV = torch.cat(
-                [each.pooled_prompt_embeds_2V[row : row + 1] for row in range(prompts) for each in self.embeds]
-            ).repeat(len(self.times), 1)
-            rows, guidance = prompts * samples, self.embedded_guidance
+            # The rows of the prompt and of the negative prompt, for each time.
+            pooled_RV = self.embeds.pooled_prompt_embeds_2V.repeat(len(self.times), 1)
+            guidance = self.embedded_guidance
             self._modulation = model.modulation_of(
-                torch.cat([torch.full((rows,), time, device=pooled_RV.device) for time in self.times]),
+                torch.cat([torch.full((prompts,), time, device=pooled_RV.device) for time in self.times]),
                 pooled_RV,
                 None if guidance is None else pooled_RV.new_full((len(pooled_RV),), guidance, dtype=torch.float32),
             )
-        first = prompts * samples * self.times.index(t)
-        spans = [first + (0 if branch.uses_prompt else samples) for branch in branches]
+        first = prompts * self.times.index(t)
+        rows = [first + (0 if branch.uses_prompt else 1) for branch in branches]
         modulation = {
-            layer: _together([values_RD[start : start + samples] for start in spans])
+            layer: _together([values_RD[row : row + 1] for row in rows])
             for layer, values_RD in self._modulation.items()
         }
         if model is not self.transformer:
@@ -159,11 +155,11 @@ class GuidedVelocity:
         return KnownInputs(modulation, text_BLD, self._rotary)
 
     def _inputs_of(self, branches: tuple[Branch, ...]) -> _Inputs:
-        rows = [(each, 0 if branch.uses_prompt else 1) for branch in branches for each in self.embeds]
+        rows = [0 if branch.uses_prompt else 1 for branch in branches]
         given = self.conditioning_BNK
         return _Inputs(
-            _together([each.prompt_embeds_2LC[row : row + 1] for each, row in rows]),
-            _together([each.pooled_prompt_embeds_2V[row : row + 1] for each, row in rows]),
+            _together([self.embeds.prompt_embeds_2LC[row : row + 1] for row in rows]),
+            _together([self.embeds.pooled_prompt_embeds_2V[row : row + 1] for row in rows]),
             None
             if given is None
             else _together([given if branch.uses_conditioning else torch.zeros_like(given) for branch in branches]),
@@ -171,7 +167,7 @@ class GuidedVelocity:
 
 
 def are_batched(tokens: int, device: torch.device) -> bool:
-    """Return whether branches of `tokens` tokens each, with text and all samples, are one batch on a device.
+    """Return whether branches of so many tokens each, text included, are one batch on a device.
 
     Only the size decides, not the number of branches of a step. So a resumed run rounds as the whole run does, and no
     step needs more memory than one with all branches.

@@ -88,6 +88,11 @@ class PromptCache:
         except OSError:
             return None
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether there is a folder for it, in which no write has failed yet."""
+        return not self._is_closed
+
     def has(self, name: str) -> bool:
         """Whether there is a file for a name; it may turn out to be broken."""
         try:

@@ -115,8 +115,8 @@ def env_check(
 ) -> EnvReport:
     """Check this machine, its environment variables, and the files that are named.
 
-    `make_plan` plans a generation (`engine.generate.plan.make_plan`), for the table of presets. Raises FileProblem if a
-    file cannot be read.
+    `make_plan` plans a generation (`engine.generate.planning.make_plan`), for the table of presets. Raises FileProblem
+    if a file cannot be read.
     """
     environment = os.environ if environment is None else environment
     # First, since a misspelt name should be refused at once.

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,6 @@ from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_f
 from opensora_cli.engine.components.velocity import (
     GuidedVelocity,
     PromptEmbeds,
-    are_batched,
     modulation_comes_first,
     modulation_values,
 )
@@ -107,7 +105,6 @@ def estimate_generation(
 ) -> tuple[StageMemory, ...]:
     """Return what each stage needs of the device's memory, in the order in which they run.
 
-    A batch is taken for as many times what one clip needs beside the weights: nearly all of it is of each clip its own.
     What repeats is remembered, so that many offload plans for one video cost little more than one. `parameters` are
     counts (see `configs.count_parameters`), and `dtype` is that of weights and activations. Text encoders that
     `text_folders` lacks are taken for the released ones. `files`: on a CPU, what is computed with where it is mapped;
@@ -122,10 +119,7 @@ def estimate_generation(
     vae_mapped = 0
     if files is not None:
         weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
-    together = offload.decode_batch_size
-    # What a decoder keeps of its weights is there once.
-    latents = decoding.data + (together - 1) * prod(sizes.latent_shape) * dtype.itemsize
-    decode = StageMemory(DECODE, weights[Component.VAE], latents, together * decoding.activations, vae_mapped)
+    decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
     if settings.from_latents is not None:
         return (decode,)
 
@@ -136,9 +130,8 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
-    counted = _counted_together(config, sizes, lengths[0], device_type, batch=offload.batch_size)
     denoising = _denoising(
-        config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear, counted
+        config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear
     )
     workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
     frames = reference_frames(settings, sizes)
@@ -151,18 +144,17 @@ def estimate_generation(
             config, files[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras
         )
     own += sum(size for _, size in kept)
-    batch = offload.batch_size // counted
-    computed = batch * denoising.activations + workspace
+    computed = denoising.activations + workspace
     if offload.linear is not LinearProducts.EXACT:
         # Modulation alone is dequantized, before a block computes anything else.
-        computed = max(batch * denoising.activations, workspace)
+        computed = max(denoising.activations, workspace)
     if offload.modulation_on_host and device_type != "cpu":
         # Its weights come one layer after the other, before anything else is computed.
         computed = max(computed, largest_modulation_bytes(config, dtype))
-    data = batch * denoising.data
+    data = denoising.data
     if computes_modulation_first(settings):
         num_times = settings.sampling.num_inference_steps + 1
-        data += offload.batch_size * dtype.itemsize * modulation_values(num_times, config)
+        data += dtype.itemsize * modulation_values(num_times, config)
     denoise = StageMemory(DENOISE, own, data, computed, mapped, kept)
     stages = [text, denoise, decode]
     if sizes.has_draft:
@@ -191,15 +183,6 @@ def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tupl
     return tuple(part.num_frames for part in parts)
 
 
-def _counted_together(
-    config: MMDiTConfig, sizes: GenerationSizes, text_length: int, device_type: str, *, batch: int
-) -> int:
-    """Return of how many clips the memory is counted: of one, or of all where these have other batches than one has."""
-    _, frames, rows, columns = sizes.latent_shape
-    tokens, device = frames * rows * columns // config.patch_size**2 + text_length, torch.device(device_type)
-    return 1 if are_batched(tokens, device) == are_batched(batch * tokens, device) else batch
-
-
 @remembered
 def _denoising(
     config: MMDiTConfig,
@@ -210,7 +193,6 @@ def _denoising(
     chunk_tokens: int | None,
     causal: bool,
     linear: LinearProducts,
-    clips: int,
 ) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
@@ -228,15 +210,12 @@ def _denoising(
         transformer.single_blocks = _repeated(transformer.single_blocks)
         shared = FakeSequenceParallel(transformer, sizes.mesh)
         with TensorBytes(device_type=device.type) as counter:
-            embeds = [
-                PromptEmbeds(empty(2, text_length, config.context_in_dim), empty(2, config.vec_in_dim))
-                for _ in range(clips)
-            ]
+            embeds = PromptEmbeds(empty(2, text_length, config.context_in_dim), empty(2, config.vec_in_dim))
             references = [empty(channels, frames, rows, columns)] * 2
             # As `sample_latents` of generation does it.
-            noise_BCTHW = empty(clips, channels, frames, rows, columns)
+            noise_BCTHW = empty(1, channels, frames, rows, columns)
             mask_B1THW, given_BCTHW = prepare_inference_condition(
-                noise_BCTHW, sizes.mode, [references] * clips, causal, lengths=sizes.lengths
+                noise_BCTHW, sizes.mode, [references], causal, lengths=sizes.lengths
             )
             velocity = GuidedVelocity(
                 shared,

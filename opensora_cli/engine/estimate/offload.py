@@ -73,10 +73,6 @@ class OffloadPlan:
     modulation_on_host: bool = False
     """Keep the weights of modulation on the host, a quarter of the released transformer's: what it is at all steps is
     computed before the first one. On a CPU: where they are mapped, neither cast nor streamed with the blocks."""
-    batch_size: int = 1
-    """Clips that the transformer computes together."""
-    decode_batch_size: int = 1
-    """Clips that are decoded together."""
 
     @property
     def in_8_bits(self) -> bool:
@@ -84,7 +80,7 @@ class OffloadPlan:
         return self.fp8_storage or self.linear is not LinearProducts.EXACT
 
     def lines(self) -> list[str]:
-        """Return what is given up, and what is computed together, for people; nothing is nothing."""
+        """Return one line for each thing that is given up; none if nothing is."""
         found = []
         if self.mode is OffloadMode.BLOCKS:
             found.append(
@@ -103,8 +99,6 @@ class OffloadPlan:
             found.append("weights stored in 8 bits (storage, not compute; not exact)")
         if self.linear is not LinearProducts.EXACT:
             found.append(f"linear layers of the blocks stored and multiplied in {self.linear} (not exact)")
-        if self.batch_size > 1:
-            found.append(f"clips computed together: {self.batch_size}, decoded together: {self.decode_batch_size}")
         return found
 
 
@@ -170,7 +164,6 @@ def choose_offload(
     num_blocks: int,
     host_weights: HostWeights,
     streamable: Streamable = _ALL,
-    batch_size: int = 1,
     linear: LinearProducts = LinearProducts.EXACT,
     chunk_tokens: int = CHUNK_TOKENS,
     modulation_first: bool = False,
@@ -179,15 +172,13 @@ def choose_offload(
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
     `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
-    transformer computes `batch_size` clips together, and of each `chunk_tokens` at a time, or fewer; its blocks
-    multiply as `linear` says. With `modulation_first` its weights may stay on the host, and do so where that is the
-    device.
+    transformer computes `chunk_tokens` at a time, or fewer; its blocks multiply as `linear` says. With
+    `modulation_first` its weights may stay on the host, and do so where that is the device.
     """
     plan = OffloadPlan(
         host_weights=memory.host_weights or host_weights,
         fp8_storage=memory.fp8_storage,
         linear=linear,
-        batch_size=batch_size,
         chunk_tokens=chunk_tokens,
         modulation_on_host=modulation_first and host_is_device,
     )
@@ -210,24 +201,6 @@ def choose_offload(
     whole = () if streamable.text_first else (plan,)
     plan = first_fitting((*whole, replace(plan, stream_text=streamable.text)), TEXT)
     return first_fitting(_decode_plans(plan) if streamable.frames else [plan], DECODE)
-
-
-def largest_batch(
-    sized: Callable[[int], OffloadPlan], stage: str, estimate: Estimate, *, budget: int, most: int
-) -> OffloadPlan:
-    """Return the plan of the largest batch, up to `most`, with which a stage fits; of 1 where none does.
-
-    `sized` returns the plan of a batch; `budget` is as in `choose_offload`.
-    """
-    room = int(budget * (1 - _HEADROOM))
-
-    def is_too_large(batch: int) -> bool:
-        return any(each.total_bytes > room for each in estimate(sized(batch)) if each.name == stage)
-
-    # Mostly all fit; otherwise an estimate takes a while, and there may be hundreds of sizes.
-    if most > 1 and not is_too_large(most):
-        return sized(most)
-    return sized(1 + bisect_left(range(2, most), True, key=is_too_large))
 
 
 def keep_models(
@@ -261,10 +234,6 @@ def stronger_offload(
 ) -> OffloadPlan | None:
     """Return a plan under which `stage`, which ran out of memory under `plan`, needs much less; None: there is none."""
     match stage:
-        case "denoise" if plan.batch_size > 1:
-            return replace(plan, batch_size=plan.batch_size // 2)
-        case "decode" if plan.decode_batch_size > 1:
-            return replace(plan, decode_batch_size=plan.decode_batch_size // 2)
         case "text" if streamable.text and not plan.stream_text:
             return replace(plan, stream_text=True)
         case "denoise" if not streamable.blocks:

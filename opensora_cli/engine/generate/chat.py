@@ -1,19 +1,16 @@
-"""Single answers of a language model, on any server with OpenAI's interface. Needs no torch.
+"""Single answers of a language model, from any server with OpenAI's interface. Needs no torch.
 
-The interface: https://platform.openai.com/docs/api-reference/chat. Of it `/models` and `/chat/completions` are used, as
-llama.cpp, Ollama, vLLM and the commercial services have them.
+The interface is https://platform.openai.com/docs/api-reference/chat, of which `/models` and `/chat/completions` are
+used. `huggingface_hub.InferenceClient` does not fit: it follows redirections, reads answers of any size, and sends the
+user's Hub token to a server without a key.
 """
 
 import base64
 import json
-import math
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from time import monotonic, sleep
 from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
@@ -28,46 +25,44 @@ from opensora_cli.settings.layers import SERVER_VARIABLES
 
 REFINE_URL, REFINE_KEY, REFINE_MODEL = SERVER_VARIABLES
 
-_MAX_ANSWER_BYTES = MAX_JSON_BYTES
 _MAX_REASON_BYTES = 2**12
 _READ_BYTES = 2**16
 _LONGEST_WAIT_S = 30.0
 _BUSY = frozenset({408, 425, 429})
-"""Besides the 5xx: what another try may help against."""
+"""Statuses that another try may help against, besides the 5xx."""
 
 T = TypeVar("T")
 
 
 class ServerProblem(HardwareError):
-    """The server gives no answer that can be used."""
+    """The server gives no usable answer."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Follows none: the key and the prompt are for the server that was named."""
+    """Makes a redirection an error: the key and the prompt are for the named server."""
 
     def redirect_request(self, *_: object) -> None:
-        """Return None: the redirection becomes an error."""
+        """Return None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatServer:
-    """A server, and how patient we are with it."""
+    """A server, with its limits of time and tries."""
 
     url: str
-    """Up to where `/chat/completions` follows."""
+    """Address without `/chat/completions`."""
     key: str | None = field(repr=False)
     model: str | None
-    """None: the first that it lists."""
+    """None means the first model that the server lists."""
     timeout_s: float
     tries: int
     reporter: Reporter
-    _opener: Any = field(default_factory=lambda: build_opener(_NoRedirects), repr=False)
 
     @classmethod
     def named_in(
         cls, environment: Mapping[str, str], *, timeout_s: float, tries: int, reporter: Reporter
     ) -> "ChatServer":
-        """Return the server that the environment names; a RequestError if it names none."""
+        """Return the server that the environment names. Raises RequestError if it names none."""
         url, key = environment.get(REFINE_URL, "").strip(), environment.get(REFINE_KEY, "").strip()
         hint = f"export {REFINE_URL}=http://localhost:8000/v1, {REFINE_KEY}=... if it wants a key"
         if not url:
@@ -84,24 +79,17 @@ class ChatServer:
         )
 
     def first_model(self) -> str:
-        """Return the model that is asked; a ServerProblem if the server lists none."""
+        """Return the name of the model. Raises ServerProblem if the server lists none."""
         if self.model is not None:
             return self.model
-
-        def first() -> str:
-            name: object = self._send("/models", None)["data"][0]["id"]
-            if not isinstance(name, str) or not name:
-                raise ValueError("a model without a name")
-            return name
-
-        return self._patiently(first)
+        return self._try(lambda: _text(self._send("/models", None)["data"][0]["id"]))
 
     def ask(
         self, instructions: str, text: str, *, model: str, pictures: Sequence[bytes], read: Callable[[str], T]
     ) -> T:
-        """Return what `read` makes of the answer, which raises ValueError if that is nonsense; then it is asked again.
+        """Return the answer as `read` returns it. The question is repeated if `read` raises ValueError.
 
-        `pictures` are JPEG files. A ServerProblem says why there is no answer after all tries.
+        `pictures` are JPEG files. Raises ServerProblem if there is no usable answer after all tries.
         """
         content: object = text
         if pictures:
@@ -110,32 +98,30 @@ class ChatServer:
             content = [{"type": "text", "text": text}, *shown]
         messages = [{"role": "system", "content": instructions}, {"role": "user", "content": content}]
         body = {"model": model, "messages": messages}
+        return self._try(lambda: read(_text(self._send("/chat/completions", body)["choices"][0]["message"]["content"])))
 
-        def answer() -> T:
-            said: object = self._send("/chat/completions", body)["choices"][0]["message"]["content"]
-            if not isinstance(said, str):
-                raise ValueError("an answer without text")
-            return read(said)
-
-        return self._patiently(answer)
-
-    def _patiently(self, attempt: Callable[[], T]) -> T:
-        """Return what `attempt` returns, trying again where that may help."""
+    def _try(self, attempt: Callable[[], T]) -> T:
+        """Return the result of `attempt`, with more tries where another may help."""
         for number in range(1, self.tries + 1):
             wait_s = min(2.0 ** (number - 1), _LONGEST_WAIT_S)
             try:
-                return _within(self.timeout_s, attempt)
+                return attempt()
             except HTTPError as error:
                 with error:
                     reason = self._reason(error)
                 if error.code not in _BUSY and error.code < 500:
                     hint = f"check {REFINE_KEY}" if error.code in (401, 403) else None
                     raise ServerProblem(f"{self.url} refuses: {reason}", hint=hint) from None
-                wait_s = _asked_wait_s(error.headers.get("Retry-After", ""), wait_s)
+                asked = error.headers.get("Retry-After", "").strip()[:64]
+                wait_s = min(float(asked), _LONGEST_WAIT_S) if asked.isdecimal() else wait_s
             except (LookupError, TypeError):
                 reason = "an answer of another form"
             except (HTTPException, OSError, ValueError) as error:
-                reason = self._without_key(self._in_words(error))
+                cause = error.reason if isinstance(error, URLError) else error
+                words = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+                reason = self._without_key(words)
+                if isinstance(cause, TimeoutError):
+                    reason = f"no answer in {self.timeout_s:g} s"
             if number < self.tries:
                 self.reporter.note(f"{self.url}: {reason}; try {number + 1} of {self.tries} in {wait_s:.0f} s")
                 sleep(wait_s)
@@ -143,37 +129,41 @@ class ChatServer:
         raise ServerProblem(f"{self.url} gives no answer after {tried}: {reason}", hint="is the server up?")
 
     def _send(self, path: str, body: object) -> Any:
-        """Return the JSON that the server answers with."""
+        """Return the JSON of an answer, which must be neither endless nor late."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if self.key is not None:
             request.add_unredirected_header("Authorization", f"Bearer {self.key}")
-        deadline = monotonic() + self.timeout_s
-        with self._opener.open(request, timeout=self.timeout_s) as response:
-            return parse_object(_read(response, deadline))
+        deadline, content = monotonic() + self.timeout_s, bytearray()
+        with build_opener(_NoRedirects).open(request, timeout=self.timeout_s) as response:
+            while piece := response.read1(_READ_BYTES):
+                content += piece
+                if len(content) > MAX_JSON_BYTES:
+                    raise ValueError(f"an answer of over {MAX_JSON_BYTES:,} bytes")
+                # The timeout of a socket counts from one byte to the next.
+                if monotonic() > deadline:
+                    raise TimeoutError
+        return parse_object(bytes(content))
 
     def _reason(self, error: HTTPError) -> str:
-        """Return what the server says of an error."""
+        """Return the server's own words about an error."""
         if 300 <= error.code < 400:
             target = error.headers.get("Location", "elsewhere")
             return f"it redirects to {plain(target)}, which is not followed: set {REFINE_URL} to where it is"
         said = ""
-        try:
-            answer = json.loads(_within(self.timeout_s, lambda: error.read(_MAX_REASON_BYTES)))
-            said = str(answer["error"]["message"])
-        except (HTTPException, OSError, ValueError, LookupError, TypeError, RecursionError):
-            pass  # it may have answered anything, and the status says enough
+        # Whatever else the body is, the status says enough.
+        with suppress(HTTPException, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            said = str(json.loads(error.read1(_MAX_REASON_BYTES))["error"]["message"])
         return self._without_key(": ".join(filter(None, (f"{error.code} {error.reason}", said))))
-
-    def _in_words(self, error: Exception) -> str:
-        """Return why there is no answer."""
-        cause = error.reason if isinstance(error, URLError) else error
-        if isinstance(cause, TimeoutError):
-            return f"no answer in {self.timeout_s:g} s"
-        return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
 
     def _without_key(self, text: str) -> str:
         return plain(" ".join(text.split()).replace(self.key or "\0", "<hidden>"))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("an answer without text")
+    return value
 
 
 def _is_web_address(url: str) -> bool:
@@ -183,52 +173,3 @@ def _is_web_address(url: str) -> bool:
         return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         return False
-
-
-def _within(seconds: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns; TimeoutError if it takes longer.
-
-    The time limit of a socket counts from one byte to the next, so a server could keep us for ever.
-    """
-    results: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((work(), None))
-        except Exception as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        result, error = results.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # it is None only beside an error
-
-
-def _read(response: HTTPResponse, deadline: float) -> bytes:
-    """Read a whole answer, which must be neither endless nor late."""
-    content = bytearray()
-    while piece := response.read1(_READ_BYTES):
-        content += piece
-        if len(content) > _MAX_ANSWER_BYTES:
-            raise ValueError(f"an answer of over {_MAX_ANSWER_BYTES:,} bytes")
-        if monotonic() > deadline:
-            raise TimeoutError
-    return bytes(content)
-
-
-def _asked_wait_s(header: str, otherwise: float) -> float:
-    """Return how long the server asks us to wait (RFC 9110, 10.2.3), which is not for ever."""
-    asked = header.strip()[:64]
-    try:
-        seconds = float(asked) if asked.isdecimal() else _seconds_until(asked)
-    except (ValueError, TypeError, OverflowError):
-        return otherwise
-    return min(max(seconds, 0.0), _LONGEST_WAIT_S) if math.isfinite(seconds) else otherwise
-
-
-def _seconds_until(date: str) -> float:
-    return (parsedate_to_datetime(date).astimezone(UTC) - datetime.now(UTC)).total_seconds()

@@ -16,14 +16,14 @@ from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
+from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import SampleFiles, is_begun, last_frame_path, read_made
-from opensora_cli.engine.generate.work import Clip
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -42,67 +42,67 @@ class GeneratedVideo(Document):
     sidecar: Path | None
     seed: int
     given_frames_psnr_db: float | None
-    """How well the given frames came back; None where none were given."""
+    """PSNR of the given frames in the video; None without references."""
     picture: FirstPicture | None = None
-    """That was made first, and given; None: none was."""
+    """Picture that was made first, as the reference; None without one."""
     made_before: bool = False
-    """Whether it was there already, from the same request."""
+    """Whether an earlier run of the same request made it."""
 
     @classmethod
-    def of_earlier_run(cls, plan: ExecutionPlan, sample: SampleFiles) -> "GeneratedVideo":
-        """Return a result that the same request has made before."""
+    def of_earlier_run(cls, chain: Chain, sample: SampleFiles) -> "GeneratedVideo":
+        """Return a result that an earlier run of the same request has made."""
         return cls(
             path=sample.media,
             sidecar=sample.sidecar,
             seed=sample.seed,
             given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db"),
-            picture=first_picture(plan, sample),
+            picture=first_picture(chain, sample),
             made_before=True,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFigures:
-    """What making one segment of an extended video took, and what came of the frames that it was given."""
+    """Times and measurements of one segment of an extended video."""
 
     prompt: str
     seed: int
-    """Of its noise."""
+    """Seed of the noise."""
     start_frame: int
     """The first of its own frames in the video."""
     num_frames: int
-    """Of its own, those that it was given not included."""
+    """Frames of the segment, without the given ones."""
     denoise_s: float
     """0 where its latents come from a file."""
     decode_s: float
     given_frames_psnr_db: float | None
-    """How well the given frames came back; None where none were given."""
+    """PSNR of the given frames in the video; None without references."""
     brightness_shift: float
     """Mean over the channels, of 255, by which its first own frame was shifted to follow the last of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What making one sample took, and what came of what was given."""
+    """Times and measurements of one sample."""
 
     timings_s: Mapping[str, float]
     """Seconds of each stage; of the whole run for loading and text."""
     peak_memory_gib: Mapping[str, float]
-    """As `hardware.peak_memory_gib`, of the run so far."""
+    """Result of `hardware.peak_memory_gib` for the run until now."""
     given_frames_psnr_db: float | None
-    """How well the given frames came back; None where none were given."""
+    """PSNR of the given frames in the video; None without references."""
     linear_products: LinearProductsReport | None
-    """What 8 bits changed; None where nothing was multiplied so."""
+    """Errors of 8-bit products; None if there were none."""
     segments: tuple[SegmentFigures, ...] = ()
-    """Of a video that is extended."""
+    """Segments of an extended video."""
 
 
 class SampleFrames(Protocol):
     """A sample whose frames come once, for `save` and `held.hold` to take."""
 
     @property
-    def plan(self) -> ExecutionPlan:
-        """Of the whole sample."""
+    def chain(self) -> Chain:
+        """Request of the sample."""
 
     @property
     def sample(self) -> SampleFiles:
@@ -110,7 +110,7 @@ class SampleFrames(Protocol):
 
     @property
     def record(self) -> RunRecord:
-        """Of its run."""
+        """Record of the run."""
 
     @property
     def latents(self) -> tuple[torch.Tensor, ...]:
@@ -127,142 +127,98 @@ class SampleFrames(Protocol):
         """Return what is known once all pieces are there."""
 
 
-class DecodedTogether:
-    """Clips that are decoded as one batch, as their frames are asked for: what one is ahead of the others, these have
-    waiting for them, uint8 on the CPU."""
-
-    def __init__(self, plan: ExecutionPlan, autoencoder: Autoencoder, clips: Sequence[Clip], record: RunRecord) -> None:
-        self.plan, self.record = plan, record
-        self.count = len(clips)
-        self._autoencoder = autoencoder
-        self._latents_BCTHW = torch.stack([clip.denoised.latents_CTHW for clip in clips if clip.denoised is not None])
-        self._waiting: list[deque[torch.Tensor]] = [deque() for _ in clips]
-        self._before_s = record.timings_s.setdefault(DECODE, 0.0)
-        self._coming = self._decoded()
-
-    def frames_of(self, index: int) -> Iterator[torch.Tensor]:
-        """Yield the frames (t, H, W, 3) of a clip as they are decoded, once."""
-        waiting = self._waiting[index]
-        while True:
-            while waiting:
-                yield waiting.popleft()
-            pieces = next(self._coming, None)
-            if pieces is None:
-                return
-            for queue in self._waiting:
-                queue.append(pieces.pop(0))
-
-    @property
-    def seconds(self) -> float:
-        """What decoding took, of each clip."""
-        return (self.record.timings_s[DECODE] - self._before_s) / self.count
-
-    def close(self) -> None:
-        """End the decoding, also where frames are missing."""
-        self._coming.close()
-
-    def _decoded(self) -> Generator[list[torch.Tensor]]:
-        tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
-        with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
-            # Unlike a loop, this keeps nothing of what is decoded while it is used.
-            yield from decode_latents(self.plan, self._autoencoder, self._latents_BCTHW, on_tile=progress.advance)
-
-
 class Decoding:
     """A sample, or a segment of one, that is being decoded."""
 
-    def __init__(self, clip: Clip, index: int, together: DecodedTogether) -> None:
-        assert clip.denoised is not None
-        self.sample, self.record = clip.sample, together.record
-        self.latents, self._denoise_s = (clip.denoised.latents_CTHW,), clip.denoised.denoise_s
-        self.plan = replace(clip.plan, offload=together.plan.offload, stages=together.plan.stages)
-        self._frames, self._together = together.frames_of(index), together
-        self._psnr = GivenFramesPSNR(clip.references, num_frames=self.plan.settings.video.num_frames)
-        self._decoded_s = self.record.timings_s[DECODE]
+    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: RunRecord) -> None:
+        assert sample.denoised is not None
+        # With the offload that is used now, which may be stronger than planned.
+        self.chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
+        self.plan, self.sample, self.record = plan, sample.files, record
+        self.latents, self._denoise_s = (sample.denoised.latents_CTHW,), sample.denoised.denoise_s
+        self._autoencoder = autoencoder
+        self._psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
+        self._before_s = record.timings_s.setdefault(DECODE, 0.0)
 
     def pieces(self) -> Generator[torch.Tensor]:
         """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU; once."""
         left = self.plan.num_frames
-        for piece_THWC in self._frames:
-            self._psnr.add(piece_THWC)
-            if left > 0:
-                yield piece_THWC[:left]
-            left -= len(piece_THWC)
-            # Not needed any more, while the next is decoded.
-            del piece_THWC
+        tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
+        with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
+            decoded = decode_latents(self.plan, self._autoencoder, self.latents[0], on_tile=progress.advance)
+            with closing(decoded):
+                for piece_THWC in decoded:
+                    self._psnr.add(piece_THWC)
+                    if left > 0:
+                        yield piece_THWC[:left]
+                    left -= len(piece_THWC)
+                    # Free it while the next piece is decoded.
+                    del piece_THWC
 
     @property
     def decode_s(self) -> float:
-        """Seconds of decoding since this sample is being taken: of a batch, all of it or nothing."""
-        return self.record.timings_s[DECODE] - self._decoded_s
+        """Seconds of decoding until now."""
+        return self.record.timings_s[DECODE] - self._before_s
 
     def figures(self) -> Figures:
-        """Return what is known once all pieces are there."""
+        """Return the measurements, after the last piece."""
         return Figures(
-            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: self._together.seconds},
+            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: self.decode_s},
             peak_memory_gib(self.plan.hardware.device),
             self._psnr.db,
             self.record.linear_products,
         )
 
 
-def decode_clips(
-    clips: Sequence[Clip],
+def decode_samples(
+    samples: Sequence[Sample],
     models: LoadedModels,
     record: RunRecord,
     *,
     finish: Callable[[SampleFrames], V],
     ranks: Ranks | None = None,
-) -> list[V | None]:
-    """Decode every clip, as many together as their plan says, and let `finish` take it, as `save` does, and `hold`.
-    Returns None of a clip whose work has ended.
+) -> tuple[V, ...]:
+    """Decode every sample of one plan, one after the other, and return the result of `finish` for each.
 
-    `ranks` share the tiles: rank 0 takes them, and the others return nothing. None: there is only this one.
+    `finish` is a function such as `save` or `hold`. `ranks` share the tiles: rank 0 calls `finish`, and the others
+    return nothing.
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.
-        OutputError: a result cannot be written, or has appeared since the run began.
+        OutputError: a result cannot be written, or another run has made it since this run began.
         HardwareError: out of memory.
     """
-    finished: dict[int, V] = {}
-
-    def waiting() -> list[Clip]:
-        return [clip for clip in clips if id(clip) not in finished and clip.work.error is None]
-
-    def decode(plan: ExecutionPlan) -> None:
-        batch = waiting()[: plan.offload.decode_batch_size]
-        with (
-            models.autoencoder(plan, record) as autoencoder,
-            closing(DecodedTogether(plan, autoencoder, batch, record)) as together,
-        ):
-            for index, clip in enumerate(batch):
-                with clip.work.trying(may_retry=True):
-                    finished[id(clip)] = finish(Decoding(clip, index, together))
-
-    plan = clips[0].plan
+    plan = samples[0].plan
+    results: list[V] = []
     with ExitStack() as shared:
         if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
             models.make_room(plan, DECODE)
             autoencoder = shared.enter_context(models.autoencoder(plan, record))
             decoder = shared.enter_context(shared_tiles(autoencoder))
             if not ranks.is_main:
-                _decode_for_rank_0(plan, clips, autoencoder, record)
+                _decode_for_rank_0(plan, samples, autoencoder, record)
                 decoder.wait()
         if ranks is not None and not ranks.is_main:
-            return []
-        while waiting():
-            # With what was enough for some, the next ones go on.
-            _, plan = retried(decode, plan, DECODE, models, record, together=False)
-    return [finished.get(id(clip)) for clip in clips]
+            return ()
+        for sample in samples:
+
+            def decode(plan: Plan, sample: Sample = sample) -> V:
+                with models.autoencoder(plan, record) as autoencoder:
+                    return finish(Decoding(sample, plan, autoencoder, record))
+
+            # The next sample starts with the offload that was enough for this one.
+            result, plan = retried(decode, plan, DECODE, models, record, together=False)
+            results.append(result)
+    return tuple(results)
 
 
-def _decode_for_rank_0(plan: ExecutionPlan, clips: Sequence[Clip], vae: Autoencoder, record: RunRecord) -> None:
-    """Decode this rank's tiles of every clip, of which rank 0 makes the videos."""
-    with record.stage(DECODE, total=len(clips), unit="samples") as progress:
-        for clip in clips:
-            assert clip.denoised is not None
-            # What comes out here has no pixels.
-            deque(_pieces(plan, vae, clip.denoised.latents_CTHW[None]), maxlen=0)
+def _decode_for_rank_0(plan: Plan, samples: Sequence[Sample], vae: Autoencoder, record: RunRecord) -> None:
+    """Decode this rank's tiles of every sample; rank 0 writes the videos."""
+    with record.stage(DECODE, total=len(samples), unit="samples") as progress:
+        for sample in samples:
+            assert sample.denoised is not None
+            # These outputs have no pixels.
+            deque(_pieces(plan, vae, sample.denoised.latents_CTHW), maxlen=0)
             progress.advance()
 
 
@@ -271,7 +227,8 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
 
     Then the latents that were saved for it are removed.
     """
-    plan, sample, record = decoding.plan, decoding.sample, decoding.record
+    chain, sample, record = decoding.chain, decoding.sample, decoding.record
+    plan = chain.video
     start = time.perf_counter()
 
     def decoded() -> Generator[torch.Tensor]:
@@ -289,7 +246,7 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
         return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
 
     with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
-        write_video(pieces, plan, sample, figures)
+        write_video(pieces, chain, sample, figures)
     if plan.settings.condition.seamless:
         record.reporter.note(
             f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
@@ -297,27 +254,27 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
     stop = plan.settings.sampling.stop_at
     record.complete(sample.media, sample.latents if stop is None else None)
     if stop is not None and sample.latents is not None:
-        where = f"stopped after step {stop} of {len(plan.timesteps) - 1}"
+        where = f"stopped after step {stop} of {plan.num_steps}"
         record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = decoding.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=plan.picture is not None)
+    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=chain.find(PICTURE) is not None)
     return GeneratedVideo(
         path=sample.media,
         sidecar=sample.sidecar,
         seed=sample.seed,
         given_frames_psnr_db=psnr_db,
-        picture=first_picture(plan, sample),
+        picture=first_picture(chain, sample),
     )
 
 
 def write_video(
-    pieces_tHWC: Iterable[torch.Tensor], plan: ExecutionPlan, sample: SampleFiles, figures: Callable[[], Figures]
+    pieces_tHWC: Iterable[torch.Tensor], chain: Chain, sample: SampleFiles, figures: Callable[[], Figures]
 ) -> None:
     """Write a result and its sidecar, which has the `figures` that are known once all pieces are written.
 
     All or nothing, the last frame, too, if it is to be kept; see `write_media`, whose errors these are.
     """
-    settings, output = plan.settings, plan.settings.output
+    settings, output = chain.settings, chain.settings.output
     last_frame = None
     if output.last_frame:
         last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(settings, sample))
@@ -327,7 +284,7 @@ def write_video(
             return None
         known = figures()
         return sidecar_document(
-            plan,
+            chain,
             sample,
             num_bytes=num_bytes,
             timings_s=known.timings_s,
@@ -342,7 +299,7 @@ def write_video(
         sample.target,
         fps=settings.video.fps,
         format=settings.output_format,
-        metadata=media_tags(plan, sample),
+        metadata=media_tags(settings, sample),
         # Also where another run has used the name in the hours since the first check.
         replace=output.overwrite,
         describe=describe,
@@ -366,36 +323,31 @@ def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *,
 
 
 def decode_latents(
-    plan: ExecutionPlan,
-    vae: Autoencoder,
-    latents_BCTHW: torch.Tensor,
-    *,
-    on_tile: Callable[[], None] = lambda: None,
-) -> Generator[list[torch.Tensor]]:
-    """Yield the next frames (t, H, W, 3) of each clip of a batch, uint8 on the CPU, cut to what was asked for, in
-    pieces as they are finished.
+    plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor, *, on_tile: Callable[[], None] = lambda: None
+) -> Generator[torch.Tensor]:
+    """Yield the frames (t, H, W, 3) of a sample piece by piece, uint8 on the CPU, cropped to the requested size.
 
     `on_tile` is called after each run of the decoder, for progress.
     """
 
-    def shown(piece_BCTHW: torch.Tensor) -> list[torch.Tensor]:
-        return [to_uint8(clip_CTHW[:, :, : plan.height, : plan.width]) for clip_CTHW in piece_BCTHW]
+    def shown(piece_BCTHW: torch.Tensor) -> torch.Tensor:
+        return to_uint8(piece_BCTHW[0, :, :, : plan.height, : plan.width])
 
     with vae.decoder.register_forward_hook(lambda *_: on_tile()):
         missing = plan.settings.video.num_frames
         # Unlike a loop over the pieces themselves, map keeps none of them while its frames are used.
-        for clips_THWC in map(shown, _pieces(plan, vae, latents_BCTHW)):
-            length = len(clips_THWC[0])
+        for piece_THWC in map(shown, _pieces(plan, vae, latents_CTHW)):
+            length = len(piece_THWC)
             missing -= length
-            shown_THWC = [frames_THWC[: length + min(missing, 0)] for frames_THWC in clips_THWC]
-            del clips_THWC
+            shown_THWC = piece_THWC[: length + min(missing, 0)]
+            del piece_THWC
             yield shown_THWC
             del shown_THWC
 
 
-def _pieces(plan: ExecutionPlan, vae: Autoencoder, latents_BCTHW: torch.Tensor) -> Iterator[torch.Tensor]:
+def _pieces(plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
     return vae.decode_pieces(
-        latents_BCTHW.to(plan.hardware.device, plan.hardware.dtype),
+        latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
         tiling=vae_tiling(plan.settings.vae),
         chunk_frames=plan.offload.chunk_frames,
         store=_HOST if plan.offload.store_on_host else None,

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from contextlib import contextmanager
 
 import torch
 
@@ -13,15 +12,15 @@ from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import sample_settings
+from opensora_cli.engine.generate.plan import Chain, Plan
 from opensora_cli.engine.generate.previews import Previews
-from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
+from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
+from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents
-from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
-from opensora_cli.engine.generate.work import Clip, DenoisedSample, Whole, unfinished
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
 from opensora_cli.sampling.guidance import Branch
@@ -30,11 +29,12 @@ from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.sampling.step_cache import Phase
 
 OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
-"""Called after each step with how many are done, and what returns latents_BCTHW as they are predicted by then."""
+"""Called after each step with the number of steps done and a function that returns the predicted latents_CTHW."""
 
 
-def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
-    """Return the samples whose latents are there to go on from, by their index; rank 0 reads them."""
+def saved_samples(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
+    """Return the saved latents of samples, by index; rank 0 reads the files."""
+    plan = chain.video
     samples = {}
     for sample in files:
         if sample.saved is None:
@@ -44,7 +44,7 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
             file = open_latents(sample.saved)
             there = (*file.read_segments(), *file.read_past())
         if ranks is not None:
-            there = agreed_tensors(there, device=ranks.device)
+            there = broadcast_tensors(there, device=ranks.device)
         if any(tuple(each.shape) != plan.latent_shape for each in there):
             raise RequestError(
                 f"{sample.saved} holds latents of {tuple(there[-1].shape)}, and the settings ask for "
@@ -59,14 +59,14 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
                 f"sampling.stop_at={stop} is over: {sample.saved} was saved after {after}",
                 hint="go on without --stop-at, or stop later",
             )
-        steps = plan.num_steps if sample.saved_steps is None else sample.saved_steps
-        is_begun = 0 < steps < plan.num_steps
-        done, begun = divmod(steps, len(plan.timesteps) - 1)
-        past = plan.segments[done].past_times(begun) if is_begun else {}
+        steps = chain.num_steps if sample.saved_steps is None else sample.saved_steps
+        is_begun = 0 < steps < chain.num_steps
+        done, begun = divmod(steps, plan.num_steps)
+        past = chain.segments[done].past_times(begun) if is_begun else {}
         count = done + bool(begun)
         if is_begun is (sample.saved_steps is None) or len(there) != count + len(past):
             raise CheckpointError(
-                f"{sample.saved} was saved after step {steps} of {plan.num_steps}"
+                f"{sample.saved} was saved after step {steps} of {chain.num_steps}"
                 + (f", and has {len(there)} latents, with what they look back at" if len(there) > 1 else ""),
                 hint="remove it, and start again",
             )
@@ -77,58 +77,49 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
     return samples
 
 
-def denoise_clips(
-    clips: Sequence[Clip],
+def denoise_samples(
+    samples: Sequence[Sample],
+    embeds: PromptEmbeds,
     models: LoadedModels,
     record: RunRecord,
     *,
     previews: Previews | None = None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Give every clip its latents, each saved as soon as it is finished, if that is wanted.
+    """Denoise every sample of one plan that has no complete latents.
 
-    As many are computed together as their plan says. Of a clip that is begun, `work.saved` has what has been through
-    its `steps_done`. What ends early is saved as it is. `previews` are given what each step predicts; None: nobody
-    looks. `ranks` share the work; files are rank 0's. None: there is only this one.
+    Latents are saved when they are complete, if the plan wants that, and in the state of the last step when the run
+    ends early. `previews` show the prediction of each step. `ranks` share the work; rank 0 owns the files.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
         OutputError: latents cannot be written.
         HardwareError: out of memory.
     """
-    if ranks is not None and clips[0].plan.start:
-        rest = [clip for clip in clips if clip.sample.saved_steps is None]
-        own = [clip.draft_CTHW for clip in rest if clip.draft_CTHW is not None] if ranks.is_main else None
-        for clip, draft_CTHW in zip(rest, agreed_tensors(own, device=ranks.device), strict=True):
-            clip.draft_CTHW = draft_CTHW
+    if ranks is not None and samples[0].plan.start:
+        fresh = [sample for sample in samples if not sample.is_begun]
+        own = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None] if ranks.is_main else None
+        for sample, draft_CTHW in zip(fresh, broadcast_tensors(own, device=ranks.device), strict=True):
+            sample.draft_CTHW = draft_CTHW
 
-    def denoise_the_rest(plan: ExecutionPlan) -> None:
-        missing = unfinished(clips)
-        left = sum(plan.evaluations_after(clip.steps_done) for clip in missing)
+    def denoise_the_rest(plan: Plan) -> None:
+        missing = unfinished(samples)
+        left = sum(plan.evaluations_after(sample.steps_done) for sample in missing)
         with (
             models.transformer(plan, record) as transformer,
-            record.blocks_timed(transformer),
             record.stage(DENOISE, total=left, unit="evaluations") as progress,
         ):
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-            for batch in _batches(missing, plan.offload.batch_size):
-                _denoise_batch(plan, batch, evaluate, record, progress, previews, ranks)
+            for sample in missing:
+                _denoise_sample(plan, sample, embeds, evaluate, record, progress, previews, ranks)
 
-    retried(denoise_the_rest, clips[0].plan, DENOISE, models, record)
-
-
-def _batches(clips: Sequence[Clip], size: int) -> Iterator[list[Clip]]:
-    """Yield the clips that are computed together: all have as many steps to go."""
-    by_steps: dict[tuple[int, bool], list[Clip]] = {}
-    for clip in clips:
-        by_steps.setdefault((clip.steps_done, clip.is_begun), []).append(clip)
-    for alike in by_steps.values():
-        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+    retried(denoise_the_rest, samples[0].plan, DENOISE, models, record)
 
 
-def _denoise_batch(
-    plan: ExecutionPlan,
-    clips: Sequence[Clip],
+def _denoise_sample(
+    plan: Plan,
+    sample: Sample,
+    embeds: PromptEmbeds,
     transformer: Callable[..., torch.Tensor],
     record: RunRecord,
     progress: StageProgress,
@@ -136,62 +127,45 @@ def _denoise_batch(
     ranks: Ranks | None,
 ) -> None:
     start = time.perf_counter()
-    savers = [_Saver(clip.work.whole or Whole(clip.plan, ()), clip.sample, record, ranks) for clip in clips]
-    steps_done = clips[0].steps_done
-    embeds = [clip.work.embeds[0] for clip in clips]
-    references = [clip.reference_latents for clip in clips if clip.reference_latents is not None]
-    drafts = [clip.draft_CTHW for clip in clips if clip.draft_CTHW is not None]
-    saved = [clip.work.saved[clip.sample.index] for clip in clips if clip.is_begun]
+    saver = _Saver(sample, record, ranks)
 
-    def save_states(step: Step) -> None:
+    def save_state(step: Step) -> None:
         past = [step.past[key].value_BND for key in plan.past_times(step.steps_done)]
-        for index, saver in enumerate(savers):
-            saver.step(step.steps_done, *(each[index : index + 1] for each in (step.packed_latents_BND, *past)))
+        saver.step(step.steps_done, step.packed_latents_BND, *past)
+        record.stop_if_cancelled()
 
-    def show(steps: int, latents_BCTHW: Callable[[], torch.Tensor]) -> None:
+    def show(steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
         if previews is not None:
-            predicted_BCTHW = cache(latents_BCTHW)
-            for index, clip in enumerate(clips):
-                previews.step(clip.sample, steps, partial(_clip_of, predicted_BCTHW, index))
+            previews.step(sample.files, steps, predicted_CTHW)
 
-    with ExitStack() as stack:
-        for saver in savers:
-            stack.enter_context(saver.kept())
-        latents_BCTHW = sample_latents(
+    with saver.kept():
+        latents_CTHW = sample_latents(
             plan,
             transformer,
             embeds,
-            references or None,
-            seeds=[clip.sample.noise_seed for clip in clips],
-            begun=saved or None,
-            drafts=drafts or None,
-            steps_done=steps_done,
+            sample.reference_latents,
+            seed=sample.files.noise_seed,
+            begun=sample.saved if sample.is_begun else None,
+            draft_CTHW=sample.draft_CTHW,
+            steps_done=sample.steps_done,
             ranks=ranks,
-            on_evaluation=partial(progress.advance, len(clips)),
-            on_step=save_states,
+            on_evaluation=progress.advance,
+            on_step=save_state,
             on_predicted=show,
         ).cpu()
-    seconds = (time.perf_counter() - start) / len(clips)
-    for clip, latents_CTHW in zip(clips, latents_BCTHW, strict=True):
-        clip.denoised = DenoisedSample(latents_CTHW, seconds)
+    sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
     if plan.settings.sampling.stop_at is None:
-        # All of them, also where Ctrl-C is pressed after the first.
         with held_back():
-            for clip, saver, latents_CTHW in zip(clips, savers, latents_BCTHW, strict=True):
-                with clip.work.trying():
-                    saver.save(latents_CTHW)
-
-
-def _clip_of(latents_BCTHW: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
-    return latents_BCTHW()[index]
+            saver.save(latents_CTHW)
 
 
 class _Saver:
     """Saves the latents of a sample: those of the end, or of a step from which they go on."""
 
-    def __init__(self, whole: Whole, sample: SampleFiles, record: RunRecord, ranks: Ranks | None) -> None:
-        self._plan, self._before, self._sample, self._record = whole.plan, whole.before, sample, record
-        self._path = sample.latents if ranks is None or ranks.is_main else None
+    def __init__(self, sample: Sample, record: RunRecord, ranks: Ranks | None) -> None:
+        self._chain, self._plan, self._before, self._sample = sample.chain, sample.plan, sample.before, sample.files
+        self._record = record
+        self._path = sample.files.latents if ranks is None or ranks.is_main else None
         self._has_others = ranks is not None
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
@@ -201,7 +175,7 @@ class _Saver:
             return
         # A GPU that waits for a rank which has ended would never come to copying them.
         self._last = steps, [each.cpu() if self._has_others else each for each in packed_1ND]
-        settings = self._plan.settings
+        settings = self._chain.settings
         every = settings.output.save_state_every
         if steps == settings.sampling.stop_at or (every is not None and not steps % every):
             self._save_last()
@@ -223,10 +197,10 @@ class _Saver:
         """Save latents after so many steps of their segment, None: all; `past` as in `DenoisedSample`."""
         if self._path is None:
             return
-        of_segment = len(self._plan.timesteps) - 1
+        of_segment = self._plan.num_steps
         done = len(self._before) * of_segment + (of_segment if steps is None else steps)
-        steps = None if steps is None and done == self._plan.num_steps else done
-        settings = sample_settings(self._plan, self._sample).replace(
+        steps = None if steps is None and done == self._chain.num_steps else done
+        settings = sample_settings(self._chain.video, self._sample).replace(
             {"sampling.stop_at": None, "output.explore": False}
         )
         request = self._sample.request_sha256
@@ -246,42 +220,38 @@ class _Saver:
         if self._last is None:
             return
         steps, packed = self._last
-        if steps < len(self._plan.timesteps) - 1:
+        if steps < self._plan.num_steps:
             latents_CTHW, *past = (_unpacked(self._plan, each_1ND)[0] for each_1ND in packed)
             self.save(latents_CTHW, steps=steps, past=past)
 
 
 def sample_latents(
-    plan: ExecutionPlan,
+    plan: Plan,
     transformer: Callable[..., torch.Tensor],
-    embeds: Sequence[PromptEmbeds],
-    reference_latents: Sequence[Sequence[torch.Tensor]] | None,
+    embeds: PromptEmbeds,
+    reference_latents: Sequence[torch.Tensor] | None,
     *,
-    seeds: Sequence[int],
-    begun: Sequence[DenoisedSample] | None = None,
-    drafts: Sequence[torch.Tensor] | None = None,
+    seed: int,
+    begun: DenoisedSample | None = None,
+    draft_CTHW: torch.Tensor | None = None,
     steps_done: int = 0,
     ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda step: None,
-    on_predicted: OnPredicted = lambda steps, latents_BCTHW: None,
+    on_predicted: OnPredicted = lambda steps, latents_CTHW: None,
 ) -> torch.Tensor:
-    """Return latents_BCTHW of samples, computed as one batch, given frames put back; where `sampling.stop_at` ends it,
-    those predicted.
-
-    A sample of a batch is the one that is made alone but for rounding.
+    """Return latents_CTHW of one sample, with given frames restored; the prediction where `sampling.stop_at` ends it.
 
     Args:
-        plan: of each of them, but for what is given here.
-        transformer: on the plan's device, and called like `MMDiT`.
-        embeds: of the prompts of each sample.
-        reference_latents: for each sample the latents_CTHW of each reference; None where nothing is given.
-        seeds: of the noise of each sample.
-        begun: for each sample what `steps_done` have made of its noise; None: none are done, or they are left out.
-        drafts: where they are left out, of each sample the latents_CTHW with which its noise is mixed to
-            (1-t)·data + t·noise at the time t of the next step (Liu et al., arXiv 2209.03003; to start from a guide:
-            Meng et al., "SDEdit", arXiv 2108.01073).
-        ranks: that share the work, all of which get the latents; None: there is only this one.
+        plan: sizes, schedule and guidance.
+        transformer: on the plan's device, called like `MMDiT`.
+        embeds: prompt and negative prompt.
+        reference_latents: latents_CTHW of each reference; None without references.
+        seed: seed of the noise.
+        begun: state after `steps_done`; None for a sample that starts from noise or from a draft.
+        draft_CTHW: latents of the draft. The noise is mixed with them to (1-t)·data + t·noise at the time t of the
+            next step (Liu et al., arXiv 2209.03003; Meng et al., "SDEdit", arXiv 2108.01073).
+        ranks: processes that share the work, all of which get the latents; None for a single process.
         on_evaluation: called after each evaluation of the transformer.
         on_step: called after each step; so is `on_predicted`.
     """
@@ -289,7 +259,7 @@ def sample_latents(
     channels, num_latent_frames, rows, columns = plan.latent_shape
     patch_size = settings.model.patch_size
     noise_BCTHW = noise_latents(
-        seeds,
+        [seed],
         num_latent_frames=num_latent_frames,
         height=plan.height,
         width=plan.width,
@@ -301,11 +271,11 @@ def sample_latents(
     )
     if ranks is not None:
         # The same numbers for the same seed are promised of one kind of device only.
-        [noise_BCTHW] = agreed_tensors([noise_BCTHW], device=device)
+        [noise_BCTHW] = broadcast_tensors([noise_BCTHW], device=device)
     mask_B1THW, given_BCTHW = prepare_inference_condition(
         noise_BCTHW,
         plan.mode,
-        reference_latents,
+        None if reference_latents is None else [reference_latents],
         settings.vae.grid.is_causal,
         lengths=plan.lengths,
     )
@@ -320,12 +290,11 @@ def sample_latents(
     )
     latents_BCTHW, past = noise_BCTHW, dict[Branch | Phase, Past]()
     if begun is not None:
-        latents_BCTHW = torch.stack([each.latents_CTHW for each in begun]).to(noise_BCTHW)
-        times = plan.past_times(steps_done)
-        for (key, t), *values in zip(times.items(), *(each.past for each in begun), strict=True):
-            past[key] = Past(t, pack_latents(torch.stack(values).to(noise_BCTHW), patch_size))
-    elif drafts is not None:
-        latents_BCTHW = torch.stack(list(drafts)).to(noise_BCTHW).lerp(noise_BCTHW, plan.timesteps[steps_done])
+        latents_BCTHW = begun.latents_CTHW[None].to(noise_BCTHW)
+        for (key, t), value_CTHW in zip(plan.past_times(steps_done).items(), begun.past, strict=True):
+            past[key] = Past(t, pack_latents(value_CTHW[None].to(noise_BCTHW), patch_size))
+    elif draft_CTHW is not None:
+        latents_BCTHW = draft_CTHW[None].to(noise_BCTHW).lerp(noise_BCTHW, plan.timesteps[steps_done])
     packed_BND = pack_latents(latents_BCTHW, patch_size)
     stop = settings.sampling.stop_at
     predicted: list[torch.Tensor] = []
@@ -334,7 +303,7 @@ def sample_latents(
         latents_BCTHW = _unpacked(plan, packed_BND)
         if plan.mode.gives_pictures:
             latents_BCTHW = restore_references(latents_BCTHW, mask_B1THW, given_BCTHW)
-        return latents_BCTHW
+        return latents_BCTHW[0]
 
     def stepped(step: Step) -> None:
         on_step(step)
@@ -362,7 +331,7 @@ def sample_latents(
     return predicted[0] if predicted else finished(packed_BND)
 
 
-def _unpacked(plan: ExecutionPlan, packed_BND: torch.Tensor) -> torch.Tensor:
+def _unpacked(plan: Plan, packed_BND: torch.Tensor) -> torch.Tensor:
     _, frames, rows, columns = plan.latent_shape
     patch_size = plan.settings.model.patch_size
     return unpack_latents(packed_BND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch_size)

@@ -1,4 +1,4 @@
-"""What is given up to fit a generation into the memory of its device: estimated, chosen, and chosen again."""
+"""Choose the offload that fits a job in the memory of its device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from math import prod
 
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
-from opensora_cli.engine.components.autoencoders import count_decoder_tiles, decodes_in_chunks
+from opensora_cli.engine.components.autoencoders import decodes_in_chunks
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component, WeightFiles
@@ -14,20 +14,16 @@ from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_lat
 from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
-    DECODE,
-    DENOISE,
     OffloadPlan,
     StageMemory,
     Streamable,
     choose_offload,
-    largest_batch,
     stronger_offload,
 )
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.sampling import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +37,8 @@ class Fitting:
     parameters: Mapping[Component, int]
     files: Mapping[Component, FileWeights] | None
     """On a CPU, what is computed with where it is mapped."""
-    clips: int
-    """That are there to be computed together."""
     held_bytes: int = 0
-    """Of the host's memory, for frames that are there beside every stage."""
+    """Host memory for frames that stay during every stage."""
 
     @classmethod
     def of(
@@ -54,7 +48,6 @@ class Fitting:
         hardware: Hardware,
         weights: WeightFiles,
         sizes: GenerationSizes,
-        clips: int,
         held_bytes: int = 0,
     ) -> "Fitting":
         """Look at the headers of the weights; a RequestError if sizes contradict each other."""
@@ -71,7 +64,6 @@ class Fitting:
             sizes=sizes,
             parameters=parameters,
             files=files,
-            clips=clips,
             held_bytes=held_bytes,
         )
 
@@ -82,7 +74,7 @@ class Fitting:
 
     @property
     def streamable(self) -> Streamable:
-        """What may come to the device piece by piece."""
+        """Parts that can be streamed to the device."""
         frames = decodes_in_chunks(self.settings.vae)
         if self.files is None:
             return Streamable(frames=frames)
@@ -96,7 +88,7 @@ class Fitting:
 
     @property
     def ignored(self) -> str | None:
-        """Which settings of offload have no effect here, and why; None: all have."""
+        """Message about settings of offload without effect on this device; None if all have one."""
         memory = self.settings.memory
         asked = {
             "memory.offload": memory.offload if memory.offload is OffloadMode.BLOCKS else None,
@@ -132,46 +124,25 @@ class Fitting:
         memory = self.settings.memory
         if self.files is not None:  # where a copy would gain nothing
             memory = memory.replace({"host_weights": None})
-        asked = self.settings.sampling.batch_size
-        plan = choose_offload(
+        return choose_offload(
             memory,
             self.estimate,
             budget=budget_bytes,
             num_blocks=num_blocks(self.settings),
             host_weights=self._host_weights(self.sizes.mesh),
             streamable=self.streamable,
-            batch_size=1 if asked == AUTO else min(asked, self.clips),
             linear=self.settings.precision.linear,
             # Compiled blocks compute all at once.
             chunk_tokens=max(CHUNK_TOKENS, self._tokens) if self.settings.compile else CHUNK_TOKENS,
             modulation_first=computes_modulation_first(self.settings),
             host_is_device=self.hardware.device.type == "cpu",
         )
-        if asked == AUTO:
-            most = min(self.clips, self._enough_clips) if self.sizes.mesh.size == 1 else 1
-            plan = largest_batch(
-                lambda size: replace(plan, batch_size=size), DENOISE, self.estimate, budget=budget_bytes, most=most
-            )
-        # In tiles and chunks, a clip alone keeps the device busy.
-        is_whole = plan.chunk_frames is None and count_decoder_tiles(self.sizes.latent_shape, self.settings.vae) == 1
-        return largest_batch(
-            lambda size: replace(plan, decode_batch_size=size),
-            DECODE,
-            self.estimate,
-            budget=budget_bytes,
-            most=plan.batch_size if is_whole else 1,
-        )
 
     @property
     def _tokens(self) -> int:
-        """Of one clip and its text."""
+        """Tokens of one clip and its text."""
         _, *positions = self.sizes.latent_shape
         return prod(positions) // self.settings.model.patch_size**2 + self.settings.text.t5_max_length
-
-    @property
-    def _enough_clips(self) -> int:
-        """Clips whose tokens together let matrix products run at full speed: more at a time gain nothing."""
-        return max(1, CHUNK_TOKENS // self._tokens)
 
     def stronger(self, offload: OffloadPlan, stage: str) -> OffloadPlan | None:
         """Return an offload under which `stage`, which ran out of memory, needs much less; None: there is none."""

@@ -1,4 +1,4 @@
-"""What a run over many prompts has finished: `manifest.jsonl` beside the results, by which a rerun skips it."""
+"""The finished rows of a run over many prompts: `manifest.jsonl` beside the results. A rerun skips them."""
 
 import json
 import os

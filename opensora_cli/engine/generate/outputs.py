@@ -20,8 +20,8 @@ from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import stamp_of
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.picture import picture_path
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
+from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import (
     REQUEST_KEY,
@@ -30,6 +30,7 @@ from opensora_cli.engine.generate.targets import (
     find_target,
     is_begun,
     last_frame_path,
+    num_samples,
     read_made,
 )
 from opensora_cli.engine.generate.text import full_prompt
@@ -44,49 +45,51 @@ _BYTES_PER_PIXEL = 0.1
 _HEADROOM = 2**20
 
 
-def choose_outputs(
-    plan: ExecutionPlan, *, claims: Claims | None = None, remake: bool = False
-) -> tuple[SampleFiles, ...]:
-    """Return the files of every sample; see `find_target`, whose arguments and errors these are."""
-    hashed, format = requests_of(plan), plan.settings.output_format
+def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[SampleFiles, ...]:
+    """Return the files of every sample. Arguments and errors are those of `find_target`."""
+    hashed, format = request_hashes(chain), chain.settings.output_format
     return tuple(
-        find_target(plan.settings, index, lambda seed: hashed(seed, format), claims=claims, remake=remake)
-        for index in range(plan.num_samples)
+        find_target(chain.settings, index, lambda seed: hashed(seed, format), claims=claims)
+        for index in range(chain.num_samples)
     )
 
 
-def requests_of(plan: ExecutionPlan) -> Callable[[int, str], str]:
-    """Return what gives the hash of a sample's request, from its seed and the format of its file.
+def request_hashes(chain: Chain) -> Callable[[int, str], str]:
+    """Return a function from the seed of a sample and the format of its file to the hash of its request.
 
-    What is given, and the weights, count as they are now.
+    References and weights count with their state of now.
     """
-    references = [_sha256(path) for path in plan.settings.condition.references] if not plan.decodes_only else []
-    sampled_by = _request_of_saved(plan.settings)
+    plan, picture = chain.video, chain.find(PICTURE)
+    settings = plan.settings
+    references = [_sha256(path) for path in settings.condition.references] if not plan.decodes_only else []
+    sampled_by = _request_of_saved(settings)
     parts = _request_parts(plan, references)
-    of_picture = None if plan.picture is None else requests_of(plan.picture)
+    of_picture = None if picture is None else request_hashes(alone(picture))
 
     def request(seed: int, format: str) -> str:
         sampling = {**parts["sampling"], "seed": seed, "num_samples": 1}
         values = {**parts, "sampling": sampling, "format": format}
         if of_picture is not None:
-            values["picture"] = [plan.settings.picture.save, of_picture(seed, MediaFormat.PNG)]
+            values["picture"] = [settings.picture.save, of_picture(seed, MediaFormat.PNG)]
         return sampled_by or hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     return request
 
 
-def planned_outputs(plan: ExecutionPlan) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
-    """Return the files that a run would write, or none and why it would be refused."""
+def planned_outputs(chain: Chain) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
+    """Return the files that a run would write, or no files and the error that would refuse it."""
     try:
-        return choose_outputs(plan), None
+        return choose_outputs(chain), None
     except OutputError as error:
         return (), error
 
 
-def picture_files(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> list[SampleFiles]:
-    """Return where the pictures of samples are kept, and whether the same request has made them before."""
-    assert plan.picture is not None
-    request = requests_of(plan.picture)
+def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFiles]:
+    """Return the files of the pictures of some samples; none if the chain makes no pictures."""
+    plan = chain.find(PICTURE)
+    if plan is None:
+        return []
+    request = request_hashes(alone(plan))
     pictures = []
     for sample in files:
         path = picture_path(sample.target)
@@ -101,35 +104,34 @@ def picture_files(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> list[Sam
             request_sha256=request(sample.seed, MediaFormat.PNG),
         )
         is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
-        pictures.append(replace(picture, made_before=is_there and not plan.settings.output.overwrite))
+        pictures.append(replace(picture, made_before=is_there and not chain.settings.output.overwrite))
     return pictures
 
 
-def refuse_pictures(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> None:
-    """Raise OutputError if a picture that is to be kept beside a video would replace another file."""
-    settings = plan.settings
+def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
+    """Raise OutputError if a picture beside a video would replace another file."""
+    settings = chain.settings
     if settings.output.overwrite:
         return
     for sample in files if settings.output.last_frame else ():
         if not is_begun(settings, sample):
             refuse_existing(last_frame_path(sample.target), None)
-    for picture in picture_files(plan, files) if plan.picture is not None and settings.picture.save else ():
+    for picture in picture_files(chain, files) if settings.picture.save else ():
         if not picture.made_before:
             refuse_existing(picture.media, picture.sidecar)
 
 
-def check_outputs(files: Sequence[SampleFiles], plan: ExecutionPlan, *, create: bool) -> None:
-    """Refuse what could only fail at the end: a folder that cannot be written, a full disk.
+def check_outputs(files: Sequence[SampleFiles], chain: Chain, *, create: bool) -> None:
+    """Raise OutputError if the folder of results cannot be written or has too little space.
 
-    With `create` the folder is made and a file tried in it; else it is only looked at. An OutputError names what is
-    wrong, and what to do.
+    With `create` the folder is made and a file written in it; otherwise it is only looked at.
     """
     folder = files[0].media.parent
     if create:
         _make_writable(folder)
     else:
         _look_writable(folder)
-    _check_space(folder, files, plan)
+    _check_space(folder, files, chain)
 
 
 def _make_writable(folder: Path) -> None:
@@ -149,8 +151,9 @@ def _look_writable(folder: Path) -> None:
         raise OutputError(f"cannot write in {folder}", hint="choose another folder with --out")
 
 
-def _check_space(folder: Path, files: Sequence[SampleFiles], plan: ExecutionPlan) -> None:
-    latents = sum(plan.latent_bytes for sample in files if sample.latents)
+def _check_space(folder: Path, files: Sequence[SampleFiles], chain: Chain) -> None:
+    plan = chain.video
+    latents = sum(chain.latent_bytes for sample in files if sample.latents)
     pixels = plan.height * plan.width * plan.num_frames * len(files)
     needed = latents + int(pixels * _BYTES_PER_PIXEL) + _HEADROOM
     free = shutil.disk_usage(nearest_existing(folder)).free
@@ -161,7 +164,7 @@ def _check_space(folder: Path, files: Sequence[SampleFiles], plan: ExecutionPlan
         )
 
 
-def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSettings:
+def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
     """Return the settings that make this one sample again, with its own seed, from whatever folder they are used in."""
     settings = plan.settings
     output = settings.output
@@ -182,12 +185,12 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
         changes["loras"] = tuple(
             {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
         )
-    if plan.num_samples > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
+    if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
         changes["output.path"] = str(sample.target)
     return settings.replace(changes)
 
 
-def _request_parts(plan: ExecutionPlan, references: Sequence[str]) -> dict[str, Any]:
+def _request_parts(plan: Plan, references: Sequence[str]) -> dict[str, Any]:
     """Return all that decides the bits of a sample but seed and format: settings, weights, versions, device and dtype.
 
     `references` are the hashes of what is given. Not in it: where files are, how work is divided and offloaded, which
@@ -251,7 +254,7 @@ def _sha256_in(path: str, *state: int) -> str:
 
 
 def sidecar_document(
-    plan: ExecutionPlan,
+    chain: Chain,
     sample: SampleFiles,
     *,
     num_bytes: int,
@@ -267,8 +270,8 @@ def sidecar_document(
     `hardware.peak_memory_gib` of the run so far. `linear_products`: what was measured where
     8 bits were multiplied. `segments` are those of a video that is extended.
     """
-    exchange, picture = plan.planned_exchange, first_picture(plan, sample)
-    settings = plan.settings
+    plan, draft, picture = chain.video, chain.find(DRAFT), first_picture(chain, sample)
+    settings, exchange = plan.settings, plan.planned_exchange
     return {
         "schema": SIDECAR_SCHEMA,
         "file": sample.media.name,
@@ -285,12 +288,12 @@ def sidecar_document(
         "width": plan.width,
         "num_frames": plan.num_frames,
         "fps": settings.video.fps,
-        "model_evaluations": plan.model_evaluations,
+        "model_evaluations": chain.model_evaluations,
         "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
         "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
         **({} if linear_products is None else {"linear_products": linear_products.to_json()}),
         **({"segments": segments} if segments else {}),
-        **({} if plan.draft is None else {"draft": _draft(plan, plan.draft)}),
+        **({} if draft is None else {"draft": _draft(plan, draft)}),
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,
         "dtype": plan.hardware.dtype_name,
@@ -307,7 +310,7 @@ def sidecar_document(
     }
 
 
-def _draft(plan: ExecutionPlan, draft: ExecutionPlan) -> dict[str, object]:
+def _draft(plan: Plan, draft: Plan) -> dict[str, object]:
     return {
         "height": draft.height,
         "width": draft.width,
@@ -317,10 +320,10 @@ def _draft(plan: ExecutionPlan, draft: ExecutionPlan) -> dict[str, object]:
 
 
 class FirstPicture(Document):
-    """The picture that was made first, and given."""
+    """Picture that was made first, as the reference of a video."""
 
     file: Path | None
-    """Where it is kept; None: it is not."""
+    """File of the picture; None if it is not kept."""
     model: ModelName
     height: int
     width: int
@@ -328,30 +331,31 @@ class FirstPicture(Document):
     model_evaluations: int
 
 
-def first_picture(plan: ExecutionPlan, sample: SampleFiles) -> FirstPicture | None:
-    """Return what is known of the picture of a sample; None where none is made first."""
-    if plan.picture is None:
+def first_picture(chain: Chain, sample: SampleFiles) -> FirstPicture | None:
+    """Return the description of the picture of a sample; None if the chain makes none."""
+    plan = chain.find(PICTURE)
+    if plan is None:
         return None
     return FirstPicture(
-        file=picture_path(sample.target) if plan.settings.picture.save else None,
-        model=plan.picture.settings.model.name,
-        height=plan.picture.height,
-        width=plan.picture.width,
-        num_inference_steps=len(plan.picture.timesteps) - 1,
-        model_evaluations=plan.picture.evaluations_per_sample,
+        file=picture_path(sample.target) if chain.settings.picture.save else None,
+        model=plan.settings.model.name,
+        height=plan.height,
+        width=plan.width,
+        num_inference_steps=plan.num_steps,
+        model_evaluations=plan.model_evaluations,
     )
 
 
-def media_tags(plan: ExecutionPlan, sample: SampleFiles) -> dict[str, str]:
+def media_tags(settings: GenerateSettings, sample: SampleFiles) -> dict[str, str]:
     """Return the metadata of the media file itself; empty where none is wanted.
 
     No time and no place: the same request makes the same bytes.
     """
-    if not plan.settings.output.metadata:
+    if not settings.output.metadata:
         return {}
     return {
-        "prompt": plan.settings.prompt,
+        "prompt": settings.prompt,
         "seed": str(sample.seed),
-        "model": plan.settings.model.name.value,
+        "model": settings.model.name.value,
         "software": f"osora {opensora_cli.__version__}",
     }

@@ -1,277 +1,360 @@
-"""What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
+"""The plan of a generation: everything that is decided before it begins, and what follows from that."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
-from opensora_cli.core.attention_kinds import attention_problems
-from opensora_cli.core.conditions import CONTINUING, condition_mode
-from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
-from opensora_cli.engine.components.autoencoders import require_same_scale
+from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.threads import ThreadChoice, pick_threads
+from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import Hardware, pick_hardware
-from opensora_cli.engine.components.linear_products import require_products
-from opensora_cli.engine.components.loras import lora_ranks, open_loras
-from opensora_cli.engine.components.parallelize import choose_mesh, plan_exchange, require_branches
-from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights
-from opensora_cli.engine.estimate.generation import GenerationSizes
-from opensora_cli.engine.generate.draft import draft_settings, start_step
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.fitting import Fitting, num_blocks
-from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings, size_of_picture
+from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.components.loras import Lora
+from opensora_cli.engine.components.parallelize import AttentionSizes, PlannedExchange
+from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
+from opensora_cli.engine.estimate.offload import TEXT, OffloadPlan, StageMemory
+from opensora_cli.engine.generate.fitting import Fitting
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, GuidanceScales, busiest, guidance_scales
-from opensora_cli.sampling.schedule import flow_timesteps, latent_size
-from opensora_cli.sampling.sizes import image_size
-from opensora_cli.sampling.step_cache import one_of_each_phase
+from opensora_cli.sampling.denoise import last_times
+from opensora_cli.sampling.guidance import Branch, Guidance, GuidanceScales, count_evaluations, guidance_scales
+from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.sampling import AUTO
 
-_OF_CONTINUATION: Mapping[str, object] = {
-    "video.extend": 0,
-    "prompts_at": (),
-    "condition.mode": "t2v",
-    "condition.references": (),
-    "picture.first": False,
-    "picture.save": False,
-}
-"""What a segment is not asked for that goes on from frames which are in no file."""
+CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
+
+PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
+"""Roles of jobs. The names of stages begin with the role of their job, except those of the video."""
 
 
-def make_plan(
-    settings: GenerateSettings,
-    *,
-    hardware: Hardware | None = None,
-    tries_device: bool = True,
-    clips: int | None = None,
-    held_frames: int | None = None,
-) -> ExecutionPlan:
-    """Return the plan for `settings`, which have their condition mode (`references.with_mode`), on this machine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Plan of one job: everything that is decided before it begins."""
 
-    Neither weights nor enough memory are needed: see `WeightFiles.require` and `room.require_fit`. `hardware`
-    is where one of several ranks runs; None: what `settings` name, of which each rank has its share. `tries_device`:
-    whether this process may use the device, on which kernels of attention are tried. `clips`: those of all requests
-    with this plan, which may be computed together; None: of this one. `held_frames` are those of the segments before
-    this one, which it goes on from; None: it does not.
+    settings: GenerateSettings
+    """Settings of the job, with a condition mode."""
+    hardware: Hardware
+    weights: WeightFiles
+    mode: ConditionMode
+    lengths: ReferenceLengths
+    guidance: Guidance
+    height: int
+    width: int
+    size_note: str | None = None
+    """Note about a picture whose shape is not the requested one; None if it is."""
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of one sample."""
+    timesteps: tuple[float, ...]
+    mesh: MeshShape = field(default_factory=MeshShape)
+    exchange: ExchangePlan = field(default_factory=ExchangePlan)
+    fitting: Fitting = field(repr=False, compare=False)
+    """From which the offload was chosen."""
+    offload: OffloadPlan
+    stages: tuple[StageMemory, ...]
+    """With that offload, on each of the ranks; rank 0 alone encodes references."""
+    loras: tuple[Lora, ...] = ()
+    attention: AttentionPlan | None = None
+    """None: the transformer does not run."""
+    start: int = 0
+    """Steps that are skipped, since the video starts from its draft."""
+    threads: ThreadChoice | None = None
+    """Threads that compute on the CPU; None before they are chosen by the load of the machine."""
 
-    Raises:
-        RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
-        CheckpointError: an adapter is missing or broken, or does not fit the transformer; or the latter was trained on
-            latents of another scale.
-        HardwareError: there is no such device, or the attention or the products that are asked for do not work there.
-    """
-    hardware = hardware or rank_hardware(settings)
-    # Segments are made one by one.
-    clips = 1 if settings.video.extend or held_frames else clips or num_samples(settings)
-    weights = _checked_weights(settings)
-    height, width, size_note = _pixel_size(settings)
-    latent_shape = _latent_shape(settings, height, width)
+    @property
+    def decodes_only(self) -> bool:
+        """Whether the job decodes saved latents, without sampling."""
+        return self.settings.from_latents is not None
 
-    def nested(
-        asked: GenerateSettings | None, *, clips: int | None = None, held_frames: int | None = None
-    ) -> ExecutionPlan | None:
-        if asked is None:
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The parts whose weights are read."""
+        return needed_components(self.settings)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the schedule."""
+        return len(self.timesteps) - 1
+
+    @property
+    def scales(self) -> tuple[GuidanceScales, ...]:
+        """Guidance scales of each step."""
+        frames = self.settings.num_latent_frames
+        return guidance_scales(self.guidance, mode=self.mode, timesteps=self.timesteps, num_latent_frames=frames)
+
+    @property
+    def cache(self) -> tuple[CachedStep, ...] | None:
+        """Steps with a step cache; None without one."""
+        change = self.settings.sampling.step_cache
+        if not change:
             return None
-        return make_plan(asked, hardware=hardware, tries_device=tries_device, clips=clips, held_frames=held_frames)
+        return cached_steps(self.scales, self.timesteps, largest_change=change, begun_at=self.start)
 
-    picture = nested(picture_settings(settings), clips=clips)
-    if picture is not None:
-        _, _, size_note = size_of_picture(settings, settings.picture.resolution)
-    draft = nested(draft_settings(settings, height=height, width=width))
-    continuation = nested(continuation_settings(settings), held_frames=settings.num_frames)
-    named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
-    mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
-    timesteps = _timesteps(settings, latent_shape)
-    guidance = _guidance(settings)
-    scales = guidance_scales(guidance, mode=mode, timesteps=timesteps, num_latent_frames=settings.num_latent_frames)
-    mesh = _mesh(settings, latent_shape, scales)
-    exchange, attention = ExchangePlan(), None
-    if settings.from_latents is None:
-        exchange = plan_exchange(
-            settings.parallel, mesh, num_heads=settings.model.num_heads, itemsize=hardware.dtype.itemsize
+    @property
+    def reused_steps(self) -> tuple[int, ...]:
+        """Steps that reuse block outputs."""
+        return tuple(step for step, each in enumerate(self.cache or ()) if each.is_reused)
+
+    def past_times(self, steps_done: int) -> dict[Branch | Phase, float]:
+        """Return the times of what a step of a clip looks back at; see `last_times`."""
+        return last_times(
+            self.scales,
+            self.timesteps,
+            solver=self.settings.sampling.solver,
+            cache=self.cache,
+            begun_at=self.start,
+            steps_done=steps_done,
         )
-        attention = _attention(settings, hardware, mesh, tries_device)
-        require_products(
-            settings.precision.linear,
-            mmdit_config(settings.model),
-            device=hardware.device,
-            dtype=hardware.dtype,
-            tensor=mesh.tensor,
-            tries_device=tries_device,
+
+    @property
+    def evaluations_on_a_rank(self) -> int:
+        """Model evaluations on the rank that has the most of them."""
+        return self.evaluations_after(0, ranks=self.mesh.guidance)
+
+    def evaluations_after(self, steps_done: int, *, ranks: int = 1) -> int:
+        """Return how many evaluations of the model are left after some steps, on one of `ranks`.
+
+        There are none if saved latents are decoded.
+        """
+        sampling, steps_done = self.settings.sampling, max(steps_done, self.start)
+
+        def left(done: int) -> int:
+            return count_evaluations(
+                self.scales, solver=sampling.solver, reused=self.reused_steps, steps_done=done, ranks=ranks
+            )
+
+        if self.decodes_only:
+            return 0
+        # A resumed run computes the outputs again that its cache needs.
+        again = sum(-(-len(key) // ranks) for key in self.past_times(steps_done) if isinstance(key, tuple))
+        return again + max(0, left(steps_done) - (0 if sampling.stop_at is None else left(sampling.stop_at)))
+
+    @property
+    def model_evaluations(self) -> int:
+        """Evaluations of the model for one sample."""
+        return self.evaluations_after(0)
+
+    @property
+    def what(self) -> str:
+        """Description of one sample, for people."""
+        size = f"{self.width}x{self.height}"
+        settings = self.settings
+        frames = "" if settings.video.num_frames == 1 else f", {settings.video.num_frames} frames"
+        return f"{size}{frames}, by {settings.model.name} in {self.num_steps} steps"
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the result."""
+        return self.settings.num_frames
+
+    @property
+    def tokens_per_frame(self) -> int:
+        """Packed tokens of one latent frame."""
+        return self.latent_shape[2] * self.latent_shape[3] // self.settings.model.patch_size**2
+
+    @property
+    def video_tokens(self) -> int:
+        """Packed tokens of one sample."""
+        return self.tokens_per_frame * self.latent_shape[1]
+
+    @property
+    def layer_values(self) -> int:
+        """Values in a layer of what takes longest: of the transformer, for one evaluation, or of the autoencoder."""
+        settings = self.settings
+        if self.decodes_only:
+            return settings.video.num_frames * self.height * self.width * settings.vae.pixel_width
+        tokens = self.video_tokens + settings.text.t5_max_length
+        return tokens * settings.model.hidden_size * max(1, self.model_evaluations // self.num_steps)
+
+    @property
+    def latent_bytes(self) -> int:
+        """Size of the latents of one clip."""
+        return prod(self.latent_shape) * self.hardware.dtype.itemsize
+
+    @property
+    def planned_exchange(self) -> PlannedExchange | None:
+        """Exchange of tokens for heads between the ranks; None if there is none."""
+        if self.mesh.ulysses == 1 or self.decodes_only:
+            return None
+        config = mmdit_config(self.settings.model)
+        sizes = AttentionSizes(
+            attentions=config.depth + config.depth_single_blocks,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            video_tokens=self.video_tokens,
+            text_tokens=self.settings.text.t5_max_length,
+            itemsize=self.hardware.dtype.itemsize,
         )
-    # Saved latents have gone through them already.
-    loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
-    sizes = GenerationSizes(
-        height=height,
-        width=width,
-        latent_shape=latent_shape,
-        mode=mode,
-        lengths=settings.condition.lengths,
-        scales=busiest(scales),
-        solver=settings.sampling.solver,
-        cached=one_of_each_phase(scales) if settings.sampling.step_cache else (),
-        mesh=mesh,
-        exchange=exchange,
-        loras=lora_ranks(loras),
-        attention="sdpa" if attention is None else attention.backend,
-        has_draft=draft is not None,
-    )
-    held_bytes = (held_frames or 0) * height * width * 3
-    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, clips=clips, held_bytes=held_bytes)
-    offload = fitting.choose(fitting.budget_bytes)
-    plan = ExecutionPlan(
-        settings=settings,
-        hardware=hardware,
-        weights=weights,
-        mode=mode,
-        lengths=settings.condition.lengths,
-        guidance=guidance,
-        height=height,
-        width=width,
-        size_note=size_note,
-        latent_shape=latent_shape,
-        timesteps=timesteps,
-        mesh=mesh,
-        exchange=exchange,
-        fitting=fitting,
-        offload=offload,
-        stages=fitting.estimate(offload),
-        loras=loras,
-        attention=attention,
-        picture=picture,
-        draft=draft,
-        start=0 if draft is None else _start(settings, timesteps),
-        continuation=continuation,
-    )
-    _require_effect(plan)
-    return plan
+        return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, sizes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the device that the largest stage needs."""
+        return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def encodes_text(self) -> bool:
+        """Whether a stage encodes prompts; there is none if the cache has all of them."""
+        return any(stage.name == TEXT for stage in self.stages)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The memory that may be used: what is free, or `memory.limit`."""
+        return self.fitting.budget_bytes
+
+    @property
+    def budget_is_known(self) -> bool:
+        """Whether the device was asked for its memory, or a limit is set."""
+        return self.hardware.memory_is_known or self.settings.memory.limit is not None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits in memory."""
+        return self.peak_bytes <= self.budget_bytes
+
+    def with_picked_threads(self, by: str | None = None) -> "Plan":
+        """Return a plan with the threads that compute, and `by` what their number was set; None: not known."""
+        if self.threads is not None:
+            return self
+        runtime, ranks = self.settings.runtime, self.settings.parallel.ranks_per_node
+        return replace(self, threads=pick_threads(asked=runtime.threads, by=by, values=self.layer_values, ranks=ranks))
+
+    def with_threads(self, by: str | None = None) -> "Plan":
+        """Return the same, of a run: on a CPU the settings record the threads, since sums depend on them."""
+        plan = self.with_picked_threads(by)
+        assert plan.threads is not None
+        settings = plan.settings
+        if plan.hardware.device.type == "cpu":
+            settings = settings.replace({"runtime.threads": plan.threads.count})
+        return replace(plan, settings=settings)
+
+    def with_stronger_offload(self, stage: str) -> "Plan | None":
+        """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.
+
+        What one rank is short of the others don't know: they would wait for it.
+        """
+        if self.mesh.size > 1:
+            return None
+        stronger = self.fitting.stronger(self.offload, stage)
+        return None if stronger is None else self.with_offload(stronger)
+
+    def with_offload(self, offload: OffloadPlan) -> "Plan":
+        """Return a plan with another offload."""
+        return replace(self, offload=offload, stages=self.fitting.estimate(offload))
 
 
-def _require_effect(plan: ExecutionPlan) -> None:
-    """Raise RequestError if the steps are too far apart for the step cache that is asked for, other than as a part of
-    `sampling.fast`.
+class Job(NamedTuple):
+    """One clip to make for each sample of a request."""
+
+    role: str
+    """One of CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
+
+PICTURE, DRAFT, VIDEO and SEGMENT."""
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Jobs of one request, in their order: the output of one is the reference or the start of the next.
+
+    A chain is a video alone, a picture and a video that shows it, a draft and a video that starts from it, or a video
+    and the segments that extend it.
     """
-    change = plan.settings.sampling.step_cache
-    if change and not plan.reused_steps and not plan.decodes_only and not plan.settings.sampling.fast:
-        raise RequestError(
-            f"sampling.step_cache={change:g} has no effect on {len(plan.timesteps) - 1} steps, which are further apart",
-            hint="use a larger one, or more steps",
+
+    jobs: tuple[Job, ...]
+
+    def find(self, role: str) -> Plan | None:
+        """Return the plan of the first job with a role; None if there is none."""
+        return next((job.plan for job in self.jobs if job.role == role), None)
+
+    @property
+    def video(self) -> Plan:
+        """Plan of the video, or of its first segment."""
+        plan = self.find(VIDEO)
+        assert plan is not None
+        return plan
+
+    @property
+    def settings(self) -> GenerateSettings:
+        """Settings of the request."""
+        return self.video.settings
+
+    @property
+    def segments(self) -> tuple[Plan, ...]:
+        """Plans of the video and of the segments that extend it."""
+        return tuple(job.plan for job in self.jobs if job.role in (VIDEO, SEGMENT))
+
+    @property
+    def num_samples(self) -> int:
+        """Number of videos."""
+        return num_samples(self.settings)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all segments of a sample."""
+        return sum(plan.num_steps for plan in self.segments)
+
+    @property
+    def model_evaluations(self) -> int:
+        """Evaluations of the model for one sample, without those of its picture."""
+        return self.evaluations_after(0)
+
+    def evaluations_after(self, steps_done: int) -> int:
+        """Return how many evaluations of a sample are left after some of `num_steps`."""
+        draft = self.find(DRAFT)
+        left = draft.model_evaluations if draft is not None and not steps_done else 0
+        for plan in self.segments:
+            if steps_done < plan.num_steps:
+                left += plan.evaluations_after(max(0, steps_done))
+            steps_done -= plan.num_steps
+        return left
+
+    @property
+    def latent_bytes(self) -> int:
+        """Size of the latents of one sample."""
+        return sum(plan.latent_bytes for plan in self.segments)
+
+    @property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """Stages of all jobs, named after their roles. All segments that extend a video have the same."""
+        return tuple(
+            stage if job.role == VIDEO else replace(stage, name=f"{job.role} {stage.name}")
+            for job in {job.role: job for job in self.jobs}.values()
+            for stage in job.plan.stages
+            if not (job.role == SEGMENT and stage.name == TEXT)
         )
 
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the device that the largest stage needs."""
+        return max(stage.total_bytes for stage in self.stages)
 
-def continuation_settings(settings: GenerateSettings) -> GenerateSettings | None:
-    """Return what asks for a segment that goes on from the one before; None where there is one segment alone."""
-    return settings.replace(_OF_CONTINUATION) if settings.video.extend else None
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits in memory."""
+        return self.peak_bytes <= self.video.budget_bytes
 
-
-def _checked_weights(settings: GenerateSettings) -> WeightFiles:
-    """Return where the weights are, if those that are there can go together."""
-    blocks, resident = num_blocks(settings), settings.memory.resident_blocks
-    if resident is not None and resident > blocks:
-        raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
-    weights = find_weights(settings)
-    if settings.from_latents is None and Component.TRANSFORMER in weights.paths:
-        require_same_scale(weights.paths[Component.TRANSFORMER], settings.vae)
-    return weights
-
-
-def _latent_shape(settings: GenerateSettings, height: int, width: int) -> tuple[int, int, int, int]:
-    grid = settings.vae.grid
-    rows, columns = latent_size(
-        height, width, spatial_compression=grid.spatial_compression_ratio, patch_size=settings.model.patch_size
-    )
-    return grid.latent_channels, settings.num_latent_frames, rows, columns
-
-
-def _timesteps(settings: GenerateSettings, latent_shape: tuple[int, int, int, int]) -> tuple[float, ...]:
-    sampling, (_, num_latent_frames, rows, columns) = settings.sampling, latent_shape
-    return sampling.timesteps or tuple(
-        flow_timesteps(
-            sampling.num_inference_steps,
-            tokens_per_frame=rows * columns // settings.model.patch_size**2,
-            num_latent_frames=num_latent_frames,
-            flow_shift=sampling.flow_shift,
+    def change(self, change: Callable[[Plan], Plan], *, only: str | None = None) -> "Chain":
+        """Return a chain with every plan changed, or `only` those of one role."""
+        return Chain(
+            tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
         )
-    )
+
+    def with_threads(self, by: str | None = None) -> "Chain":
+        """Return a chain whose jobs all compute with the threads of the video; see `Plan.with_threads`."""
+        threads = self.video.with_picked_threads(by).threads
+        return self.change(lambda plan: replace(plan, threads=threads).with_threads())
 
 
-def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
-    """Return the step from which a video starts that has a draft."""
-    start, stop = start_step(timesteps, settings.draft.strength), settings.sampling.stop_at
-    if stop is not None and stop <= start:
-        raise RequestError(
-            f"sampling.stop_at={stop} is over where the video starts from its draft, after step {start}",
-            hint="stop later, or use a greater --draft-strength",
-        )
-    return start
+def alone(plan: Plan) -> Chain:
+    """Return a chain of one job, such as the picture of a video."""
+    return Chain((Job(VIDEO, plan),))
 
 
-def _mesh(
-    settings: GenerateSettings, latent_shape: tuple[int, int, int, int], scales: Sequence[GuidanceScales]
-) -> MeshShape:
-    mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // settings.model.patch_size**2)
-    require_branches(mesh, scales)
-    batch_size = settings.sampling.batch_size
-    if mesh.size > 1 and batch_size not in (1, AUTO):
-        raise RequestError(
-            f"sampling.batch_size={batch_size} is for videos of one device, and {mesh.size} share each",
-            hint="use 1, or one device; with --prompts each device makes rows of its own",
-        )
-    return mesh
-
-
-def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
-    """Return the device of a rank (None: the one in `settings`); ranks on the CPU of one machine share its memory.
-
-    A HardwareError if there is no such device.
-    """
-    parallel = settings.parallel
-    if device is None and parallel.devices is not None and parallel.world_size == 1:
-        device = f"cuda:{parallel.devices[0]}"
-    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
-    if hardware.device.type == "cuda":
-        return hardware
-    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
-
-
-def attention_use(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape) -> AttentionUse:
-    """Return the requirements of one rank on its attention backend."""
-    head_dim = settings.model.hidden_size // settings.model.num_heads
-    return AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim, in_parts=mesh.ring > 1)
-
-
-def _attention(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape, tries_device: bool) -> AttentionPlan:
-    choice, setting = settings.runtime.attention, "runtime.attention"
-    # A ring that was not asked for is known only now.
-    for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):
-        raise RequestError(problem)
-    use = attention_use(settings, hardware, mesh)
-    return choose_attention(choice, use, setting=setting, tries_device=tries_device)
-
-
-def _guidance(settings: GenerateSettings) -> Guidance:
-    sampling = settings.sampling
-    if settings.model.guidance_embed:
-        return NO_GUIDANCE
-    return Guidance(
-        guidance_scale=sampling.guidance_scale,
-        image_guidance_scale=sampling.image_guidance_scale,
-        text_oscillation=sampling.text_oscillation,
-        image_oscillation=sampling.image_oscillation,
-        temporal_image_scaling=sampling.temporal_image_scaling,
-        mean_of=sampling.mean_guidance_of,
-        interval=sampling.guidance_interval,
-    )
-
-
-def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
-    """Return height, width, and what is special about them."""
-    video = settings.video
-    if video.height is not None and video.width is not None:
-        return video.height, video.width, None
-    if settings.vae.kind.makes_videos:
-        return *image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple), None
-    return size_of_picture(settings, video.resolution)
+def gib_or_less(num_bytes: int) -> str:
+    """Return a size of memory for people, in GiB, MiB or KiB."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes / 2**10:.2f} KiB"

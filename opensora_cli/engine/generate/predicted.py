@@ -1,4 +1,4 @@
-"""How long a plan would take on GPUs that need not be here: predicted from its operations and bytes.
+"""Predicted time of a plan on any GPUs, from its operations and bytes.
 
 One after the other run the kernels of a GPU and the exchanges of Ulysses and of tensor parallelism. Beside kernels run
 the passes of ring attention (beside attention alone) and copies of blocks from page-locked memory: of these, what takes
@@ -34,7 +34,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     total,
 )
 from opensora_cli.engine.estimate.transformer import bytes_of_blocks, modulation_bytes, streamed_bytes
-from opensora_cli.engine.generate.execution_plan import DRAFT, EXTENSION, PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Chain, Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights
@@ -44,42 +44,38 @@ LOAD = "load"
 _LEFT_OUT = "reading files, writing the video"
 
 
-def predict_time(plan: ExecutionPlan, gpu: GpuSettings) -> PredictedTime:
-    """Return the seconds of all that `plan`, for GPUs of this kind, does."""
-    clips = plan.num_samples
+def predict_time(chain: Chain, gpu: GpuSettings) -> PredictedTime:
+    """Return the predicted seconds of every stage of a chain on GPUs of this kind."""
+    clips = chain.num_samples
     return PredictedTime.of_stages(
-        _stages(plan, gpu),
+        _stages(chain, gpu),
         gpu,
-        devices=plan.mesh.size,
+        devices=chain.video.mesh.size,
         of="for 1 sample" if clips == 1 else f"for {clips} samples",
         left_out=_LEFT_OUT,
     )
 
 
-def _stages(plan: ExecutionPlan, gpu: GpuSettings, *, prefix: str = "") -> dict[str, Seconds]:
+def _stages(chain: Chain, gpu: GpuSettings) -> dict[str, Seconds]:
     found: dict[str, Seconds] = {}
-    for name, nested in ((PICTURE, plan.picture), (DRAFT, plan.draft)):
-        if nested is not None:
-            found |= _stages(nested, gpu, prefix=f"{name} ")
-    clips = plan.num_samples
-    own = {LOAD: loading(plan, gpu)}
-    if not plan.decodes_only:
-        own[TEXT_STAGE] = text(plan, gpu)
-        encoded = encoding(plan, gpu)
-        own |= {ENCODE: encoded} if encoded else {}
-        evaluated = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
-        own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips / plan.offload.batch_size))
-    own[DECODE] = times(decoding(plan, gpu), clips)
-    found |= {f"{prefix}{name}": seconds for name, seconds in own.items()}
-    if plan.continuation is not None:
-        again = plan.settings.video.extend
-        for name, seconds in _stages(plan.continuation, gpu).items():
-            if name not in (LOAD, TEXT_STAGE):
-                found[f"{EXTENSION} {name}"] = times(seconds, again)
+    for role, plan in dict(chain.jobs).items():
+        clips = chain.num_samples * sum(job.role == role for job in chain.jobs)
+        prefix = "" if role == VIDEO else f"{role} "
+        own = {} if role == SEGMENT else {LOAD: loading(plan, gpu)}
+        if not plan.decodes_only:
+            if role != SEGMENT:
+                own[TEXT_STAGE] = text(plan, gpu)
+            encoded = encoding(plan, gpu)
+            if encoded:
+                own[ENCODE] = encoded if role != SEGMENT else times(encoded, clips // chain.num_samples)
+            evaluated = times(evaluation(plan, gpu), clips * plan.evaluations_on_a_rank)
+            own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips))
+        own[DECODE] = times(decoding(plan, gpu), clips)
+        found |= {f"{prefix}{name}": seconds for name, seconds in own.items()}
     return found
 
 
-def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def loading(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long weights take to come to the GPU once, from mapped files that are in the page cache."""
     itemsize = plan.hardware.dtype.itemsize
     sizes = {name: count * itemsize for name, count in plan.fitting.parameters.items() if name in plan.components}
@@ -99,8 +95,8 @@ def loading(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {COPIES: copied(gpu, sum(sizes.values()), pinned=False)}
 
 
-def modulation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
-    """Return how long its weights take to come from the host, once for the clips of a batch."""
+def modulation(plan: Plan, gpu: GpuSettings) -> Seconds:
+    """Return how long its weights take to come from the host, once for each sample."""
     if not plan.offload.modulation_on_host:
         return {}
     size = modulation_bytes(mmdit_config(plan.settings.model), plan.hardware.dtype)
@@ -109,7 +105,7 @@ def modulation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {COPIES: copied(gpu, size, pinned=False)}
 
 
-def text(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def text(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long the prompt and the negative prompt take, of which ranks share T5."""
     paths, lengths = plan.weights.paths, plan.settings.text
     t5, clip = T5Sizes.of(paths.get(Component.T5)), ClipSizes.of(paths.get(Component.CLIP))
@@ -119,7 +115,7 @@ def text(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {TEXT: total(kernel_seconds(work, gpu, dtype)) / sharing}
 
 
-def encoding(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def encoding(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long the first rank takes to encode what is given, and a draft."""
     sizes = plan.fitting.sizes
     lengths = reference_frames(plan.settings, sizes) + ((plan.num_frames,) if sizes.has_draft else ())
@@ -129,7 +125,7 @@ def encoding(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     return {ENCODING: seconds} if seconds else {}
 
 
-def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
+def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return how long the transformer takes for one clip and one branch of guidance."""
     settings, dtype = plan.settings, plan.hardware.dtype
     config = mmdit_config(settings.model)
@@ -139,7 +135,7 @@ def evaluation(plan: ExecutionPlan, gpu: GpuSettings) -> Seconds:
     found = kernel_seconds(work, gpu, dtype, eight_bit_tflops=_eight_bit_tflops(gpu, linear))
     computed = total(found)
     found[COLLECTIVES] = _exchanged(plan, gpu, attention=found[ATTENTION])
-    streamed = streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor) / plan.offload.batch_size
+    streamed = streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor)
     if streamed:
         pinned = plan.offload.host_weights is HostWeights.PINNED
         waited = copied(gpu, streamed, pinned=pinned)
@@ -161,7 +157,7 @@ def _eight_bit_tflops(gpu: GpuSettings, linear: LinearProducts) -> float | None:
     return {LinearProducts.FP8: gpu.fp8_tflops, LinearProducts.INT8: gpu.int8_tops}.get(linear)
 
 
-def decoding(plan: ExecutionPlan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
+def decoding(plan: Plan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
     """Return how long one clip takes to decode; with `shared`, ranks have tiles of their own."""
     dtype, vae = plan.hardware.dtype, plan.settings.vae
     whole = autoencoder_seconds(decoding_work(vae, plan.latent_shape, dtype), gpu, dtype)
@@ -170,7 +166,7 @@ def decoding(plan: ExecutionPlan, gpu: GpuSettings, *, shared: bool = True) -> S
     return {DECODING: whole * share}
 
 
-def _exchanged(plan: ExecutionPlan, gpu: GpuSettings, *, attention: float) -> float:
+def _exchanged(plan: Plan, gpu: GpuSettings, *, attention: float) -> float:
     """Return how long a rank waits for others in an evaluation, whose attention takes so many seconds."""
     planned = plan.planned_exchange
     exchanged = Exchanged(

@@ -19,7 +19,7 @@ from opensora_cli.settings.sampling import MAX_SEED
 
 ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
 OWN_KEYS = ("prompt", "negative_prompt", "sampling.seed", "condition.references")
-"""What differs from row to row without another plan."""
+"""Settings that may differ between rows with the same plan."""
 
 _NAME, _SEED = "name", "sampling.seed"
 _SHORT = {"prompt": "prompt", "negative": "negative_prompt", _NAME: _NAME}
@@ -34,17 +34,17 @@ class Row:
     number: int
     """From 1, without the header and blank lines."""
     own: Mapping[str, object]
-    """Of `OWN_KEYS`, those that it gives."""
+    """Values of `OWN_KEYS` in this row."""
     shape: tuple[tuple[str, Given], ...] = ()
     """Its other settings: rows that have the same are planned once."""
     name: str | None = None
-    """Of its result, without the folder."""
+    """Name of the result, without the folder."""
     problem: str | None = None
-    """Why it cannot be used; None: nothing is known against it."""
+    """Reason why the row cannot be used; None if none is known."""
 
     @property
     def prompt(self) -> str:
-        """What it asks for; empty where it does not say."""
+        """Prompt of the row; empty if it has none."""
         return str(self.own.get("prompt", ""))
 
 

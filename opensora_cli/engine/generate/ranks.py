@@ -19,8 +19,8 @@ from opensora_cli.core.rank_link import beat, device_is_gpu
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.plan import make_plan, rank_hardware
+from opensora_cli.engine.generate.plan import Chain
+from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.targets import sample_files
@@ -53,12 +53,12 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
 
 _HOST = torch.device("cpu")
 _LONGEST = timedelta(days=30)
-"""That the first rank which has made its rows waits for the last."""
+"""Time that the first finished rank waits for the last."""
 _TILES_AHEAD = 2
-"""That a rank holds, decoded, until rank 0 takes them."""
+"""Decoded tiles that a rank holds until rank 0 takes them."""
 
 
-def agreed_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
+def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
     """Return rank 0's tensors, each on the device of its rank; what the others give does not matter."""
     is_main = dist.get_rank() == 0
     outlines = broadcast_json([(tensor.shape, _dtype_name(tensor)) for tensor in tensors or ()] if is_main else [])
@@ -327,14 +327,14 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
 @contextmanager
 def planned_on_ranks(
     settings: GenerateSettings, context: RankContext, reporter: Reporter
-) -> Iterator[tuple[ExecutionPlan, Ranks]]:
-    """Join the other ranks, and yield the plan on which all have agreed, for this rank's device.
+) -> Iterator[tuple[Chain, Ranks]]:
+    """Join the other ranks, and yield the jobs on which all have agreed, for this rank's device.
 
-    Errors are those of `joined_to_generate` and of `plan_of_rank`.
+    Errors are those of `joined_to_generate` and of `chain_of_rank`.
     """
     with joined_to_generate(settings, context, reporter) as (agreed_settings, device):
-        plan = plan_of_rank(agreed_settings, device)
-        yield plan, Ranks(plan.mesh, device, plan.exchange)
+        chain = chain_of_rank(agreed_settings, device)
+        yield chain, Ranks(chain.video.mesh, device, chain.video.exchange)
 
 
 @contextmanager
@@ -359,9 +359,10 @@ def joined_to_generate(
             yield settings, device
 
 
-def plan_of_rank(settings: GenerateSettings, device: torch.device) -> ExecutionPlan:
-    """Return the plan for this rank's device; all ranks call it, and plan for the GPU with the least free memory.
-    Errors as `make_plan`.
+def chain_of_rank(settings: GenerateSettings, device: torch.device) -> Chain:
+    """Return the jobs of a request for this rank's device, planned for the GPU with the least free memory.
+
+    All ranks call it. Errors are those of `make_chain`.
     """
     hardware = rank_hardware(settings, device=str(device))
-    return make_plan(settings, hardware=replace(hardware, free_bytes=least(hardware.free_bytes)))
+    return make_chain(settings, hardware=replace(hardware, free_bytes=least(hardware.free_bytes)))

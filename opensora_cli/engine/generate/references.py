@@ -22,10 +22,10 @@ from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
-from opensora_cli.engine.generate.picture import PICTURE_MODE
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels, retried
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.request import PICTURE_MODE
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -51,7 +51,7 @@ class Reference:
     pixels_CTHW: torch.Tensor
     """float32 in [-1, 1]."""
     at_head: bool
-    """Whether they are the video's first frames and not its last."""
+    """True for the first frames of the video, False for its last."""
 
 
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
@@ -181,9 +181,9 @@ def _warn_about_videos(taken: Sequence[tuple[str | Path, bool]], mode: Condition
             )
 
 
-def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
+def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
     """Return what a plan is given of files; see `read_references`."""
-    if plan.decodes_only or plan.picture is not None:
+    if plan.decodes_only or plan.settings.picture.first:
         return []
     condition = plan.settings.condition
     return read_references(
@@ -220,21 +220,21 @@ def encode_references(
     return latents
 
 
-def references_to(plan: ExecutionPlan, picture_1HWC: torch.Tensor) -> list[Reference]:
+def references_to(plan: Plan, picture_1HWC: torch.Tensor) -> list[Reference]:
     """Return what a plan is given where that is a picture, uint8, and no file: the same as of a lossless file."""
     pixels_CTHW = fit_frames(picture_1HWC, height=plan.height, width=plan.width, fit=plan.settings.condition.fit)
     return [Reference(pixels_CTHW, at_head) for at_head in [True] * plan.mode.at_head + [False] * plan.mode.at_tail]
 
 
 def reference_latents(
-    plan: ExecutionPlan, references: Sequence[Reference], models: LoadedModels, record: RunRecord
+    plan: Plan, references: Sequence[Reference], models: LoadedModels, record: RunRecord
 ) -> list[torch.Tensor] | None:
     """Return the latents_CTHW of each reference, as a stage of a run; None where nothing is given."""
     if not references:
         return None
     tiling = vae_tiling(plan.settings.vae)
 
-    def encode(plan: ExecutionPlan) -> list[torch.Tensor]:
+    def encode(plan: Plan) -> list[torch.Tensor]:
         with (
             models.autoencoder(plan, record) as autoencoder,
             record.stage(ENCODE, total=len(references), unit="references") as progress,
@@ -293,7 +293,7 @@ def collect_references_batch(
 
 
 class GivenFramesPSNR:
-    """How well given frames came back in a video that passes piece by piece; none of it is kept."""
+    """PSNR of given frames in a video that passes piece by piece, without keeping it."""
 
     def __init__(self, references: Sequence[Reference], *, num_frames: int) -> None:
         # In pairs: what was given, and the position of its first frame in the video.

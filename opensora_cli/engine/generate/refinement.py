@@ -29,7 +29,7 @@ _LONGEST_PROMPT = 10_000
 _PICTURE_SIDE = 1024
 _MOTION_SCORES = range(1, 16)
 _THOUGHTS = re.compile(r".*</think>", re.DOTALL)
-"""What models that reason put before their answer; some servers leave out the first tag."""
+"""Reasoning that some models write before their answer; some servers drop the first tag."""
 _QUOTES = ('""', "''", "“”", "„“", "«»", "``")
 
 

@@ -1,20 +1,21 @@
 """From what was asked for to settings and a plan of one process."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import choose_model
-from opensora_cli.engine.generate.early import refuse_sampled
-from opensora_cli.engine.generate.encoded_text import without_cached_text
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan, rank_hardware
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import VIDEO, Chain
+from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
+from opensora_cli.engine.generate.request import refuse_sampled
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import LATENTS_ENDING
+from opensora_cli.engine.generate.text import without_cached_text
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_runtime_settings
@@ -33,11 +34,11 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     from_latents = request.overrides.get("from_latents")
     resume = request.overrides.get("resume")
     if resume is not None and request.saved is None:
-        request = dataclasses.replace(request, saved=_settings_in(str(resume.value)))
+        request = replace(request, saved=_settings_in(str(resume.value)))
     elif from_latents is not None and request.saved is None:
-        saved = dataclasses.replace(_settings_in(str(from_latents.value)), decodes=True)
+        saved = replace(_settings_in(str(from_latents.value)), decodes=True)
         refuse_sampled(request.overrides, saved.values)
-        request = dataclasses.replace(request, saved=saved)
+        request = replace(request, saved=saved)
     runtime = load_runtime_settings(request)
     model, reason = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
     settings = load_generate_settings(request, model=model, report=reporter.note)
@@ -84,18 +85,24 @@ def plan_here(
     settings: GenerateSettings,
     models: LoadedModels | None,
     *,
-    clips: int | None = None,
     device: str | None = None,
     by: str | None = None,
-) -> ExecutionPlan:
-    """Return the plan of a process that shares no video with others, and these models; see `make_plan`.
+    threads: ThreadChoice | None = None,
+) -> Chain:
+    """Return the jobs of a request for a process that shares no video with others; see `make_chain`.
 
-    It counts on the cache of prompts unless it is the plan of several requests, which have `clips` together. `device`
-    is that of one of several ranks; None: what `settings` name. `by` is what set the number of threads.
+    Args:
+        settings: settings with a condition mode.
+        models: loaded models, which the plan may keep or release.
+        device: device of one of several ranks; None for the device of `settings`.
+        by: source of the number of threads.
+        threads: threads of an earlier plan; None to choose them.
     """
     models = LoadedModels() if models is None else models
     hardware = rank_hardware(settings, device=device)
-    # What they take can be released.
+    # The memory of loaded models can be released.
     free = hardware.free_bytes + models.bytes_on(hardware.device)
-    plan = make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free), clips=clips)
-    return models.planned(without_cached_text(plan, models.prompts, by=by) if clips is None else plan)
+    chain = make_chain(settings, hardware=replace(hardware, free_bytes=free))
+    if threads is not None:
+        chain = chain.change(lambda plan: replace(plan, threads=threads))
+    return without_cached_text(chain, models.prompts, by=by).change(models.planned, only=VIDEO)

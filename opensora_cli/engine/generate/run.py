@@ -1,39 +1,37 @@
 """`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import remove_left
-from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import keep_attention
 from opensora_cli.engine.components.hardware import peak_memory_gib
-from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
+from opensora_cli.engine.generate.decode import Figures, GeneratedVideo, SampleFrames, report_given_frames, save
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
-from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.explore import explore, explored_of, is_made, write_sheet
-from opensora_cli.engine.generate.held import HeldVideo, hold
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
+from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import (
     check_outputs,
     choose_outputs,
     refuse_pictures,
-    requests_of,
+    request_hashes,
 )
-from opensora_cli.engine.generate.plan import attention_use, make_plan
+from opensora_cli.engine.generate.pipeline import computing, make
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, VIDEO, Chain
+from opensora_cli.engine.generate.planning import attention_use, make_chain
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -45,12 +43,11 @@ from opensora_cli.engine.generate.ranks import (
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_data_parallel, resolve_generate_settings
+from opensora_cli.engine.generate.room import require_room, require_weights
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.saved_latents import open_latents
-from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame_path, sample_files
-from opensora_cli.engine.generate.work import Work
 from opensora_cli.engine.launch.rank import WatchedReporter
-from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
@@ -61,12 +58,12 @@ from opensora_cli.settings.load import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origins:
-    """Where choices come from that are reported."""
+    """Sources of automatic choices, for reports."""
 
     model: str | None = None
-    """Which was chosen, and why; None: it was asked for."""
+    """Chosen model and the reason; None for a requested model."""
     threads: str | None = None
-    """What set their number; None: nothing that is known."""
+    """Source of the number of threads; None if not known."""
 
     def note(self, reporter: Reporter) -> None:
         """Report which model was chosen, if it was."""
@@ -76,7 +73,7 @@ class Origins:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How a generation is carried out, whatever it makes."""
+    """Context of a run: who reports, which ranks take part, which models are loaded."""
 
     reporter: Reporter
     context: RankContext | None = None
@@ -84,13 +81,10 @@ class Run:
     ranks: Ranks | None = None
     """All of them, once they have met."""
     origins: Origins = Origins()
-    profiled_runs: int = 0
+    cancel: threading.Event | None = None
+    """Set by another thread to stop the run after the current step, with its state saved."""
     models: LoadedModels | None = None
-    """Which outlive the run; None: it loads its own."""
-    embeds: tuple[PromptEmbeds, ...] = ()
-    """Of the prompt of each segment; none: they are encoded when it comes to that."""
-    picture_embeds: tuple[PromptEmbeds, ...] = ()
-    """Likewise, of the picture that is made first."""
+    """Models that stay loaded after the run; None to load models for this run."""
 
     @property
     def is_main(self) -> bool:
@@ -100,8 +94,7 @@ class Run:
     def lending(self) -> AbstractContextManager[LoadedModels]:
         """Return what lends the models inside the block."""
         if self.ranks is None:
-            # What is profiled loads them each time.
-            return LoadedModels() if self.models is None or self.profiled_runs else nullcontext(self.models)
+            return LoadedModels() if self.models is None else nullcontext(self.models)
         tensor, machine = self.ranks.tensor_group, self.ranks.machine_group
         return LoadedModels(text_group=dist.group.WORLD, tensor_group=tensor, machine_group=machine)
 
@@ -112,14 +105,19 @@ def generate_from_request(
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
-    models: LoadedModels | None = None,
+    cancel: threading.Event | None = None,
 ) -> GenerateResult | None:
     """Choose the model, complete the settings, and generate, with several devices in processes of their own.
 
-    `context` is set in one of several ranks, and `rank_flags` are passed on to ranks that are started here. `models`
-    outlive the call where one process makes it; None: it loads its own. Returns None where ranks were started, of which
-    the first has printed the result; a RankFailure where one failed. Other errors as in `generate` and
-    `resolve_generate_settings`.
+    Args:
+        request: settings as they are given.
+        reporter: shows progress and previews.
+        context: set in one of several ranks.
+        rank_flags: options of the command line for ranks that are started here.
+        cancel: set by another thread to stop the run after its current step, as Ctrl-C does.
+
+    Returns None if ranks were started; rank 0 prints the result. Raises RankFailure if a rank failed. Other errors are
+    those of `generate` and `resolve_generate_settings`.
     """
     if context is not None:
         request = request_of_rank(request, context)
@@ -130,15 +128,12 @@ def generate_from_request(
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
         settings = refined(settings, reporter=reporter)
-        made = _check_before_ranks(settings, reporter, remake=request.profiled_runs > 0)
+        made = _check_before_ranks(settings, reporter)
         if made is None:
             origins.note(reporter)
             start_ranks(settings, flags=rank_flags)
         return made
-    runs = request.profiled_runs
-    return _generate(
-        settings, Run(reporter=reporter, context=context, origins=origins, profiled_runs=runs, models=models)
-    )
+    return _generate(settings, Run(reporter=reporter, context=context, origins=origins, cancel=cancel))
 
 
 def generate(
@@ -146,7 +141,6 @@ def generate(
     *,
     reporter: Reporter | None = None,
     context: RankContext | None = None,
-    profiled_runs: int = 0,
 ) -> GenerateResult:
     """Make the videos that `settings` describe.
 
@@ -154,8 +148,7 @@ def generate(
     and saved; then they are decoded and saved as videos, one by one, and their files removed. With `from_latents` only
     the latter happens, and that file stays. A result that the same request has made before is kept, and not made again;
     one of another request keeps its name, and the new one is NAME_2. `context` is set in one of several ranks, all of
-    which call this. Over 0 `profiled_runs`, everything is done so often, and once before to warm up, and timed, also
-    where it was made before; the last run leaves its files.
+    which call this.
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
@@ -165,15 +158,26 @@ def generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
-    run = Run(reporter=reporter or SilentReporter(), context=context, profiled_runs=profiled_runs)
-    return _generate(settings, run)
+    return _generate(settings, Run(reporter=reporter or SilentReporter(), context=context))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeldVideo:
+    """One finished sample in memory."""
+
+    chain: Chain
+    sample: SampleFiles
+    frames_THWC: torch.Tensor
+    """uint8 RGB, on the CPU."""
+    figures: Figures
+    request_sha256: Callable[[int, str], str]
+    """Hashes of the request when the video was made; see `outputs.request_hashes`."""
 
 
 def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporter: Reporter) -> HeldVideo:
-    """Choose the model, complete the settings, make their first sample with `models`, and return it in memory.
+    """Choose the model, complete the settings, and return the first sample in memory.
 
-    No file is written, not even of its picture. Errors are those of `generate_from_request`, but for an OutputError and
-    what Ctrl-C lists.
+    No file is written, not even of its picture. Errors are those of `generate_from_request`, except OutputError.
     """
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     if settings.resume is not None:
@@ -181,19 +185,26 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
-    run = Run(reporter=reporter, origins=Origins(choice, source_of(request, "runtime.threads")), models=models)
-    plan = plan_here(completed(settings, reporter), models, by=run.origins.threads)
-    require_weights(plan, reporter)
-    require_room(plan, reporter)
-    references = references_of(plan, reporter)
-    finish = partial(hold, request_sha256=requests_of(plan))
-    files = [dataclasses.replace(sample_files(plan.settings, 0), latents=None)]
-    saved = saved_samples(plan, files, None)
-    run.origins.note(reporter)
-    plan = plan.with_threads(by=run.origins.threads)
-    record = RunRecord(reporter, keeps_results=False)
-    with computing(plan, reporter):
-        [[video]] = make_videos([Work(plan, files, references, saved)], models, record, finish=finish)
+    origins = Origins(choice, source_of(request, "runtime.threads"))
+    chain = plan_here(completed(settings, reporter), models, by=origins.threads)
+    require_weights(chain, reporter)
+    require_room(chain, reporter)
+    references = references_of(chain.video, reporter)
+    hashes = request_hashes(chain)
+    files = dataclasses.replace(sample_files(chain.settings, 0), latents=None)
+    saved = saved_samples(chain, [files], None).get(0)
+    origins.note(reporter)
+    chain = chain.with_threads(by=origins.threads)
+    events = RunRecord(reporter, keeps_results=False)
+
+    def hold(decoding: SampleFrames) -> HeldVideo:
+        frames_THWC = torch.cat([*decoding.pieces()])
+        figures, made_first = decoding.figures(), chain.find(PICTURE) is not None
+        report_given_frames(figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
+        return HeldVideo(decoding.chain, files, frames_THWC, figures, hashes)
+
+    with computing(chain.video, reporter):
+        [video] = make(chain, [Sample(chain, chain.video, files, references, saved)], models, events, finish=hold)
     return video
 
 
@@ -204,27 +215,28 @@ def watched(reporter: Reporter) -> WatchedReporter:
 
 
 def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
-    if run.profiled_runs:  # what is timed is done
-        settings = settings.replace({"runtime.prompt_cache": False})
     if run.context is not None:
         reporter = watched(run.reporter)
-        with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
-            return carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
+        with planned_on_ranks(settings, run.context, reporter) as (chain, ranks):
+            return carry_out(chain, dataclasses.replace(run, reporter=reporter, ranks=ranks))
     return carry_out(plan_here(completed(settings, run.reporter), run.models, by=run.origins.threads), run)
 
 
-def carry_out(plan: ExecutionPlan, run: Run) -> GenerateResult:
-    """Make what is planned but for what was made before; errors are those of `generate`."""
-    require_weights(plan, run.reporter)
-    found = () if run.profiled_runs else _agreed(plan, run.ranks, lambda: choose_outputs(plan))
-    if found and all(sample.made_before for sample in found):
-        return _made_before(plan, found, run.reporter)
-    with Claims() as claims:
-        return _make(plan, run, claims)
+def carry_out(chain: Chain, run: Run, *, repeats: bool = False) -> GenerateResult:
+    """Make the samples of a plan, except those that an earlier run of the same request has made.
+
+    Errors are those of `generate`. `repeats` is that of `Claims`.
+    """
+    require_weights(chain, run.reporter)
+    found = _agreed(chain, run.ranks, lambda: choose_outputs(chain))
+    if all(sample.made_before for sample in found):
+        return _made_before(chain, found, run.reporter)
+    with Claims(repeats=repeats) as claims:
+        return _make(chain, run, claims)
 
 
 def _agreed(
-    plan: ExecutionPlan, ranks: Ranks | None, choose: Callable[[], tuple[SampleFiles, ...]]
+    chain: Chain, ranks: Ranks | None, choose: Callable[[], tuple[SampleFiles, ...]]
 ) -> tuple[SampleFiles, ...]:
     """Return the names that rank 0 chooses, on all ranks."""
     chosen = choose() if ranks is None or ranks.is_main else ()
@@ -238,7 +250,7 @@ def _agreed(
     )
     return chosen or tuple(
         dataclasses.replace(
-            sample_files(plan.settings, index, number=number),
+            sample_files(chain.settings, index, number=number),
             made_before=made_before,
             saved=saved and Path(saved),
             saved_steps=steps,
@@ -247,196 +259,132 @@ def _agreed(
     )
 
 
-def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
+def _made_before(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
     """Return the result of a run that has nothing to compute."""
     for sample in files:
         # Its run may have been killed right after it.
         remove_left(sample.media.parent)
-        _note_made(plan, sample, reporter, " (--overwrite makes it again)")
-    return _result_of(plan, [GeneratedVideo.of_earlier_run(plan, sample) for sample in files])
+        _note_made(chain.settings, sample, reporter, " (--overwrite makes it again)")
+    return _result_of(chain, [GeneratedVideo.of_earlier_run(chain, sample) for sample in files])
 
 
-def _note_made(plan: ExecutionPlan, sample: SampleFiles, reporter: Reporter, again: str) -> None:
+def _note_made(settings: GenerateSettings, sample: SampleFiles, reporter: Reporter, again: str) -> None:
     reporter.note(f"made before by the same request: {sample.media}{again}")
     last_frame = last_frame_path(sample.target)
-    if plan.settings.output.last_frame and not last_frame.exists():
+    if settings.output.last_frame and not last_frame.exists():
         reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
 
 
-def _result_of(plan: ExecutionPlan, kept: Sequence[GeneratedVideo]) -> GenerateResult:
+def _result_of(chain: Chain, kept: Sequence[GeneratedVideo]) -> GenerateResult:
     return GenerateResult(
         videos=tuple(kept),
-        model=plan.settings.model.name,
-        device=str(plan.hardware.device),
+        model=chain.settings.model.name,
+        device=str(chain.video.hardware.device),
         model_evaluations=0,
         timings_s={},
-        settings=plan.settings,
+        settings=chain.settings,
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Begun:
-    """A request whose names are chosen, and whose references are read."""
+def _claimed(chain: Chain, run: Run, claims: Claims) -> tuple[SampleFiles, ...]:
+    """Check the folder of results, and claim the names of all samples, on all ranks."""
 
-    work: Work
-    samples: tuple[SampleFiles, ...]
-    """All of it, what is kept too."""
-    kept: tuple[GeneratedVideo, ...]
-    """That the same request has made before."""
+    def choose() -> tuple[SampleFiles, ...]:
+        check_outputs([sample_files(chain.settings, index) for index in range(chain.num_samples)], chain, create=True)
+        return choose_outputs(chain, claims=claims)
 
-
-def begin(plan: ExecutionPlan, run: Run, claims: Claims) -> Begun:
-    """Check what must not wait until hours of work are done, and claim the names; errors are those of `generate`."""
-    require_room(plan, run.reporter)
-    references = references_of(plan, run.reporter) if run.is_main else []
-
-    def claimed() -> tuple[SampleFiles, ...]:
-        check_outputs([sample_files(plan.settings, index) for index in range(plan.num_samples)], plan, create=True)
-        return choose_outputs(plan, claims=claims, remake=run.profiled_runs > 0)
-
-    chosen = _agreed(plan, run.ranks, claimed)
-    files = [sample for sample in chosen if not sample.made_before]
-    if files:
+    chosen = _agreed(chain, run.ranks, choose)
+    are_left = any(not sample.made_before for sample in chosen)
+    if are_left:
         run.origins.note(run.reporter)
-    kept = []
     for sample in chosen:
         if sample.made_before:
-            again = "" if files else " (--overwrite makes it again)"
-            _note_made(plan, sample, run.reporter, again)
-            kept.append(GeneratedVideo.of_earlier_run(plan, sample))
-        elif sample.saved is not None and plan.settings.from_latents is None:
+            _note_made(chain.settings, sample, run.reporter, "" if are_left else " (--overwrite makes it again)")
+        elif sample.saved is not None and chain.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
-            word = "kept:" if plan.settings.output.explore and is_made(plan, sample) else "going on from"
+            word = "kept:" if chain.settings.output.explore and is_made(chain.settings, sample) else "going on from"
             run.reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
-    if run.is_main:
-        refuse_pictures(plan, files)
-    saved = saved_samples(plan, files, run.ranks)
-    plan = _with_attention_before(plan.with_threads(by=run.origins.threads), files, run.ranks)
-    return Begun(Work(plan, files, references, saved, run.embeds, run.picture_embeds), chosen, tuple(kept))
+    return chosen
 
 
-def _with_attention_before(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> ExecutionPlan:
-    """Return the plan with the attention backend of the first unfinished latents; all ranks use what rank 0 reads."""
+def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks | None) -> Chain:
+    """Return the chain with the attention backend of the first unfinished latents; all ranks use what rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
-    if not begun or plan.attention is None or plan.settings.runtime.attention is not AttentionChoice.AUTO:
-        return plan
+    plan, attention = chain.video, chain.video.attention
+    if not begun or attention is None or chain.settings.runtime.attention is not AttentionChoice.AUTO:
+        return chain
     backend = open_latents(begun[0]).attention if ranks is None or ranks.is_main else None
     if ranks is not None:
         backend = broadcast_json(backend)
-    use = attention_use(plan.settings, plan.hardware, plan.mesh)
-    return dataclasses.replace(plan, attention=keep_attention(plan.attention, backend, use))
+    use = attention_use(chain.settings, plan.hardware, plan.mesh)
+    kept = keep_attention(attention, backend, use)
+    return chain.change(lambda each: dataclasses.replace(each, attention=kept), only=VIDEO)
 
 
-def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
-    begun = begin(plan, run, claims)
-    work, files = begun.work, begun.work.files
-    plan = work.plan
+def _make(chain: Chain, run: Run, claims: Claims) -> GenerateResult:
+    require_room(chain, run.reporter)
+    references = references_of(chain.video, run.reporter) if run.is_main else []
+    chosen = _claimed(chain, run, claims)
+    kept = [GeneratedVideo.of_earlier_run(chain, sample) for sample in chosen if sample.made_before]
+    files = [sample for sample in chosen if not sample.made_before]
     if not files:  # another run has made them since this one looked first
-        return _result_of(plan, begun.kept)
-    times = ModuleTimes(plan.hardware.device) if run.profiled_runs else None
-    with computing(plan, run.reporter):
-        trials = [] if times is None else _trials(work, run, times)
-        record = RunRecord(run.reporter, block_times=times)
-        with run.lending() as models:
-            videos = _saved_videos(work, models, record, run)
-    explores = plan.settings.output.explore
+        return _result_of(chain, kept)
+    if run.is_main:
+        refuse_pictures(chain, files)
+    saved = saved_samples(chain, files, run.ranks)
+    chain = _with_attention_before(chain.with_threads(by=run.origins.threads), files, run.ranks)
+    samples = [Sample(chain, chain.video, each, references, saved.get(each.index)) for each in files]
+    record = RunRecord(run.reporter, cancel=run.cancel)
+    with computing(chain.video, run.reporter), run.lending() as models, _rescued(chain.settings, files, record, run):
+        if chain.settings.output.explore:
+            explore(chain, samples, models, record, ranks=run.ranks)
+            videos: tuple[GeneratedVideo, ...] = ()
+        else:
+            videos = make(chain, samples, models, record, finish=save, ranks=run.ranks)
+    explores = chain.settings.output.explore
     return GenerateResult(
-        videos=tuple(sorted([*begun.kept, *videos], key=lambda video: video.seed)),
-        explored=explored_of(plan, files) if explores else None,
-        sheet=write_sheet(plan, begun.samples, run.reporter) if explores and run.is_main else None,
-        model=plan.settings.model.name,
-        device=str(plan.hardware.device),
+        videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
+        explored=explored_of(chain.settings, files) if explores else None,
+        sheet=write_sheet(chosen, run.reporter) if explores and run.is_main else None,
+        model=chain.settings.model.name,
+        device=str(chain.video.hardware.device),
         model_evaluations=sum(
-            plan.evaluations_after(sample.saved_steps or 0)
+            chain.evaluations_after(sample.saved_steps or 0)
             for sample in files
             if sample.saved is None or sample.saved_steps is not None
         ),
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
-        **peak_memory_gib(plan.hardware.device),
-        threads=plan.threads,
-        profile=None if times is None else _report([*trials, record.timings_s], times),
-        attention=plan.attention,
+        **peak_memory_gib(chain.video.hardware.device),
+        threads=chain.video.threads,
+        attention=chain.video.attention,
         linear_products=record.linear_products,
-        settings=plan.settings,
+        settings=chain.settings,
     )
 
 
-def _trials(work: Work, run: Run, times: ModuleTimes) -> list[dict[str, float]]:
-    """Make the videos as often as is to be profiled but once, and once before to warm up; return the times of stages.
-
-    Nothing of them is left but the times.
-    """
-    timings = []
-    for number in range(run.profiled_runs):
-        run.reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {run.profiled_runs}")
-        record = RunRecord(run.reporter, block_times=times, keeps_results=False)
-        with temporary_folder() as folder, run.lending() as models:
-            trial = _into(work.plan, folder)
-            files = [sample_files(trial.settings, sample.index) for sample in work.files]
-            _saved_videos(dataclasses.replace(work, plan=trial, files=files, embeds=()), models, record, run)
-        timings.append(record.timings_s)
-        if not number:
-            times.clear()
-    return timings[1:]
-
-
-def _into(plan: ExecutionPlan, folder: Path) -> ExecutionPlan:
-    """Return the plan of a run whose only trace is a result in `folder`."""
-    name = f"video.{plan.settings.output_format}"
-    changes = {"output.path": str(folder / name), "output.metadata": False, "output.save_latents": False}
-    return dataclasses.replace(plan, settings=plan.settings.replace(changes))
-
-
-def _report(runs: Sequence[Mapping[str, float]], times: ModuleTimes) -> AccelerationReport:
-    stages = {name: [run[name] for run in runs] for name in runs[0]}
-    return AccelerationReport.of(stages, times.spreads(), runs=len(runs))
-
-
-def _saved_videos(work: Work, models: LoadedModels, record: RunRecord, run: Run) -> tuple[GeneratedVideo, ...]:
-    """Make and save the videos, or explore their seeds; return the videos."""
-    with _rescued([work], record, run):
-        if work.plan.settings.output.explore:
-            explore(work, models, record, ranks=run.ranks)
-            return ()
-        [videos] = make_videos([work], models, record, finish=save, ranks=run.ranks)
-    return videos
-
-
-def make_together(
-    works: Sequence[Work], models: LoadedModels, reporter: Reporter, *, finish: Callable[[SampleFrames], None]
-) -> None:
-    """Make what several requests ask for, and let `finish` take each sample; errors are those of the works."""
-    plan, record = works[0].plan, RunRecord(reporter)
-    try:
-        with computing(plan, reporter), _rescued(works, record, Run(reporter=reporter)):
-            make_videos(works, models, record, finish=finish)
-    except OsoraError as error:
-        for work in works:
-            work.error = work.error or error
-
-
-def _rescued(works: Sequence[Work], record: RunRecord, run: Run) -> AbstractContextManager[None]:
-    """Return the context that reports what is left where the work ends early; rank 0 alone keeps anything."""
+def _rescued(
+    settings: GenerateSettings, files: Sequence[SampleFiles], record: RunRecord, run: Run
+) -> AbstractContextManager[None]:
+    """Return the context that reports the saved state when a run ends early, on rank 0 alone."""
     if not run.is_main:
         return nullcontext()
-    output = works[0].plan.settings.output
+    output = settings.output
     # Without a sidecar nobody knows which request has made a result.
-    may_repeat = output.metadata and not output.overwrite
-    return record.rescue([sample for work in works for sample in work.files], may_repeat=may_repeat)
+    return record.rescue(files, may_repeat=output.metadata and not output.overwrite)
 
 
-def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:
+def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> GenerateResult | None:
     """Refuse what rank 0 would refuse, but for the memory, which each rank knows of its own device.
 
     Returns the result where all of it was made before, and None where ranks are to make it.
     """
     # Not asked for its free memory: the context that this makes would stay until the end.
     hardware = hardware_of_ranks(settings)
-    plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
-    require_weights(plan, SilentReporter())
-    files = choose_outputs(plan, remake=remake)
+    chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
+    require_weights(chain, SilentReporter())
+    files = choose_outputs(chain)
     if all(sample.made_before for sample in files):
-        return _made_before(plan, files, reporter)
-    check_outputs(files, plan, create=False)
-    references_of(plan, SilentReporter())
+        return _made_before(chain, files, reporter)
+    check_outputs(files, chain, create=False)
+    references_of(chain.video, SilentReporter())
     return None

@@ -16,7 +16,7 @@ from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import require_schema
 from opensora_cli.core.strict_json import parse_object
-from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
+from opensora_cli.engine.generate.request import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.targets import REQUEST_KEY, STEPS_KEY, steps_in
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.generate import GenerateSettings
@@ -29,13 +29,13 @@ _DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class SavedLatents:
-    """What such a file says of its latents, which are read on request."""
+    """Description of a file of latents, whose tensors are read on request."""
 
     path: str | Path
     settings: Mapping[str, object]
     """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
     request_sha256: str | None
-    """Of what asked for them."""
+    """Hash of the request that made them."""
     steps: int | None = None
     """Steps that they have been through, those of earlier segments included; None: all."""
     attention: str | None = None

@@ -22,9 +22,9 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA, usual_settings
 from opensora_cli.settings.saved import flags_again
 
 REQUEST_KEY = "request_sha256"
-"""Of sidecars and saved latents: the hash of everything that decides their bits."""
+"""Key of sidecars and saved latents for the hash of everything that decides their bits."""
 STEPS_KEY = "steps_done"
-"""Of saved latents that have not been through all steps."""
+"""Key of saved latents for the number of steps done; absent after all steps."""
 _SEEDS_PER_SEGMENT = 10_000
 LATENTS_ENDING = ".latents.safetensors"
 
@@ -34,29 +34,29 @@ class SampleFiles:
     """The files of one sample."""
 
     settings: GenerateSettings = field(repr=False, compare=False)
-    """Of its run."""
+    """Settings of the run."""
     index: int
     seed: int
     target: Path
-    """What was asked for."""
+    """Requested file."""
     media: Path
-    """What is made: `target`, or the folder of a PNG sequence."""
+    """Result: `target`, or the folder of a PNG sequence."""
     sidecar: Path | None
     """None where no metadata is wanted."""
     latents: Path | None
     """None where they are not saved, or come from a file already."""
     number: int = 1
-    """Of the names that a result in a folder may have: NAME, NAME_2, NAME_3 ..."""
+    """Number of the name of a result in a folder: NAME, NAME_2, NAME_3 ..."""
     request_sha256: str = ""
     """The hash of everything that decides its bits."""
     made_before: bool = False
-    """Whether the same request has made them: they are kept, and nothing is computed."""
+    """Whether an earlier run of the same request made the result, which is kept."""
     saved: Path | None = None
     """Latents to go on from: those asked for, or of a run of the same request that did not finish; None: none."""
     saved_steps: int | None = None
     """Steps that these have been through; None: all."""
     segment: int = 0
-    """Which of its segments is made, of a video that is extended."""
+    """Number of the segment of an extended video."""
 
     @property
     def noise_seed(self) -> int:
@@ -187,15 +187,14 @@ def _name_lock(sample: SampleFiles) -> Path:
 
 
 def find_target(
-    settings: GenerateSettings, index: int, request_sha256: Callable[[int], str], *, claims: Claims | None, remake: bool
+    settings: GenerateSettings, index: int, request_sha256: Callable[[int], str], *, claims: Claims | None
 ) -> SampleFiles:
     """Return the files of a sample: those that the same request has made before or begun, else the first free ones.
 
     What it has begun are saved latents. A name in a folder that another request has taken gives way to the next one; a
     file that was named is never given another name. To overwrite replaces what the same request has made, else the
     first name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims` are
-    given, and in a folder the request is, too; the folder is there then. With `remake` nothing counts as made before or
-    begun.
+    given, and in a folder the request is, too; the folder is there then.
 
     Raises:
         CheckpointError: what is to be resumed is of another request.
@@ -204,10 +203,10 @@ def find_target(
     """
     request = request_sha256(settings.sampling.seed + index)
     if claims is None or _is_named(settings):
-        return _find_target(settings, index, request, claims=claims, remake=remake)
+        return _find_target(settings, index, request, claims=claims)
     first = replace(sample_files(settings, index), request_sha256=request)
     with claims.requesting(first) as keep:
-        sample = _find_target(settings, index, request, claims=claims, remake=remake)
+        sample = _find_target(settings, index, request, claims=claims)
         if not sample.made_before:
             keep()
         return sample
@@ -217,9 +216,7 @@ def _is_named(settings: GenerateSettings) -> bool:
     return settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
 
 
-def _find_target(
-    settings: GenerateSettings, index: int, request: str, *, claims: Claims | None, remake: bool
-) -> SampleFiles:
+def _find_target(settings: GenerateSettings, index: int, request: str, *, claims: Claims | None) -> SampleFiles:
     output = settings.output
     is_named = _is_named(settings)
     has_one_name = is_named or output.overwrite
@@ -243,10 +240,10 @@ def _find_target(
             if sample.is_free or output.overwrite:
                 keep()
                 return sample
-            if not remake and read_made(sample).get(REQUEST_KEY) == request:
+            if read_made(sample).get(REQUEST_KEY) == request:
                 return replace(sample, made_before=True)
             begun = _begun(sample)
-            if not remake and begun.request_sha256 == request:
+            if begun.request_sha256 == request:
                 keep()
                 return replace(sample, saved=sample.latents, saved_steps=begun.steps)
             if has_one_name:
@@ -311,7 +308,7 @@ def _described(sample: SampleFiles) -> Mapping[str, Any]:
 
 
 class _Begun(NamedTuple):
-    """What saved latents say of themselves."""
+    """Metadata of saved latents."""
 
     request_sha256: str | None = None
     """None: there are none, or of another kind."""
@@ -319,7 +316,7 @@ class _Begun(NamedTuple):
 
     @property
     def option(self) -> str:
-        """What goes on from them, whatever the request."""
+        """Option of the command line that continues from them."""
         return "--from-latents" if self.steps is None else "--resume"
 
 

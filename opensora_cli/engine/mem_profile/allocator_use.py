@@ -13,8 +13,8 @@ import torch
 
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.mem_profile.measured_stages import Measured, time_stage
 from opensora_cli.engine.mem_profile.report import Allocator, Technique, compared
 from opensora_cli.settings.generate import GenerateSettings
@@ -40,7 +40,7 @@ def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
     return Allocator(allocated_bytes=most.allocated_bytes, reserved_bytes=most.reserved_bytes, advice=advice)
 
 
-def allocator_techniques(plan: ExecutionPlan) -> list[Technique]:
+def allocator_techniques(plan: Plan) -> list[Technique]:
     """Return what each setting changes in what is reserved while denoising, and in its time."""
     if plan.hardware.device.type != "cuda":
         reason = "not measured: torch's allocator has no settings on a CPU"

@@ -9,7 +9,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, release_memory, timed
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.measure import unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib
@@ -94,7 +94,7 @@ def training_batch(
     return largest_batch(peak_of, of=of, limit_bytes=limit_bytes, device=hardware.device, reporter=reporter)
 
 
-def generation_batch(plan: ExecutionPlan, *, limit: int | None, reporter: Reporter) -> LargestBatch:
+def generation_batch(plan: Plan, *, limit: int | None, reporter: Reporter) -> LargestBatch:
     """Search for how many videos the transformer can evaluate at once: on CUDA by allocation, on a CPU by counting.
 
     The transformer is whole on the device. Arguments are as for `training_batch`.
@@ -138,7 +138,7 @@ def _not_searched(of: str, limit_bytes: int, reason: str) -> LargestBatch:
     )
 
 
-def evaluation_peak(plan: ExecutionPlan, transformer: MMDiT, *, batch: int, limit: int | None = None) -> int:
+def evaluation_peak(plan: Plan, transformer: MMDiT, *, batch: int, limit: int | None = None) -> int:
     """Evaluate the transformer once for a batch, and return the peak with its weights.
 
     Raises:
@@ -158,7 +158,7 @@ def evaluation_peak(plan: ExecutionPlan, transformer: MMDiT, *, batch: int, limi
 
 
 @torch.inference_mode()
-def evaluate(plan: ExecutionPlan, transformer: MMDiT, *, batch: int) -> torch.Tensor:
+def evaluate(plan: Plan, transformer: MMDiT, *, batch: int) -> torch.Tensor:
     """Return the velocity (B, N, D) of a batch of empty videos."""
     settings, dtype, device = plan.settings, plan.hardware.dtype, plan.hardware.device
     _, frames, rows, columns = plan.latent_shape

@@ -15,7 +15,7 @@ from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, 
 from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.allocator_use import allocator_techniques
 from opensora_cli.engine.mem_profile.batch import evaluate
 from opensora_cli.engine.mem_profile.measure import (
@@ -55,7 +55,7 @@ def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: R
     return tuple(_counted(_training_rows(plain, hardware), reporter))
 
 
-def compare_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[Technique, ...]:
+def compare_generation(plan: Plan, *, reporter: Reporter) -> tuple[Technique, ...]:
     """Return what techniques change in the stages of a generation; the plan's own offload is ignored."""
     all_tokens = plan.video_tokens + plan.settings.text.t5_max_length
     plain = OffloadPlan(host_weights=plan.offload.host_weights, chunk_tokens=all_tokens)
@@ -111,7 +111,7 @@ def _training_cost(settings: TrainSettings) -> _TrainingCost:
     )
 
 
-def _generation_rows(plan: ExecutionPlan) -> Rows:
+def _generation_rows(plan: Plan) -> Rows:
     tokens = min(_MANY_TOKENS, max(plan.video_tokens // 4, 1))
     changes: dict[str, tuple[str, dict[str, object]]] = {
         "block streaming": (
@@ -157,7 +157,7 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
     yield from allocator_techniques(plan)
 
 
-def _branch_by_branch(plan: ExecutionPlan) -> Technique:
+def _branch_by_branch(plan: Plan) -> Technique:
     transformer, device = random_transformer(plan), plan.hardware.device
     batched = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
 
@@ -171,7 +171,7 @@ def _branch_by_branch(plan: ExecutionPlan) -> Technique:
     )
 
 
-def _stage_cost(plan: ExecutionPlan, stage: str) -> tuple[int, float] | None:
+def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
     """Return peak bytes and seconds of a stage; None: memory was not enough."""
     peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage)[0].peak_bytes)
     release_memory(plan.hardware.device)
@@ -180,7 +180,7 @@ def _stage_cost(plan: ExecutionPlan, stage: str) -> tuple[int, float] | None:
     return None if peak_bytes is None or seconds is None else (peak_bytes, seconds)
 
 
-def _what_does_not_fit(plan: ExecutionPlan) -> dict[str, str]:
+def _what_does_not_fit(plan: Plan) -> dict[str, str]:
     """Return why a stage cannot be run without any technique, by its name."""
     stages = estimate_generation(
         plan.settings,

@@ -22,10 +22,10 @@ from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
-from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.models import move_but, streamed_blocks, waiting_modulation
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
@@ -67,7 +67,7 @@ class Measured:
 
 
 def profile_generation(
-    plan: ExecutionPlan, *, runs: int = 0, reporter: Reporter
+    plan: Plan, *, runs: int = 0, reporter: Reporter
 ) -> tuple[tuple[StageProfile, ...], list[Measured]]:
     """Return every stage of a plan, and the raw counts of those that were measured, and then timed in so many `runs`.
 
@@ -98,7 +98,7 @@ def profile_generation(
     return tuple(profiles), measured
 
 
-def _waiting_bytes(plan: ExecutionPlan) -> int:
+def _waiting_bytes(plan: Plan) -> int:
     """Return the bytes of the layers of modulation that are mapped on a CPU, and read before the first step alone."""
     if plan.fitting.files is None:
         return 0
@@ -106,7 +106,7 @@ def _waiting_bytes(plan: ExecutionPlan) -> int:
     return waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
 
 
-def streamed_bytes(plan: ExecutionPlan, name: str) -> int:
+def streamed_bytes(plan: Plan, name: str) -> int:
     """Return the bytes of weights that a stage keeps in the host's memory, if it streams them from there."""
     streams = {
         TEXT: (plan.offload.stream_text, Component.T5),
@@ -118,7 +118,7 @@ def streamed_bytes(plan: ExecutionPlan, name: str) -> int:
     return count_parameters(plan.settings, plan.weights)[component] * plan.hardware.dtype.itemsize
 
 
-def measure_stage(plan: ExecutionPlan, name: str, *, runs: int = 0) -> tuple[Measured, dict[str, nn.Module]]:
+def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> tuple[Measured, dict[str, nn.Module]]:
     """Run one stage with random weights, for sampling two of its steps, and return what it took, and its models.
 
     On CUDA the peak is the allocator's, without what was there before; on a CPU that of counted tensors. Then `runs`
@@ -148,7 +148,7 @@ def measure_stage(plan: ExecutionPlan, name: str, *, runs: int = 0) -> tuple[Mea
         return replace(measured, seconds=seconds, blocks=times.spreads()), models
 
 
-def time_stage(plan: ExecutionPlan, name: str) -> float:
+def time_stage(plan: Plan, name: str) -> float:
     """Run one stage like `measure_stage`, but twice and uncounted, and return the seconds of the second time."""
     device = plan.hardware.device
     with torch.inference_mode(), ExitStack() as stack:
@@ -157,12 +157,12 @@ def time_stage(plan: ExecutionPlan, name: str) -> float:
         return timed(run, device)
 
 
-def random_transformer(plan: ExecutionPlan) -> MMDiT:
-    """Return what `load.load_transformer` returns, with random weights."""
+def random_transformer(plan: Plan) -> MMDiT:
+    """Return what `models.load_transformer` returns, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_fake_loras(transformer, lora_ranks(plan.loras))
-    for layer in load.waiting_modulation(transformer, offload):
+    for layer in waiting_modulation(transformer, offload):
         fill_randomly(layer, torch.device("cpu"))
     streams = offload.mode is OffloadMode.BLOCKS
     if streams or offload.in_8_bits:
@@ -174,7 +174,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:
-                    load.move_but(load.waiting_modulation(transformer, offload), block, device)
+                    move_but(waiting_modulation(transformer, offload), block, device)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))
@@ -210,7 +210,7 @@ def _filled(weight: torch.Tensor) -> torch.Tensor:
 Run = Callable[[], object]
 
 
-def _text(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+def _text(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
     device, dtype, settings = plan.hardware.device, plan.hardware.dtype, plan.settings.text
     with torch.device("meta"):
         t5 = T5Model(T5Sizes.of(plan.weights.paths.get(Component.T5))).to(dtype).eval()
@@ -233,7 +233,7 @@ def _text(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], 
     return models, run
 
 
-def _encode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+def _encode(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
     vae = _vae(plan)
     settings = plan.settings.vae
     parts = reference_parts(
@@ -246,12 +246,12 @@ def _encode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module]
     return {"vae": vae}, lambda: encode_references(references, vae, tiling=vae_tiling(settings))
 
 
-def _denoise(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+def _denoise(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
     device, dtype, settings = plan.hardware.device, plan.hardware.dtype, plan.settings
     transformer = random_transformer(plan)
     models: dict[str, nn.Module] = {"transformer": transformer}
     if plan.offload.mode is OffloadMode.BLOCKS:
-        stack.enter_context(load.streamed_blocks(plan, transformer))
+        stack.enter_context(streamed_blocks(plan, transformer))
     elif plan.mode.needs_reference and plan.offload.mode is OffloadMode.NONE:
         models["vae"] = _vae(plan)
 
@@ -262,29 +262,29 @@ def _denoise(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module
         )
         latents = None
         if plan.mode.needs_reference:
-            latents = [[torch.zeros(plan.latent_shape, device=device, dtype=dtype)] * 2]
+            latents = [torch.zeros(plan.latent_shape, device=device, dtype=dtype)] * 2
         short = replace(plan, timesteps=plan.timesteps[: _STEPS + 1])
-        return sample_latents(short, transformer, [embeds], latents, seeds=[0])
+        return sample_latents(short, transformer, embeds, latents, seed=0)
 
     return models, run
 
 
-def _decode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+def _decode(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
     vae = _vae(plan)
 
     def run() -> None:
-        for pieces_THWC in decode_latents(plan, vae, torch.zeros(1, *plan.latent_shape, dtype=plan.hardware.dtype)):
+        for pieces_THWC in decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)):
             del pieces_THWC
 
     return {"vae": vae}, run
 
 
-def _vae(plan: ExecutionPlan) -> Autoencoder:
+def _vae(plan: Plan) -> Autoencoder:
     vae = autoencoder_on_meta(plan.settings.vae).to(plan.hardware.dtype).eval()
     return fill_randomly(vae, plan.hardware.device)
 
 
-_STAGES: dict[str, Callable[[ExecutionPlan, ExitStack], tuple[dict[str, nn.Module], Run]]] = {
+_STAGES: dict[str, Callable[[Plan, ExitStack], tuple[dict[str, nn.Module], Run]]] = {
     TEXT: _text,
     ENCODE: _encode,
     DENOISE: _denoise,
@@ -310,7 +310,7 @@ def _parts(stage: StageMemory, weights: int | None, others: int | None) -> tuple
     )
 
 
-def _profile_stage(plan: ExecutionPlan, stage: StageMemory, runs: int) -> tuple[StageProfile, Measured]:
+def _profile_stage(plan: Plan, stage: StageMemory, runs: int) -> tuple[StageProfile, Measured]:
     """Return the profile of a stage, whose models are gone then, and what it is made from."""
     measured, models = measure_stage(plan, stage.name, runs=runs)
     counter = measured.counter

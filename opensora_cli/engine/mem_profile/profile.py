@@ -10,7 +10,7 @@ from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import require_weights_of, warn_of_missing
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator_use import allocator_use
@@ -82,7 +82,7 @@ def mem_profile(
 def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     warn_of_missing(lambda: require_weights_of(what), reporter)
     plan = make_plan(with_mode(what, reporter))
-    if plan.picture is not None:
+    if plan.settings.picture.first:
         reporter.note("the picture that is made first is no part of this profile")
     hardware = plan.hardware
     with ExitStack() as stack:

@@ -24,7 +24,7 @@ from opensora_cli.engine.ckpt.hub_records import read_listing
 from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.manifest import Manifest
-from opensora_cli.engine.generate.preview_map import PreviewMap
+from opensora_cli.engine.generate.previews import PreviewMap
 from opensora_cli.engine.generate.prompts import Shard
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.train.running_states import read_running_states

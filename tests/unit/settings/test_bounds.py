@@ -66,7 +66,7 @@ def _all_numbers() -> dict[str, list[tuple[list[float], list[float]]]]:
 
 def test_every_number_of_every_section_has_a_lower_and_an_upper_bound() -> None:
     found = _all_numbers()
-    assert {"ModelSettings.mlp_ratio", "VAESettings.block_out_channels", "SamplingSettings.batch_size"} <= found.keys()
+    assert {"ModelSettings.mlp_ratio", "VAESettings.block_out_channels", "SamplingSettings.num_samples"} <= found.keys()
     assert len(found) > 200
     lacking = [name for name, numbers in found.items() if not all(low and high for low, high in numbers)]
     assert lacking == []

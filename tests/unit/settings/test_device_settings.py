@@ -64,4 +64,5 @@ def test_contradictions_with_the_model_and_the_device(changes, message):
 def test_saved_settings_of_earlier_versions_are_read():
     saved = {"prompt": "any", "parallel": {"gpus": 2, "node_rank": 0, "rdzv_endpoint": None}}
     assert without_retired_keys(saved) == {"prompt": "any", "parallel": {"gpus": 2}}
+    assert without_retired_keys({"sampling": {"seed": 3, "batch_size": 4}}) == {"sampling": {"seed": 3}}
     assert without_retired_keys({"prompt": "any"}) == {"prompt": "any"}

@@ -14,7 +14,7 @@ from opensora_cli.settings.flags import FLAGS, given_flags, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
 
-NO_SETTINGS = {"prompt", "prompt_text", "json_", "quiet", "dry_run", "on", "profile", "profile_runs", "list_presets"}
+NO_SETTINGS = {"prompt", "prompt_text", "json_", "quiet", "dry_run", "on", "list_presets"}
 OF_ROWS = {"prompts", "shard"}
 OF_FILES = {"config", "set_", "from_"}
 OF_SEVERAL_SETTINGS = {"explore", "explore_steps"}

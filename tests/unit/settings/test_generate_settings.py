@@ -144,7 +144,6 @@ def test_settings_survive_json() -> None:
             {"sampling.seed": 2**62, "sampling.num_samples": 3},
             f"must leave room for the seeds of sampling.num_samples=3: use at most {2**62 - 2}",
         ),
-        ({"sampling.batch_size": 0}, "sampling.batch_size=0 must be auto, or a number from 1 to 64"),
         ({"sampling.solver": "dpm"}, "sampling.solver=dpm"),
         ({"sampling.guidance_interval": "0.9,0.2"}, "sampling.guidance_interval=0.9,0.2 must be two times from 0"),
         ({"sampling.guidance_interval": "0.5"}, "sampling.guidance_interval"),
@@ -154,11 +153,6 @@ def test_settings_survive_json() -> None:
         (
             {"sampling.timesteps": "1,0.5,0", "sampling.num_inference_steps": 2, "sampling.flow_shift": 3},
             "sampling.flow_shift=3 has no effect on sampling.timesteps: drop one",
-        ),
-        ({"sampling.batch_size": "all"}, "sampling.batch_size=all must be auto, or a number from 1 to 64"),
-        (
-            {"sampling.batch_size": 2, "video.extend": 1},
-            "sampling.batch_size=2 is for videos of one segment, and video.extend=1: use 1",
         ),
         (
             {"sampling.mean_guidance_of": 50, "sampling.text_oscillation": False, "sampling.image_oscillation": False},

@@ -59,7 +59,6 @@ def test_tables_name_settings_that_exist(schema: type[Section]) -> None:
                 *("condition.references", "condition.fit", "condition.video_latent_frames"),
                 *("condition.easy_latent_frames", "sampling.image_guidance_scale", "sampling.image_oscillation"),
                 *("sampling.temporal_image_scaling", "sampling.embedded_guidance", "video.height", "video.width"),
-                "sampling.batch_size",
                 *("runtime.weights", "memory.limit", "memory.resident_blocks", "memory.host_weights"),
             },
             {

@@ -101,7 +101,7 @@ class SampleVideos:
         distilled = settings.model.guidance_embed
         velocity = GuidedVelocity(
             trainer.task.forward,
-            [_placed(self._embeds[index], device)],
+            _placed(self._embeds[index], device),
             conditioning_BNK=self._no_conditioning(packed_1ND),
             position_ids_1N3=position_ids(1, frames, rows // patch_size, columns // patch_size, device=device),
             embedded_guidance=settings.train_mmdit.embedded_guidance if distilled else None,

@@ -26,12 +26,12 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.outputs import sample_settings
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan, alone
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.memory.counting import TensorBytes
@@ -54,7 +54,7 @@ def settings_of(*loras: str, **changes: object) -> GenerateSettings:
     return settings.replace(changes)
 
 
-def plan_of(*loras: str, offload: OffloadPlan | None = None, **changes: object) -> ExecutionPlan:
+def plan_of(*loras: str, offload: OffloadPlan | None = None, **changes: object) -> Plan:
     plan = make_plan(settings_of(*loras, **changes))
     return plan if offload is None else replace(plan, offload=offload)
 
@@ -76,12 +76,12 @@ def everything(tmp_path_factory) -> Path:
     return write_lora(tmp_path_factory.mktemp("loras") / "everything", demo_on_meta(), rank=3, seed=1000)
 
 
-def velocity(plan: ExecutionPlan) -> Tensor:
-    transformer = load.load_transformer(plan)
+def velocity(plan: Plan) -> Tensor:
+    transformer = models.load_transformer(plan)
     given = inputs(transformer, batch=1, tokens=30)
     with torch.inference_mode():
         if plan.offload.mode is OffloadMode.BLOCKS:
-            with load.streamed_blocks(plan, transformer):
+            with models.streamed_blocks(plan, transformer):
                 return transformer(**given)
         return transformer(**given)
 
@@ -174,12 +174,12 @@ class TestAddLoras:
             offload = OffloadPlan(modulation_on_host=first, fp8_storage=in_8_bits)
             chosen = replace(plan, offload=offload)
             with torch.inference_mode():
-                made.append(sample_latents(chosen, load.load_transformer(chosen), [embeds], None, seeds=[0]))
+                made.append(sample_latents(chosen, models.load_transformer(chosen), embeds, None, seed=0))
         assert_close(*made)
 
     def test_beside_weights_in_8_bits(self, everything):
         offload = OffloadPlan(fp8_storage=True, chunk_tokens=7)
-        transformer = load.load_transformer(plan_of(str(everything), offload=offload))
+        transformer = models.load_transformer(plan_of(str(everything), offload=offload))
         given = inputs(transformer, batch=1, tokens=30)
         with torch.inference_mode():
             found = transformer(**given)
@@ -207,7 +207,7 @@ class TestAddLoras:
     def test_the_weights_stay_mapped_from_their_file(self, everything, tmp_path):
         # In the dtype that the demo's file has, no copy is made.
         dtype = str(load_file(TRANSFORMER)["img_in.weight"].dtype).removeprefix("torch.")
-        transformer = load.load_transformer(plan_of(str(everything), **{"runtime.dtype": dtype}))
+        transformer = models.load_transformer(plan_of(str(everything), **{"runtime.dtype": dtype}))
         weights = [weight for name, weight in transformer.named_parameters() if ".lora_" not in name]
         assert are_mapped(weights, TRANSFORMER)
 
@@ -217,14 +217,14 @@ class TestAddLoras:
         with pytest.raises(
             CheckpointError, match=r"adapter of single_blocks\.0\.linear2 has numbers that are too large"
         ):
-            load.load_transformer(plan)
+            models.load_transformer(plan)
 
 
 @pytest.mark.usefixtures("without_estimates")
 class TestOpenLoras:
     def test_nothing_is_opened_without_any(self):
         assert plan_of().loras == ()
-        assert PlanDocument.of(plan_of()).to_json()["loras"] == []
+        assert PlanDocument.of(alone(plan_of())).to_json()["loras"] == []
 
     @pytest.mark.parametrize(
         ("tensors", "config", "error", "words"),
@@ -317,18 +317,18 @@ class TestOpenLoras:
 
     def test_the_plan_lists_them(self, style, everything):
         plan = plan_of(f"{style}:0.8", str(everything))
-        first, second = PlanDocument.of(plan).to_json()["loras"]
+        first, second = PlanDocument.of(alone(plan)).to_json()["loras"]
         assert (first["path"], first["scale"], first["rank"], first["layers"]) == (str(style), 0.8, 4, 56)
         assert (second["scale"], second["rank"], second["layers"]) == (1.0, 3, 77)
         assert first["sha256"] != second["sha256"]
-        lines = [line for line in PlanDocument.of(plan).lines() if line.startswith("lora")]
+        lines = [line for line in PlanDocument.of(alone(plan)).lines() if line.startswith("lora")]
         assert lines[0].startswith(f"lora      {style} x 0.8: rank 4 in 56 layers, ")
         assert len(lines) == 2
 
 
 @pytest.mark.usefixtures("without_estimates")
 class TestSidecar:
-    def again(self, plan: ExecutionPlan) -> GenerateSettings:
+    def again(self, plan: Plan) -> GenerateSettings:
         saved = sample_settings(plan, sample_files(plan.settings, 0)).model_dump(mode="json")
         return GenerateSettings.model_validate(json.loads(json.dumps(saved)))
 
@@ -357,7 +357,7 @@ class TestSidecar:
         assert raised.value.hint == f"name it again to use the changed file: --lora {copy}:1"
 
 
-def estimated(plan: ExecutionPlan, offload: OffloadPlan) -> StageMemory:
+def estimated(plan: Plan, offload: OffloadPlan) -> StageMemory:
     sizes = GenerationSizes(
         height=plan.height,
         width=plan.width,
@@ -389,14 +389,14 @@ class TestMemory:
             offload=OffloadPlan(chunk_tokens=tokens),
             **{"memory.offload": "none", "sampling.num_inference_steps": 2},
         )
-        transformer = load.load_transformer(plan)
+        transformer = models.load_transformer(plan)
         transformer.set_sequence_chunk(tokens)
         text = plan.settings.model
         with torch.inference_mode(), TensorBytes() as counter:
             embeds = PromptEmbeds(
                 torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim), torch.zeros(2, text.vec_in_dim)
             )
-            sample = sample_latents(plan, transformer, [embeds], None, seeds=[0])
+            sample = sample_latents(plan, transformer, embeds, None, seed=0)
             del sample, embeds
         stage = estimated(plan, OffloadPlan(chunk_tokens=tokens))
         assert stage.data_bytes + stage.activation_bytes == pytest.approx(counter.peak_bytes, rel=0.1)
@@ -407,7 +407,7 @@ class TestMemory:
     def test_streamed_blocks_bring_their_adapters(self, style, everything):
         offload = OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=3, fp8_storage=True)
         plan = plan_of(str(style), str(everything), offload=offload)
-        transformer = load.load_transformer(plan)
+        transformer = models.load_transformer(plan)
         blocks = [*transformer.double_blocks, *transformer.single_blocks]
         rest = storage_bytes(transformer.parameters()) - sum(storage_bytes(block.parameters()) for block in blocks)
         held = streaming_bytes([slot_bytes(block) for block in blocks], resident=3)
@@ -415,7 +415,7 @@ class TestMemory:
 
     def test_profiling_has_them_too(self, everything):
         plan = plan_of(str(everything))
-        profiled, real = random_transformer(plan), load.load_transformer(plan)
+        profiled, real = random_transformer(plan), models.load_transformer(plan)
         assert storage_bytes(profiled.parameters()) == storage_bytes(real.parameters())
         assert {name for name, _ in profiled.named_parameters()} == {name for name, _ in real.named_parameters()}
 

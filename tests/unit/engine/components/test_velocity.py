@@ -38,49 +38,43 @@ class Watched:
         return found
 
 
-def evaluated(samples: int, branches: tuple[Branch, ...] = ALL) -> tuple[dict[Branch, Tensor], list[int], int]:
+def evaluated(branches: tuple[Branch, ...] = ALL) -> tuple[dict[Branch, Tensor], list[int], int]:
     """Return the velocities, the batches, and the number of evaluations that were reported."""
     watched, reported = Watched(), list[None]()
-    given = inputs(watched.model, batch=2 * samples)
-    conditioning = given["conditioning_BNK"][:samples]
-    embeds = [
-        PromptEmbeds(given["prompt_embeds_BLC"][2 * index : 2 * index + 2], given["pooled_prompt_embeds_BV"][-2:])
-        for index in range(samples)
-    ]
+    given = inputs(watched.model, batch=2)
     guided = GuidedVelocity(
         watched,
-        embeds,
-        conditioning_BNK=conditioning,
+        PromptEmbeds(given["prompt_embeds_BLC"], given["pooled_prompt_embeds_BV"]),
+        conditioning_BNK=given["conditioning_BNK"][:1],
         position_ids_1N3=given["position_ids_BN3"],
         on_evaluation=lambda: reported.append(None),
     )
     with torch.inference_mode():
         for t in (0.9, 0.4):
-            found = guided(given["packed_latents_BND"][:samples], t, branches)
+            found = guided(given["packed_latents_BND"][:1], t, branches)
     return found, watched.batches, len(reported)
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_small_branches_are_one_batch_and_the_same(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, batches, reported = evaluated(samples)
-    assert batches == [3 * samples] * 2
+def test_small_branches_are_one_batch_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, batches, reported = evaluated()
+    assert batches == [3] * 2
     assert reported == 2 * 3
-    monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": 3 * samples * TOKENS - 1})
-    alone, batches, reported = evaluated(samples)
-    assert batches == [samples] * 6
+    monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": 3 * TOKENS - 1})
+    alone, batches, reported = evaluated()
+    assert batches == [1] * 6
     assert reported == 2 * 3
     assert list(together) == list(alone) == list(ALL)
     for branch in ALL:
-        assert together[branch].shape == (samples, 12, 16)
+        assert together[branch].shape == (1, 12, 16)
         assert_close(together[branch], alone[branch])
     assert not torch.allclose(alone[Branch.UNCOND], alone[Branch.UNCOND2], rtol=0.01)
     assert not torch.allclose(alone[Branch.UNCOND], alone[Branch.COND], rtol=0.01)
 
 
 def test_a_branch_does_not_depend_on_those_beside_it_where_it_is_alone() -> None:
-    alone, batches, _ = evaluated(1, (Branch.COND,))
+    alone, batches, _ = evaluated((Branch.COND,))
     assert batches == [1, 1]
-    assert_close(alone[Branch.COND], evaluated(1)[0][Branch.COND])
+    assert_close(alone[Branch.COND], evaluated()[0][Branch.COND])
 
 
 @pytest.mark.parametrize("few_tokens", [1024, 0])
@@ -94,7 +88,7 @@ def test_blocks_are_spared_where_a_step_reuses_what_they_have_added(
     given = inputs(model, batch=2)
     guided = GuidedVelocity(
         model,
-        [PromptEmbeds(given["prompt_embeds_BLC"], given["pooled_prompt_embeds_BV"])],
+        PromptEmbeds(given["prompt_embeds_BLC"], given["pooled_prompt_embeds_BV"]),
         conditioning_BNK=given["conditioning_BNK"][:1],
         position_ids_1N3=given["position_ids_BN3"],
         on_evaluation=lambda: reported.append(None),
@@ -125,7 +119,7 @@ def test_nothing_is_reused_before_it_is_computed() -> None:
 
 
 def test_a_rank_without_a_branch_evaluates_nothing() -> None:
-    assert evaluated(1, ()) == ({}, [], 0)
+    assert evaluated(()) == ({}, [], 0)
 
 
 def test_size_and_device_decide() -> None:
@@ -145,28 +139,25 @@ def test_modulation_of_known_times_is_computed_once_and_the_same(
         model.get_submodule(path).register_forward_hook(
             lambda layer, given, result, path=path: called.append((path, len(result)))
         )
-    given, times = inputs(model, batch=4), (0.9, 0.4, 0.0)
-    embeds = [
-        PromptEmbeds(given["prompt_embeds_BLC"][start : start + 2], given["pooled_prompt_embeds_BV"][start : start + 2])
-        for start in (0, 2)
-    ]
+    given, times = inputs(model, batch=2), (0.9, 0.4, 0.0)
+    embeds = PromptEmbeds(given["prompt_embeds_BLC"], given["pooled_prompt_embeds_BV"])
 
     def velocities(known: tuple[float, ...]) -> list[Tensor]:
         guided = GuidedVelocity(
             model,
             embeds,
-            conditioning_BNK=given["conditioning_BNK"][:2],
+            conditioning_BNK=given["conditioning_BNK"][:1],
             position_ids_1N3=given["position_ids_BN3"][:1],
             times=known,
         )
         with torch.inference_mode():
-            latents = given["packed_latents_BND"][:2]
+            latents = given["packed_latents_BND"][:1]
             asked = [guided(latents, times[0], ALL), guided(latents, times[1], ALL[2:]), guided(latents, times[1], ALL)]
         return [velocity_BND for found in asked for velocity_BND in found.values()]
 
     known = velocities(times)
-    # Two prompts of two samples at three times.
-    assert [rows for path, rows in called if path != "txt_in"] == [12, 12]
+    # Two prompts at three times.
+    assert [rows for path, rows in called if path != "txt_in"] == [6, 6]
     assert len(called) == 2 + (2 if few_tokens else 3)
     called.clear()
     for one, other in zip(known, velocities(()), strict=True):

@@ -40,7 +40,7 @@ from opensora_cli.engine.env_check.machine import (
 )
 from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, isolated
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.tools import EnvCheckSettings
 

@@ -20,15 +20,15 @@ from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.encoded_text import encode_text
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
@@ -110,14 +110,14 @@ VARIANTS: dict[str, dict[str, object]] = {
 HIGH_COMPRESSION = VARIANTS["high compression, in tiles"]
 
 
-def plan_of(changes: dict[str, object]) -> ExecutionPlan:
+def plan_of(changes: dict[str, object]) -> Plan:
     given = {"runtime.device": "cpu", "sampling.num_inference_steps": 4, **changes}
     # The demo's weights stand for those of other sizes, whose latents may have another scale.
-    with mock.patch("opensora_cli.engine.generate.plan.require_same_scale"):
+    with mock.patch("opensora_cli.engine.generate.planning.require_same_scale"):
         return make_plan(load_preset(ModelName.DEMO, prompt="raining, sea").replace(given))
 
 
-def estimated(plan: ExecutionPlan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:
+def estimated(plan: Plan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:
     sizes = GenerationSizes(
         height=plan.height,
         width=plan.width,
@@ -147,46 +147,40 @@ def counted(run: Callable[[], object]) -> int:
     return counter.peak_bytes
 
 
-def build_transformer(plan: ExecutionPlan, offload: OffloadPlan) -> MMDiT:
+def build_transformer(plan: Plan, offload: OffloadPlan) -> MMDiT:
     transformer = MMDiT(mmdit_config(plan.settings.model)).to(plan.hardware.dtype)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     return transformer.requires_grad_(False).eval()
 
 
-def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
+def denoise_peak(plan: Plan, offload: OffloadPlan) -> int:
     transformer = build_transformer(plan, offload)
     plan = replace(plan, offload=offload)
     text, dtype = plan.settings.model, plan.hardware.dtype
-    batch = offload.batch_size
-    latents = [[torch.zeros(plan.latent_shape, dtype=dtype)] * 2] * batch if plan.mode.needs_reference else None
+    latents = [torch.zeros(plan.latent_shape, dtype=dtype)] * 2 if plan.mode.needs_reference else None
 
     def run() -> object:
-        embeds = [
-            PromptEmbeds(
-                torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim, dtype=dtype),
-                torch.zeros(2, text.vec_in_dim, dtype=dtype),
-            )
-            for _ in range(batch)
-        ]
-        return sample_latents(plan, transformer, embeds, latents, seeds=range(batch))
+        embeds = PromptEmbeds(
+            torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim, dtype=dtype),
+            torch.zeros(2, text.vec_in_dim, dtype=dtype),
+        )
+        return sample_latents(plan, transformer, embeds, latents, seed=0)
 
     return counted(run)
 
 
-def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
+def decode_peak(plan: Plan, offload: OffloadPlan) -> int:
     vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
     plan = replace(plan, offload=offload)
 
     def run() -> None:
-        for piece in decode_latents(
-            plan, vae, torch.zeros(offload.decode_batch_size, *plan.latent_shape, dtype=plan.hardware.dtype)
-        ):
+        for piece in decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)):
             del piece
 
     return counted(run)
 
 
-def encode_peak(plan: ExecutionPlan) -> int:
+def encode_peak(plan: Plan) -> int:
     vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
     parts = reference_parts(plan.mode, causal=plan.settings.vae.grid.is_causal, lengths=plan.lengths)
 
@@ -236,15 +230,6 @@ def test_decoding_takes_what_was_estimated(name: str, frames: int | None):
     assert beside_weights(estimated(plan, offload)["decode"]) == pytest.approx(
         decode_peak(plan, offload), rel=TOLERANCE
     )
-
-
-@SLOW
-def test_a_batch_takes_what_was_estimated():
-    plan = plan_of(VARIANTS["a picture"])
-    offload = OffloadPlan(batch_size=3, decode_batch_size=3)
-    stages = estimated(plan, offload)
-    assert beside_weights(stages["denoise"]) == pytest.approx(denoise_peak(plan, offload), rel=TOLERANCE)
-    assert beside_weights(stages["decode"]) == pytest.approx(decode_peak(plan, offload), rel=TOLERANCE)
 
 
 SMALL_VAE = HunyuanVAEConfig(
@@ -322,7 +307,7 @@ def test_reading_the_prompts_takes_what_was_estimated():
 
 @SLOW
 def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
-    layers = load.load_t5(plan_of({})).blocks
+    layers = generate_models.load_t5(plan_of({})).blocks
     whole = sum(weight.nbytes for weight in layers.parameters())
     alone, three, four, five = (
         estimated(plan_of({"parallel.gpus": ranks}), OffloadPlan())["text"].weight_bytes for ranks in (1, 3, 4, 5)
@@ -381,7 +366,7 @@ def test_models_stay_where_nothing_is_offloaded():
 
 def test_of_the_text_encoder_only_some_layers_stay_when_it_is_streamed():
     plan = plan_of({})
-    layers = load.load_t5(plan).blocks
+    layers = generate_models.load_t5(plan).blocks
     whole, streamed = (estimated(plan, OffloadPlan(stream_text=chosen))["text"] for chosen in (False, True))
     saved = sum(weight.nbytes for weight in layers.parameters())
     held = streaming_bytes([slot_bytes(layer) for layer in layers], resident=2)

@@ -10,7 +10,6 @@ from opensora_cli.engine.estimate.offload import (
     Streamable,
     choose_offload,
     keep_models,
-    largest_batch,
     stronger_offload,
 )
 from opensora_cli.settings.devices import MemorySettings
@@ -91,26 +90,6 @@ def test_without_a_transformer_none_is_offloaded():
         host_weights=HostWeights.PINNED,
     )
     assert plan == OffloadPlan()
-
-
-def test_a_batch_is_the_largest_that_fits_and_is_halved_where_it_does_not():
-    def of_batch(plan):
-        return tuple(
-            StageMemory(stage.name, stage.weight_bytes, 0, stage.activation_bytes * plan.batch_size)
-            for stage in estimate(plan)
-        )
-
-    def largest(budget, most=8):
-        return largest_batch(
-            lambda size: OffloadPlan(batch_size=size), "denoise", of_batch, budget=budget, most=most
-        ).batch_size
-
-    # 105 of weights, 20 of each clip; 5 % stay free.
-    assert (largest(200), largest(300), largest(1000), largest(130), largest(50)) == (4, 8, 8, 1, 1)
-    plan = OffloadPlan(batch_size=6, decode_batch_size=3)
-    assert stronger_offload(plan, "denoise", num_blocks=BLOCKS) == OffloadPlan(batch_size=3, decode_batch_size=3)
-    assert stronger_offload(plan, "decode", num_blocks=BLOCKS) == OffloadPlan(batch_size=6, decode_batch_size=1)
-    assert plan.lines() == ["clips computed together: 6, decoded together: 3"]
 
 
 def test_modes_by_name():

@@ -10,8 +10,8 @@ from estimate_table import TABLE, known_after_plans
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.estimate.fake_tensors import Need
 from opensora_cli.engine.estimate.remembered import known_needs, remembered
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.load import load_preset
 
 
@@ -23,7 +23,7 @@ def table() -> Iterator[dict[str, Need]]:
     known_needs.cache_clear()
 
 
-def planned(preset: str, device: str, free: int, **changes: object) -> ExecutionPlan:
+def planned(preset: str, device: str, free: int, **changes: object) -> Plan:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hardware = Hardware(torch.device(device), device, dtype, free, free)
     settings = load_preset(preset, prompt="raining, sea").replace({k.replace("__", "."): v for k, v in changes.items()})

@@ -5,14 +5,13 @@ import os
 
 import psutil
 import pytest
-import torch
-from closeness import assert_close
 from tiny_world import DEMO_SIZES, demo_settings
 
-from opensora_cli.core.exceptions import BatchError, CheckpointError, OutputError, RequestError
-from opensora_cli.engine.generate import batch, decode, denoise, encoded_text, load, shapes
+from opensora_cli.core.exceptions import BatchError, CheckpointError, RequestError
+from opensora_cli.engine.generate import batch, denoise
+from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.batch import generate_rows, plan_rows
-from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
@@ -57,9 +56,8 @@ def rows_of(tmp_path):
     return write
 
 
-def run(request, rows, reporter, *, shard="1/1", models=None):
-    with models or LoadedModels(stay=True) as lent:
-        return generate_rows(request, rows, shard=Shard.of(shard), reporter=reporter, models=lent)
+def run(request, rows, reporter, *, shard="1/1"):
+    return generate_rows(request, rows, shard=Shard.of(shard), reporter=reporter)
 
 
 def lines_of(result):
@@ -99,12 +97,12 @@ def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked
         file.write('{"row": 9, "key"')
     evaluated = []
     sample = denoise.sample_latents
-    monkeypatch.setattr(denoise, "sample_latents", lambda *a, **k: evaluated.extend(k["seeds"]) or sample(*a, **k))
+    monkeypatch.setattr(denoise, "sample_latents", lambda *a, **k: evaluated.append(k["seed"]) or sample(*a, **k))
     again = run(asked(), rows, reporter)
     assert (again.made, again.kept, len(again.failed)) == (1, 2, 2)
     assert again.outputs == result.outputs
     assert evaluated == [7]
-    assert [line["row"] for line in lines_of(again)][-3:] == [4, 3, 1]
+    assert [line["row"] for line in lines_of(again)][-3:] == [3, 4, 1]
     assert sorted(path.suffix for path in again.manifest.parent.iterdir()) == sorted(
         [".mp4", ".mp4", ".png", ".json", ".json", ".json", ".jsonl"]
     )
@@ -113,13 +111,13 @@ def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked
 def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, monkeypatch):
     loads = []
     for name in ("load_t5", "load_transformer"):
-        original = getattr(load, name)
+        original = getattr(generate_models, name)
 
         def counted(*args, original=original, name=name, **options):
             loads.append(name)
             return original(*args, **options)
 
-        monkeypatch.setattr(load, name, counted)
+        monkeypatch.setattr(generate_models, name, counted)
     result = run(
         asked(memory__offload="model", video__num_frames=1), rows_of("sea\ndesert\nrain", kind="txt"), reporter
     )
@@ -130,13 +128,13 @@ def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, 
 
 def test_each_row_has_a_picture_of_its_own(asked, rows_of, reporter, monkeypatch):
     encoded = []
-    encode = encoded_text.encode_text
+    encode = generate_text.encode_text
 
     def watched(plan, *args):
         encoded.append((plan.settings.prompt, plan.settings.video.num_frames))
         return encode(plan, *args)
 
-    monkeypatch.setattr(encoded_text, "encode_text", watched)
+    monkeypatch.setattr(generate_text, "encode_text", watched)
     wanted = asked(picture__first=True, video__num_frames=5, runtime__prompt_cache=False)
     run(wanted, rows_of("sea\ndesert\n", kind="txt"), reporter)
     assert sorted(encoded) == [("desert", 1), ("desert", 5), ("sea", 1), ("sea", 5)]
@@ -146,8 +144,8 @@ def test_10_000_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, 
     path = tmp_path / "p.csv"
     path.write_text("prompt,seed,num_frames\n" + "".join(f"sea,{seed},{5 + seed % 2 * 12}\n" for seed in range(10**4)))
     planned = []
-    plan = shapes.plan_here
-    monkeypatch.setattr(shapes, "plan_here", lambda *a, **k: planned.append(a) or plan(*a, **k))
+    plan = batch.plan_here
+    monkeypatch.setattr(batch, "plan_here", lambda *a, **k: planned.append(a) or plan(*a, **k))
     result = plan_rows(asked(), read_prompts(path), shard=Shard.of("2/4"), reporter=reporter)
     assert len(planned) == 1  # odd seeds alone
     assert [(shape.rows, shape.plan.num_frames) for shape in result.shapes] == [(2500, 17)]
@@ -164,132 +162,6 @@ def test_shards_have_manifests_of_their_own_and_read_all(asked, rows_of, reporte
     ]
     whole = run(request, rows, reporter)
     assert (whole.made, whole.kept) == (0, 2)
-
-
-TOGETHER = """prompt,seed,ref
-"raining, sea",7,{picture}
-desert,8,{picture}
-snow,9,{picture}
-"raining, sea",7,{picture}
-"""
-
-
-def test_rows_are_computed_together_as_alone_but_for_rounding(world, tmp_path, asked, rows_of, reporter, monkeypatch):
-    rows = rows_of(TOGETHER.format(picture=world.picture))
-    batches, latents, frames = [], {}, {}
-    sample, decoded = denoise.sample_latents, decode.decode_latents
-
-    def sampled(*args, **options):
-        made = sample(*args, **options)
-        latents.setdefault(len(options["seeds"]), {}).update(zip(options["seeds"], made, strict=True))
-        return made
-
-    def counted(plan, vae, latents_BCTHW, **options):
-        batches.append(len(latents_BCTHW))
-        pieces = [*decoded(plan, vae, latents_BCTHW, **options)]
-        of_clips = [torch.cat(of_clip) for of_clip in zip(*pieces, strict=True)]
-        frames.setdefault(len(latents_BCTHW), []).extend(of_clips)
-        return iter(pieces)
-
-    monkeypatch.setattr(denoise, "sample_latents", sampled)
-    monkeypatch.setattr(decode, "decode_latents", counted)
-    together = run(asked(video__num_frames=5, sampling__batch_size=3), rows, reporter)
-    # The last row is what the first has made.
-    assert (together.made, together.failed, batches) == (4, (), [3])
-    alone = run(asked(video__num_frames=5, output__path=str(tmp_path / "alone")), rows, reporter)
-    assert (alone.made, batches) == (4, [3, 1, 1, 1])
-    assert [path.name for path in together.outputs] == [path.name for path in alone.outputs]
-    assert not torch.equal(latents[1][7], latents[1][8])
-    for seed, expected in latents[1].items():
-        assert_close(latents[3][seed], expected)
-    # Before they are compressed, which makes more of a difference by rounding.
-    for shown, again in zip(frames[3], frames[1], strict=True):
-        assert shown.shape == (5, 64, 64, 3)
-        assert (shown.int() - again.int()).abs().max() <= 1
-    # Neither is taken for the other.
-    sidecars = [json.loads(paths[0].with_name(f"{paths[0].name}.json").read_text()) for paths in
-                (together.outputs, alone.outputs)]  # fmt: skip
-    assert sidecars[0]["request_sha256"] != sidecars[1]["request_sha256"]
-    assert (sidecars[0]["settings"]["sampling"]["batch_size"], sidecars[0]["offload"]["batch_size"]) == (3, 3)
-    assert "batch_size" not in sidecars[1]["settings"]["sampling"]
-    assert run(asked(video__num_frames=5, sampling__batch_size=3), rows, reporter).kept == 4
-
-
-def test_a_row_that_fails_stops_none_of_its_batch(world, tmp_path, asked, rows_of, reporter, monkeypatch):
-    (tmp_path / "broken.png").write_bytes(b"no picture")
-    text = TOGETHER.format(picture=world.picture).replace(f"8,{world.picture}", f"8,{tmp_path / 'broken.png'}")
-    written = batch.save
-
-    def save(decoding):
-        if decoding.sample.seed == 9:
-            raise OutputError("the disk is full")
-        return written(decoding)
-
-    monkeypatch.setattr(batch, "save", save)
-    result = run(asked(video__num_frames=5, sampling__batch_size=4), rows_of(text), reporter)
-    assert [(row.row, row.error) for row in result.failed][1] == (3, "the disk is full")
-    assert "broken.png" in result.failed[0].error
-    assert [path.name for path in result.outputs] == ["raining-sea_seed7.mp4"] * 2
-
-
-def test_a_batch_that_is_stopped_goes_on_from_the_states_of_all(tmp_path, asked, rows_of, reporter, monkeypatch):
-    rows = rows_of("prompt,seed\nsea,1\ndesert,2\n")
-    request = asked(video__num_frames=5, sampling__num_inference_steps=3, sampling__batch_size=2)
-    whole = run(asked(video__num_frames=5, sampling__num_inference_steps=3, sampling__batch_size=2,
-                      output__path=str(tmp_path / "whole")), rows, reporter)  # fmt: skip
-    velocity, calls = denoise.GuidedVelocity, []
-
-    class Stopping(velocity):
-        def __call__(self, *args, **options):
-            calls.append(len(self.embeds))
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return super().__call__(*args, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(denoise, "GuidedVelocity", Stopping)
-        with pytest.raises(KeyboardInterrupt, match="0 of 2 rows are finished"):
-            run(request, rows, reporter)
-        again = run(request, rows, reporter)
-    assert calls == [2, 2, 2, 2]
-    for path, expected in zip(again.outputs, whole.outputs, strict=True):
-        assert path.read_bytes() == expected.read_bytes()
-    assert not list(again.manifest.parent.glob("*.latents.safetensors"))
-
-
-@pytest.mark.parametrize(("module", "name"), [(denoise, "sample_latents"), (decode, "decode_latents")])
-def test_a_batch_without_room_is_halved(asked, rows_of, reporter, monkeypatch, module, name):
-    sizes, original = [], getattr(module, name)
-
-    def failing(*args, **options):
-        size = len(options["seeds"] if "seeds" in options else args[2])
-        sizes.append(size)
-        if size > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(*args, **options)
-
-    monkeypatch.setattr(module, name, failing)
-    request = asked(
-        video__num_frames=1, sampling__num_samples=5, sampling__batch_size=4, sampling__num_inference_steps=1
-    )
-    result = run(request, rows_of("sea\n", kind="txt"), reporter)
-    assert len(result.outputs) == 5
-    # Without the other models, then with half of them, and one by one.
-    assert sizes == [4, 4, 2, 1, 1, 1, 1, 1]
-    assert reporter.warnings[-1].endswith("retrying with: clips computed together: 4, decoded together: 1"
-                                          if module is decode else "retrying with: one clip at a time")  # fmt: skip
-
-
-def test_samples_and_pictures_of_one_request_are_computed_together(asked, rows_of, reporter, monkeypatch):
-    sizes, sample = [], denoise.sample_latents
-    monkeypatch.setattr(denoise, "sample_latents", lambda *a, **k: sizes.append(k["seeds"]) or sample(*a, **k))
-    request = asked(
-        video__num_frames=5, picture__first=True, sampling__num_samples=3, sampling__batch_size=2,
-        sampling__num_inference_steps=1,
-    )  # fmt: skip
-    result = run(request, rows_of("prompt,seed\nsea,1\n"), reporter)
-    assert sizes == [[1, 2], [3]] * 2
-    assert len(result.outputs) == 3
 
 
 def test_names_for_evaluation(asked, rows_of, reporter):
@@ -323,14 +195,14 @@ def test_what_is_wrong_with_every_row_is_wrong_with_the_request(tmp_path, asked,
 
 
 def test_ctrl_c_says_how_much_is_finished(asked, rows_of, reporter, monkeypatch):
-    begin = batch.begin
+    carry_out = batch.carry_out
 
-    def interrupt(plan, *args):
+    def interrupt(plan, *args, **options):
         if plan.settings.prompt == "desert":
             raise KeyboardInterrupt
-        return begin(plan, *args)
+        return carry_out(plan, *args, **options)
 
-    monkeypatch.setattr(batch, "begin", interrupt)
+    monkeypatch.setattr(batch, "carry_out", interrupt)
     with pytest.raises(KeyboardInterrupt, match="1 of 2 rows are finished: the same command goes on"):
         run(asked(video__num_frames=1), rows_of("sea\ndesert\n", kind="txt"), reporter)
 

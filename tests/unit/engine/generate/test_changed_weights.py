@@ -9,7 +9,7 @@ from tiny_world import demo_settings
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.weights import Component, find_weights
-from opensora_cli.engine.generate import decode, denoise, encoded_text, load
+from opensora_cli.engine.generate import decode, denoise, models, text
 from opensora_cli.engine.generate.run import generate
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -30,13 +30,13 @@ def in_dtype_of(settings, component):
 
 def file_of(settings, component):
     path = find_weights(settings).path(component)
-    return path / "model.safetensors" if component.is_folder else path
+    return path / "model.safetensors" if component in (Component.T5, Component.CLIP) else path
 
 
 STAGES = [
-    (Component.T5, load, "load_t5", encoded_text, "encode_texts"),
-    (Component.TRANSFORMER, load, "load_transformer", denoise, "sample_latents"),
-    (Component.VAE, load, "load_vae", decode, "decode_latents"),
+    (Component.T5, models, "load_t5", text, "encode_texts"),
+    (Component.TRANSFORMER, models, "load_transformer", denoise, "sample_latents"),
+    (Component.VAE, models, "load_vae", decode, "decode_latents"),
 ]
 
 

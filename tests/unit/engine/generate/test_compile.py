@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.generate import loaded
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.run import generate
 
 
@@ -25,7 +25,7 @@ class _Warnings(SilentReporter):
 def test_samples_seeds_and_prompts_of_several_runs_share_the_graphs(world, tmp_path, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(loaded, "compile_blocks", partial(compile_blocks, backend="eager"))
+    monkeypatch.setattr(models, "compile_blocks", partial(compile_blocks, backend="eager"))
     settings = demo_settings(world, tmp_path, compile="true", sampling__num_samples="2")
     reporter = _Warnings()
     first = generate(settings, reporter=reporter)

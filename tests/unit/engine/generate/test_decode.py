@@ -10,7 +10,7 @@ import torch
 from tiny_world import released_settings
 
 from opensora_cli.engine.components.hardware import OutOfMemoryError
-from opensora_cli.engine.generate import decode, stages
+from opensora_cli.engine.generate import decode, events
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media import write
 
@@ -156,7 +156,7 @@ def test_decoding_and_saving_are_timed_apart(world, tmp_path, monkeypatch):
     def pass_by(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(stages.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(events.time, "perf_counter", lambda: now[0])
     watch_pieces(monkeypatch, lambda made: pass_by(100 if made < PIECES else 0))
     watch_encoder(monkeypatch, lambda: pass_by(1))
     result = generate(settings_of(world, tmp_path, sampling__num_samples="2"))

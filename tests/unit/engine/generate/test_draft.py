@@ -11,12 +11,12 @@ from torch.nn import functional
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import denoise, make
-from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.draft import draft_settings, start_step
-from opensora_cli.engine.generate.early import refuse_sampled
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate import denoise, pipeline
+from opensora_cli.engine.generate.dry_run import PlanDocument
+from opensora_cli.engine.generate.plan import DRAFT as DRAFT_ROLE
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.request import draft_settings, refuse_sampled, start_step
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.settings.explain import Given
@@ -60,7 +60,7 @@ def test_a_draft_that_is_not_smaller_is_refused(world, tmp_path):
     with pytest.raises(
         RequestError, match=r"draft.resolution=64px makes 64x64, which is not smaller than the video's 64"
     ):
-        planned(demo_settings(world, tmp_path, draft__resolution="64px"))
+        make_chain(with_mode(demo_settings(world, tmp_path, draft__resolution="64px"), RecordingReporter()))
 
 
 def test_latents_that_are_there_have_no_draft():
@@ -82,9 +82,7 @@ def test_the_start_is_the_draft_mixed_with_the_noise_of_the_seed(world, tmp_path
     def still(packed_BND, **inputs):
         return torch.zeros_like(packed_BND)
 
-    [made_CTHW] = denoise.sample_latents(
-        plan, still, [embeds], None, seeds=[3], drafts=[draft_CTHW], steps_done=plan.start
-    )
+    made_CTHW = denoise.sample_latents(plan, still, embeds, None, seed=3, draft_CTHW=draft_CTHW, steps_done=plan.start)
     [noise_CTHW] = noise_latents(
         [3],
         num_latent_frames=2,
@@ -102,13 +100,14 @@ def test_the_start_is_the_draft_mixed_with_the_noise_of_the_seed(world, tmp_path
 
 
 def test_the_plan_has_both(world, tmp_path):
-    plan = planned(demo_settings(world, tmp_path, **DRAFT))
-    assert (plan.draft.height, plan.draft.width, plan.draft.settings.video.num_frames) == (64, 64, 5)
+    chain = make_chain(with_mode(demo_settings(world, tmp_path, **DRAFT), RecordingReporter()))
+    plan, draft = chain.video, chain.find(DRAFT_ROLE)
+    assert (draft.height, draft.width, draft.settings.video.num_frames) == (64, 64, 5)
     # Two branches a step.
-    assert plan.evaluations_per_sample == 2 * (STEPS - plan.start)
-    assert plan.model_evaluations == 2 * STEPS + 2 * (STEPS - plan.start)
-    assert [stage.name for stage in plan.all_stages if stage.name.startswith("draft")]
-    document = PlanDocument.of(plan, files=())
+    assert plan.model_evaluations == 2 * (STEPS - plan.start)
+    assert chain.model_evaluations == 2 * STEPS + 2 * (STEPS - plan.start)
+    assert [stage.name for stage in chain.stages if stage.name.startswith("draft")]
+    document = PlanDocument.of(chain, files=())
     assert (document.draft.height, document.skipped_steps) == (64, plan.start)
     assert any(line.startswith("draft     64x64, 5 frames") for line in document.lines())
     with pytest.raises(RequestError, match=r"sampling.stop_at=1 is over where the video starts from its draft"):
@@ -119,7 +118,7 @@ def test_a_video_starts_from_its_draft_which_has_its_seed_and_references(world, 
     given, denoised = [], denoise.sample_latents
 
     def watched(plan, transformer, embeds, references, **options):
-        given.append((plan.width, plan.mode.name, *options["seeds"], options["steps_done"], references[0][0].shape[-1]))
+        given.append((plan.width, plan.mode.name, options["seed"], options["steps_done"], references[0].shape[-1]))
         return denoised(plan, transformer, embeds, references, **options)
 
     monkeypatch.setattr(denoise, "sample_latents", watched)
@@ -162,5 +161,5 @@ def test_what_is_stopped_goes_on_without_its_draft(world, tmp_path, monkeypatch)
     settings = demo_settings(world, tmp_path / "out", **{**DRAFT, "draft__strength": "0.9"})
     whole = generate(settings.replace({"output.path": str(tmp_path / "whole")})).videos[0].path.read_bytes()
     assert "--resume" in stopped(settings, STEPS + 1)
-    monkeypatch.setattr(make, "_make_drafts", lambda *args: pytest.fail("made again"))
+    monkeypatch.setattr(pipeline, "_make_drafts", lambda *args: pytest.fail("made again"))
     assert generate(settings).videos[0].path.read_bytes() == whole

@@ -13,14 +13,15 @@ from opensora_cli.core.files import user_cache
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.encode.prompt_cache import PromptCache
-from opensora_cli.engine.generate import encoded_text, load
-from opensora_cli.engine.generate.documents import CACHED_TEXT_LINE, PlanDocument
-from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.encoded_text import encode_text, name_in_cache, text_embeds, without_cached_text
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate import text as generate_text
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import CACHED_TEXT_LINE, PICTURE, alone
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.text import encode_text, name_in_cache, text_embeds, without_cached_text
 from opensora_cli.media.read import read_video
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -29,8 +30,10 @@ pytestmark = pytest.mark.usefixtures("without_estimates")
 @pytest.fixture
 def loads(monkeypatch):
     """Return what T5 is loaded for, in time."""
-    found, load_t5 = [], load.load_t5
-    monkeypatch.setattr(load, "load_t5", lambda plan, **options: found.append(plan) or load_t5(plan, **options))
+    found, load_t5 = [], generate_models.load_t5
+    monkeypatch.setattr(
+        generate_models, "load_t5", lambda plan, **options: found.append(plan) or load_t5(plan, **options)
+    )
     return found
 
 
@@ -74,30 +77,30 @@ def test_a_second_run_loads_no_encoder_and_makes_the_same(world, tmp_path, repor
 def test_a_plan_says_that_prompts_are_read_and_counts_no_encoder(world, tmp_path, reporter, plan):
     settings = demo_settings(world, tmp_path)
     before = plan_generation(settings, reporter=reporter)
-    assert before.encodes_text
+    assert before.video.encodes_text
     encoded(plan, reporter)
     after = plan_generation(settings, reporter=reporter)
-    assert after.stages == tuple(stage for stage in before.stages if stage.name != "text")
+    assert after.video.stages == tuple(stage for stage in before.video.stages if stage.name != "text")
     document = PlanDocument.of(after)
     assert document.cached_text
     assert [line for line in document.lines() if line.startswith("prompts ")] == [f"prompts   {CACHED_TEXT_LINE}"]
     assert not PlanDocument.of(before).cached_text
     assert not any(line.startswith("prompts ") for line in PlanDocument.of(before).lines())
     for changes in ({"prompt": "snow"}, {"negative_prompt": "snow"}, {"runtime.prompt_cache": False}):
-        assert plan_generation(settings.replace(changes), reporter=reporter).encodes_text
+        assert plan_generation(settings.replace(changes), reporter=reporter).video.encodes_text
     # Ranks share the encoder, and rank 0 alone looks.
-    alone = without_cached_text(plan, PromptCache.of_user())
-    assert not alone.encodes_text
+    cached = without_cached_text(alone(plan), PromptCache.of_user())
+    assert not cached.video.encodes_text
     shared = replace(plan, mesh=replace(plan.mesh, ulysses=2))
-    assert without_cached_text(shared, PromptCache.of_user()).encodes_text
+    assert without_cached_text(alone(shared), PromptCache.of_user()).video.encodes_text
 
 
 def test_the_plan_of_a_picture_counts_on_the_cache_by_itself(world, tmp_path, reporter):
-    plan = make_plan(picture_first_settings(world, tmp_path))
-    encoded(plan.picture, reporter)
-    left = without_cached_text(plan, PromptCache.of_user())
-    assert left.encodes_text
-    assert not left.picture.encodes_text
+    chain = make_chain(picture_first_settings(world, tmp_path))
+    encoded(chain.find(PICTURE), reporter)
+    left = without_cached_text(chain, PromptCache.of_user())
+    assert left.video.encodes_text
+    assert not left.find(PICTURE).encodes_text
 
 
 def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
@@ -114,8 +117,10 @@ def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
 
 
 def test_the_negative_prompt_is_encoded_once_ever(plan, reporter, monkeypatch):
-    texts, encode = [], load.T5Encoder.encode
-    monkeypatch.setattr(load.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each))
+    texts, encode = [], generate_models.T5Encoder.encode
+    monkeypatch.setattr(
+        generate_models.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each)
+    )
     for prompt in ("sea", "rain", "sea"):
         settings = plan.settings.replace({"prompt": prompt, "prompt_suffix.add_fps": False})
         encoded(replace(plan, settings=settings), reporter)
@@ -152,8 +157,8 @@ def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path):
 def test_the_plan_and_the_run_count_the_same_threads(plan, reporter, monkeypatch):
     encoded(plan, reporter)
     two = replace(plan, threads=ThreadChoice(count=2, reason="as set"))
-    assert without_cached_text(two, PromptCache.of_user()).encodes_text
-    assert not without_cached_text(plan, PromptCache.of_user()).encodes_text
+    assert without_cached_text(alone(two), PromptCache.of_user()).video.encodes_text
+    assert not without_cached_text(alone(plan), PromptCache.of_user()).video.encodes_text
 
 
 def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, reporter, loads):
@@ -173,7 +178,7 @@ def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, rep
 
 def test_what_was_there_when_it_was_planned_may_be_gone(plan, reporter, loads):
     first = encoded(plan, reporter)
-    planned = without_cached_text(plan, PromptCache.of_user())
+    planned = without_cached_text(alone(plan), PromptCache.of_user()).video
     assert not planned.encodes_text
     for entry in entries()[:1]:
         entry.unlink()
@@ -205,8 +210,8 @@ def test_a_cache_that_cannot_be_written_ends_nothing(plan, reporter, loads):
 
 
 def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch):
-    readers, count = [], load.prompt_readers
-    monkeypatch.setattr(load, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
+    readers, count = [], generate_models.prompt_readers
+    monkeypatch.setattr(generate_models, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
     encoded(plan, reporter)
     models, record = LoadedModels(stay=True), RunRecord(reporter)
     for _ in range(3):
@@ -218,13 +223,6 @@ def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch)
     assert (len(loads), len(readers)) == (2, 1)
 
 
-def test_what_is_timed_is_done(world, tmp_path, reporter, loads):
-    settings = demo_settings(world, tmp_path, video__num_frames=1)
-    encoded(make_plan(settings), reporter)
-    generate(settings, reporter=reporter, profiled_runs=1)
-    assert len(loads) == 3  # one to warm up
-
-
 def test_an_encoder_of_another_width_is_refused(plan, reporter):
     other = replace(plan, settings=plan.settings.replace({"model.vec_in_dim": 24}))
     folder = plan.weights.path(Component.CLIP)
@@ -232,4 +230,4 @@ def test_an_encoder_of_another_width_is_refused(plan, reporter):
         with pytest.raises(CheckpointError) as caught:
             encoded(other, reporter)
         assert caught.value.message == f"{folder} encodes to 16 numbers, and the transformer reads model.vec_in_dim=24"
-    assert encoded_text.PromptCache.of_user().folder is not None
+    assert generate_text.PromptCache.of_user().folder is not None

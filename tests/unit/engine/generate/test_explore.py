@@ -4,9 +4,9 @@ import pytest
 from tiny_world import RecordingReporter, demo_settings, picture_first_settings, weights_of
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.generate import preview_map
-from opensora_cli.engine.generate.documents import ExploredSeed, PlanDocument
-from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate import previews
+from opensora_cli.engine.generate.documents import ExploredSeed
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_picture
@@ -29,8 +29,8 @@ EXPLORED = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(preview_map, "_LEAST_CLIPS", 1)
-    monkeypatch.setattr(preview_map, "_LEAST_SIZE", 32)
+    monkeypatch.setattr(previews, "_LEAST_CLIPS", 1)
+    monkeypatch.setattr(previews, "_LEAST_SIZE", 32)
 
 
 def names(folder):

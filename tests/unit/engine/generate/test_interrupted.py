@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from hostile_files import NO_OBJECTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_world import RecordingReporter, demo_settings, released_settings, weights_of
+from tiny_world import DEMO_SIZES, RecordingReporter, demo_settings, released_settings, weights_of
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
-from opensora_cli.engine.generate import decode, denoise, encoded_text, fitting, load, outputs, references
+from opensora_cli.engine.generate import decode, denoise, fitting, models, outputs, references
+from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.engine.generate.saved_latents import open_latents
@@ -58,8 +60,8 @@ class TestCtrlC:
     @pytest.mark.parametrize(
         ("module", "function"),
         [
-            *(pytest.param(load, f"load_{model}", marks=SLOW) for model in ("t5", "clip", "transformer")),
-            (encoded_text, "encode_texts"),
+            *(pytest.param(models, f"load_{model}", marks=SLOW) for model in ("t5", "clip", "transformer")),
+            (generate_text, "encode_texts"),
             (references, "encode_references"),
             pytest.param(denoise, "denoise", marks=SLOW),
             (denoise, "save_latents"),
@@ -75,7 +77,7 @@ class TestCtrlC:
     @pytest.mark.parametrize(
         ("module", "function"),
         [
-            pytest.param(load, "load_vae", marks=SLOW),
+            pytest.param(models, "load_vae", marks=SLOW),
             (decode, "decode_latents"),
             pytest.param(decode, "write_media", marks=SLOW),
             (decode, "sidecar_document"),
@@ -150,10 +152,10 @@ class TestCtrlC:
     def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch, reporter, changes, advice):
         sample = denoise.sample_latents
 
-        def second_time(*args, seeds, **options):
-            if seeds == [43]:
+        def second_time(*args, seed, **options):
+            if seed == 43:
                 raise KeyboardInterrupt
-            return sample(*args, seeds=seeds, **options)
+            return sample(*args, seed=seed, **options)
 
         settings = released_settings(world, tmp_path, sampling__num_samples="2").replace(changes)
         with monkeypatch.context() as patched:
@@ -175,11 +177,11 @@ class TestCtrlC:
         generate(settings.replace({"sampling.num_samples": 1}))
         sample, denoised = denoise.sample_latents, []
 
-        def last_time(*args, seeds, **options):
-            denoised.extend(seeds)
+        def last_time(*args, seed, **options):
+            denoised.append(seed)
             if denoised == [43, 44]:
                 raise KeyboardInterrupt
-            return sample(*args, seeds=seeds, **options)
+            return sample(*args, seed=seed, **options)
 
         monkeypatch.setattr(denoise, "sample_latents", last_time)
         with pytest.raises(KeyboardInterrupt):
@@ -262,7 +264,7 @@ class TestFailures:
         assert reporter.warnings == []
 
     def test_space_is_checked_before_loading(self, world, tmp_path, monkeypatch, reporter):
-        monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: usage._replace(free=1000))
         for run in (generate, plan_generation):
@@ -282,7 +284,7 @@ class TestFailures:
         assert needed[1] - needed[0] == pytest.approx(999 * (4 * 96 + 0.1 * 9 * 16 * 32) / 2**20, abs=0.11)
 
     def test_folder_that_cannot_be_written(self, world, tmp_path, monkeypatch, reporter):
-        monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         (tmp_path / "file").write_text("no folder")
         for output in (tmp_path / "file" / "sub", tmp_path / "file", tmp_path / "file" / "clip.mp4"):
             for run in (generate, plan_generation):
@@ -311,7 +313,7 @@ class TestFailures:
             generate(released_settings(world, tmp_path, output__overwrite="true"), reporter=reporter)
 
     def test_too_little_memory_is_reported_before_loading(self, world, tmp_path, monkeypatch, reporter):
-        monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         large = StageMemory(DENOISE, weight_bytes=2**30, data_bytes=0)
         monkeypatch.setattr(fitting, "estimate_generation", lambda settings, **sizes: (large,))
         settings = released_settings(world, tmp_path / "out", memory__limit="10kB", memory__offload="none")
@@ -357,7 +359,7 @@ class TestFromLatents:
     def first(cls, world, tmp_path_factory):
         folder = tmp_path_factory.mktemp("first")
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(load, "load_vae", raising(KeyboardInterrupt()))
+            patched.setattr(models, "load_vae", raising(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 generate(demo_settings(world, folder, sampling__seed="5"))
         return folder / "raining-sea_seed5.latents.safetensors"
@@ -500,3 +502,22 @@ class TestBrokenWeights:
         (weights / "google/t5-v1_1-xxl/config.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"config\.json (is broken|does not describe a text encoder): "):
             generate(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))
+
+
+def test_a_cancelled_run_saves_its_state_after_the_step(world, tmp_path, reporter):
+    cancel = threading.Event()
+    cancel.set()
+    given = {
+        **DEMO_SIZES,
+        "prompt": "sea",
+        "runtime.weights": str(world.demo),
+        "runtime.model_choice": "demo",
+        "sampling.num_inference_steps": 3,
+        "video.num_frames": 5,
+        "output.path": str(tmp_path),
+    }
+    request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
+    with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --resume"):
+        generate_from_request(request, reporter=reporter, cancel=cancel)
+    [state] = tmp_path.glob("*.latents.safetensors")
+    assert open_latents(state).steps == 1

@@ -10,8 +10,8 @@ from tiny_world import released_settings
 
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate.load import load_transformer, load_vae, move_but, waiting_modulation
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.models import load_transformer, load_vae, move_but, waiting_modulation
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.memory.fp8_storage import store_in_fp8
 
 pytestmark = pytest.mark.usefixtures("without_estimates")

@@ -13,14 +13,17 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate import decode, denoise, encoded_text, load
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate import decode, denoise
+from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate import text as generate_text
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import alone
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
-from opensora_cli.engine.generate.work import Clip, Work
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -63,14 +66,13 @@ def latents_and_frames(plan, reporter):
     """Return the latents of the one sample, and the frames of its video."""
     record = RunRecord(reporter)
     with torch.inference_mode(), LoadedModels() as models:
-        embeds = encoded_text.encode_text(plan, models, record)
-        work = Work(plan, [sample_files(plan.settings, 0)], embeds=(embeds,))
-        given = reference_latents(plan, references_of(plan, reporter), models, record)
-        clip = Clip(work, work.files[0], (), given)
-        denoise.denoise_clips([clip], models, record)
-        latents = clip.denoised.latents_CTHW
+        embeds = generate_text.encode_text(plan, models, record)
+        sample = Sample(alone(plan), plan, sample_files(plan.settings, 0))
+        sample.reference_latents = reference_latents(plan, references_of(plan, reporter), models, record)
+        denoise.denoise_samples([sample], embeds, models, record)
+        latents = sample.denoised.latents_CTHW
         with models.autoencoder(plan, record) as autoencoder:
-            frames = torch.cat([piece for [piece] in decode.decode_latents(plan, autoencoder, latents[None])])
+            frames = torch.cat([*decode.decode_latents(plan, autoencoder, latents)])
         return latents, frames
 
 
@@ -130,13 +132,13 @@ def test_products_in_8_bits_change_little_and_are_the_same_streamed(plan, reside
 def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     """The blocks are on the CPU before and after their turn, whatever the mode."""
     loaded = []
-    load_transformer = load.load_transformer
+    load_transformer = generate_models.load_transformer
 
     def remember(plan, group, machine_group, advance, measured):
         loaded.append((load_transformer(plan, group=group, advance=advance), plan.offload))
         return loaded[-1][0]
 
-    monkeypatch.setattr(load, "load_transformer", remember)
+    monkeypatch.setattr(generate_models, "load_transformer", remember)
     latents_and_frames(with_offload(plan, **BLOCK_BY_BLOCK), reporter)
     [(transformer, _)] = loaded
     state = transformer.state_dict()
@@ -161,7 +163,7 @@ class TestSecondAttempt:
         ("module", "name", "stage", "stronger"),
         [
             (denoise, "sample_latents", "denoise", BLOCK_BY_BLOCK),
-            (load, "load_transformer", "load", BLOCK_BY_BLOCK),
+            (generate_models, "load_transformer", "load", BLOCK_BY_BLOCK),
             (decode, "decode_latents", "decode", {"chunk_frames": 4, "store_on_host": True}),
         ],
     )
@@ -192,7 +194,7 @@ class TestSecondAttempt:
         assert plan.offload.stream_text
         assert plan.with_stronger_offload("text") is None
         embeds, expected = (
-            encoded_text.encode_text(replace(plan, offload=offload), LoadedModels(), record)
+            generate_text.encode_text(replace(plan, offload=offload), LoadedModels(), record)
             for offload in (plan.offload, replace(plan.offload, stream_text=False))
         )
         assert torch.equal(embeds.prompt_embeds_2LC, expected.prompt_embeds_2LC)
@@ -207,7 +209,7 @@ class TestSecondAttempt:
         seeds, sample_latents = [], denoise.sample_latents
 
         def failing(*args, **options):
-            seeds.extend(options["seeds"])
+            seeds.append(options["seed"])
             if len(seeds) == 2:
                 raise OUT_OF_MEMORY
             return sample_latents(*args, **options)

@@ -10,13 +10,12 @@ from tiny_world import demo_settings, flux_settings, picture_first_settings, rel
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
-from opensora_cli.engine.generate import decode, make
-from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.early import refuse_early
-from opensora_cli.engine.generate.picture import picture_settings, size_of_picture
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate import decode, pipeline
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.plan import PICTURE
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.request import picture_settings, refuse_early, size_of_picture
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.run import generate
@@ -77,15 +76,15 @@ def test_what_cannot_be_its_size_is_refused():
 def test_one_plan_has_the_memory_of_both(tmp_path):
     settings = load_preset("t2i2v_256px", prompt="sea")
     settings = with_mode(settings.replace({"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}), None)
-    plan = make_plan(settings, hardware=H200, tries_device=False)
-    assert plan.mode.name == "i2v_head"
-    weights = {stage.name: stage.weight_bytes for stage in plan.all_stages}
+    chain = make_chain(settings, hardware=H200, tries_device=False)
+    assert chain.video.mode.name == "i2v_head"
+    weights = {stage.name: stage.weight_bytes for stage in chain.stages}
     assert [*weights] == [f"picture {name}" for name in ("text", "denoise", "decode")] + [
         *("text", "encode", "denoise", "decode")
     ]
     assert (weights["picture denoise"], weights["picture decode"]) == (2 * 11_901_408_320, 2 * 83_819_683)
-    assert plan.peak_bytes == max(stage.total_bytes for stage in plan.all_stages)
-    document = PlanDocument.of(plan)
+    assert chain.peak_bytes == max(stage.total_bytes for stage in chain.stages)
+    document = PlanDocument.of(chain)
     assert document.picture.missing_weights[:2] == ("flux1-dev.safetensors", "flux1-dev-ae.safetensors")
     assert "missing   flux1-dev.safetensors" in document.lines()
     assert "missing   Open_Sora_v2.safetensors" in document.lines()
@@ -95,12 +94,12 @@ def test_one_plan_has_the_memory_of_both(tmp_path):
 
 @pytest.mark.usefixtures("without_estimates")
 def test_a_picture_that_does_not_fit_is_refused(world, tmp_path):
-    plan = make_plan(with_mode(picture_first_settings(world, tmp_path), None))
+    chain = make_chain(with_mode(picture_first_settings(world, tmp_path), None))
     large = StageMemory("denoise", weight_bytes=2**60, data_bytes=0)
-    plan = replace(plan, picture=replace(plan.picture, stages=(large,)))
-    assert not plan.fits
+    chain = chain.change(lambda plan: replace(plan, stages=(large,)), only=PICTURE)
+    assert not chain.fits
     with pytest.raises(HardwareError, match="the stage picture denoise needs") as caught:
-        require_fit(plan)
+        require_fit(chain)
     assert "--set picture.first=false" in caught.value.hint
 
 
@@ -195,13 +194,13 @@ class TestMade:
         settings = picture_first_settings(world, tmp_path / "made")
         whole = generate(settings).videos[0].path.read_bytes()
 
-        def interrupted(clips, *given, **options):
-            if clips[0].plan.picture is not None:
+        def interrupted(samples, *given, **options):
+            if samples[0].chain.find(PICTURE) is not None:
                 raise KeyboardInterrupt
-            return decode.decode_clips(clips, *given, **options)
+            return decode.decode_samples(samples, *given, **options)
 
         with monkeypatch.context() as patched:
-            patched.setattr(make, "decode_clips", interrupted)
+            patched.setattr(pipeline, "decode_samples", interrupted)
             ended = settings.replace({"output.path": str(tmp_path)})
             with pytest.raises(KeyboardInterrupt):
                 generate(ended)
@@ -216,6 +215,6 @@ class TestMade:
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
 
     def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):
-        plan = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter)
+        chain = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter)
         assert "pictures of 32px have no size of 32x16: the nearest is 64x16, that of 2.39:1" in reporter.notes
-        assert plan.picture.latent_shape == (4, 1, 8, 32)
+        assert chain.find(PICTURE).latent_shape == (4, 1, 8, 32)

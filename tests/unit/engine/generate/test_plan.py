@@ -18,9 +18,10 @@ from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate import file_bytes
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate import plan, room
-from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate import planning, room
+from opensora_cli.engine.generate.dry_run import PlanDocument
+from opensora_cli.engine.generate.plan import PICTURE, alone
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
@@ -35,7 +36,7 @@ H200 = Hardware(torch.device("cuda", 0), "a large GPU", torch.bfloat16, 139 * GI
 
 @pytest.fixture
 def large_gpu(monkeypatch):
-    monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: H200)
+    monkeypatch.setattr(planning, "pick_hardware", lambda device, dtype: H200)
 
 
 def released_preset(tmp_path, **changes):
@@ -49,10 +50,10 @@ def test_compiled_blocks_compute_all_tokens_at_once(tmp_path):
     compiled = plan_without_estimate(released_preset(tmp_path, compile="true"))
     assert compiled.offload.chunk_tokens == compiled.video_tokens + 512 == 8828
     line = "compile   the transformer's blocks, when they are first called"
-    assert line in PlanDocument.of(compiled).lines()
+    assert line in PlanDocument.of(alone(compiled)).lines()
     plain = plan_without_estimate(released_preset(tmp_path))
     assert plain.offload.chunk_tokens == 8192
-    assert line not in PlanDocument.of(plain).lines()
+    assert line not in PlanDocument.of(alone(plain)).lines()
 
 
 @pytest.mark.usefixtures("large_gpu")
@@ -68,7 +69,7 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     assert (made.height, made.width) == size
     assert made.latent_shape == latent_shape
     assert made.video_tokens == tokens
-    assert made.evaluations_per_sample == 80
+    assert made.model_evaluations == 80
     assert len(made.timesteps) == 51
     assert made.fits
     weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
@@ -82,7 +83,7 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     # Tokens, queries, keys, values and what attention gives are there together, each 3072 wide and of 2 bytes.
     assert activation_bytes["denoise"] > 5 * (tokens + 512) * 3072 * 2
     assert made.latent_bytes == 2 * torch.Size(latent_shape).numel()
-    document = PlanDocument.of(made)
+    document = PlanDocument.of(alone(made))
     assert "Open_Sora_v2.safetensors" in document.missing_weights
     assert "missing   Open_Sora_v2.safetensors" in document.lines()
 
@@ -90,30 +91,31 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
 @pytest.mark.parametrize("resolution", ["256px", pytest.param("768px", marks=pytest.mark.slow)])
 def test_on_24_gb_the_released_transformer_is_whole_but_for_its_modulation(tmp_path, monkeypatch, resolution):
     small = Hardware(torch.device("cuda", 0), "a small GPU", torch.bfloat16, 23 * GIB, 24 * GIB)
-    monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: small)
+    monkeypatch.setattr(planning, "pick_hardware", lambda device, dtype: small)
     made = make_plan(released_preset(tmp_path, **{"video.resolution": resolution}))
     assert made.fits
     assert made.offload.mode == "model"
     assert made.offload.modulation_on_host
     [denoise] = [stage for stage in made.stages if stage.name == "denoise"]
     assert denoise.weight_bytes == 2 * (11_891_390_528 - 3_247_448_064)
-    assert "modulation on the host, computed before the first step" in "\n".join(PlanDocument.of(made).lines())
+    assert "modulation on the host, computed before the first step" in "\n".join(PlanDocument.of(alone(made)).lines())
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("large_gpu")
 def test_preset_of_high_compression_without_weights(tmp_path):
     settings = load_preset("high_compression", prompt="sea").replace({"runtime.weights": str(tmp_path / "none")})
-    made = make_plan(settings)
+    chain = make_chain(settings)
+    made, picture = chain.video, chain.find(PICTURE)
     assert (made.height, made.width) == (576, 1024)
     assert (made.latent_shape, made.video_tokens) == ((128, 32, 18, 32), 32 * 18 * 32)
     # From a picture, which is not half of its size.
-    assert (made.mode.name, made.evaluations_per_sample) == ("i2v_head", 110)
-    assert (made.picture.height, made.picture.width, made.picture.evaluations_per_sample) == (576, 1024, 50)
+    assert (made.mode.name, made.model_evaluations) == ("i2v_head", 110)
+    assert (picture.height, picture.width, picture.model_evaluations) == (576, 1024, 50)
     weight_bytes = {stage.name: stage.own_bytes for stage in made.stages}
     assert weight_bytes["denoise"] == 2 * 11_891_971_200
     assert weight_bytes["decode"] == 2 * 459_462_147
-    assert PlanDocument.of(made).missing_weights[:2] == (
+    assert PlanDocument.of(alone(made)).missing_weights[:2] == (
         "Open_Sora_v2_Video_DC_AE.safetensors",
         "F32T4C128_AE.safetensors",
     )
@@ -124,12 +126,12 @@ def test_preset_of_pictures_without_weights(tmp_path):
     settings = load_preset("flux1_dev", prompt="sea").replace({"runtime.weights": str(tmp_path / "none")})
     made = make_plan(settings)
     assert (made.height, made.width, made.size_note) == (576, 1024, None)
-    assert (made.latent_shape, made.video_tokens, made.evaluations_per_sample) == ((16, 1, 72, 128), 36 * 64, 50)
+    assert (made.latent_shape, made.video_tokens, made.model_evaluations) == ((16, 1, 72, 128), 36 * 64, 50)
     weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
     assert weight_bytes["denoise"] == 2 * 11_901_408_320
     assert weight_bytes["decode"] == 2 * 83_819_683
     assert made.stages[-1].activation_bytes > 3 * made.height * made.width * 2
-    document = PlanDocument.of(made)
+    document = PlanDocument.of(alone(made))
     assert document.missing_weights[:2] == ("flux1-dev.safetensors", "flux1-dev-ae.safetensors")
     assert "picture   1 x 1024x576" in document.lines()
 
@@ -147,7 +149,7 @@ def test_a_ratio_that_pictures_lack_takes_the_nearest_size(tmp_path):
 def test_image_to_video_evaluations(tmp_path):
     changes = {"condition.mode": "i2v_head", "condition.references": "a.png"}
     made = make_plan(released_preset(tmp_path, **changes))
-    assert made.evaluations_per_sample == 110
+    assert made.model_evaluations == 110
     assert "encode" in [stage.name for stage in made.stages]
 
 
@@ -203,7 +205,7 @@ def test_a_plan_of_the_demo_builds_each_model_once_and_evaluates_none(monkeypatc
 @pytest.mark.usefixtures("without_estimates")
 def test_distilled_model_evaluates_once_a_step(world, tmp_path):
     made = make_plan(released_settings(world, tmp_path, model__guidance_embed="true"))
-    assert made.evaluations_per_sample == 2
+    assert made.model_evaluations == 2
 
 
 RELEASED = {Component.T5: T5Sizes(), Component.CLIP: ClipSizes()}
@@ -237,7 +239,7 @@ def test_weight_bytes_are_those_of_the_files(world, tmp_path):
 
 def on_machine_with(free_bytes, monkeypatch, dtype=torch.float32):
     small = Hardware(torch.device("cpu"), "a small machine", dtype, free_bytes, GIB)
-    monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: small)
+    monkeypatch.setattr(planning, "pick_hardware", lambda device, dtype: small)
 
 
 # Its transformer outweighs all else, so that offloading matters.
@@ -251,7 +253,7 @@ def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
     assert not made.fits
     message = r"the stage denoise needs \d+\.\d+ KiB, and cpu \(a small machine\) has 195\.31 KiB free"
     with pytest.raises(HardwareError, match=message) as caught:
-        require_fit(made)
+        require_fit(alone(made))
     assert caught.value.exit_code == 4
 
 
@@ -262,8 +264,8 @@ def test_limit_of_memory(world, tmp_path, monkeypatch):
     made = make_plan(released_settings(world, tmp_path, memory__limit="100kB", memory__offload="none"))
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
-        require_fit(made)
-    assert "of 97.66 KiB allowed: does not fit" in "\n".join(PlanDocument.of(made).lines())
+        require_fit(alone(made))
+    assert "of 97.66 KiB allowed: does not fit" in "\n".join(PlanDocument.of(alone(made)).lines())
     assert (
         make_plan(released_settings(world, tmp_path, memory__limit="20GB", memory__offload="none")).budget_bytes
         == 10 * GIB
@@ -281,28 +283,10 @@ def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
     assert made.offload.mode == "blocks"
     assert made.offload.host_weights == "mapped"
     assert 1 < made.offload.resident_blocks < 13
-    document = json.loads(json.dumps(PlanDocument.of(made).to_json()))
+    document = json.loads(json.dumps(PlanDocument.of(alone(made)).to_json()))
     assert document["offload"]["resident_blocks"] == made.offload.resident_blocks
     assert f"on the device: {made.offload.resident_blocks}, the others mapped" in "\n".join(
-        PlanDocument.of(made).lines()
-    )
-
-
-def test_a_batch_by_itself_is_as_large_as_fits_and_is_of_use(world, tmp_path, monkeypatch):
-    on_machine_with(10 * GIB, monkeypatch)
-    settings = released_settings(world, tmp_path, sampling__batch_size="auto")
-    made = make_plan(settings, clips=1000)
-    enough = 8192 // (made.video_tokens + settings.text.t5_max_length)
-    assert made.offload.batch_size == enough > 3
-    assert [make_plan(settings, clips=clips).offload.batch_size for clips in (None, 3)] == [1, 3]
-    [denoise] = [stage for stage in make_plan(settings).stages if stage.name == "denoise"]
-    room = denoise.weight_bytes + 2.5 * (denoise.data_bytes + denoise.activation_bytes)
-    limited = settings.replace({"memory.limit": int(room / 0.95)})
-    assert make_plan(limited, clips=1000).offload.batch_size == 2
-    document = PlanDocument.of(make_plan(settings.replace({"sampling.batch_size": 4, "sampling.num_samples": 3})))
-    assert (document.offload.batch_size, document.stages[1].activations_gib) == (
-        3,
-        pytest.approx(3 * denoise.activation_bytes / GIB),
+        PlanDocument.of(alone(made)).lines()
     )
 
 
@@ -310,13 +294,13 @@ def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
     on_machine_with(600_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path, memory__offload="none", **HEAVY))
     with pytest.raises(HardwareError, match="the stage denoise needs") as caught:
-        require_fit(made)
+        require_fit(alone(made))
     fitting = caught.value.hint
     assert fitting.startswith("--offload auto (")
     assert fitting.endswith(" would fit")
     on_machine_with(20_000, monkeypatch)
     with pytest.raises(HardwareError) as caught:
-        require_fit(make_plan(released_settings(world, tmp_path)))
+        require_fit(make_chain(released_settings(world, tmp_path)))
     assert caught.value.hint == "use a device with more memory, or --model demo"
 
 
@@ -327,7 +311,7 @@ def test_tiles_are_named_where_they_would_fit(world, tmp_path, monkeypatch):
     assert tiled.peak_bytes < 0.8 * whole.peak_bytes
     on_machine_with((tiled.peak_bytes + whole.peak_bytes) // 2, monkeypatch)
     with pytest.raises(HardwareError, match="the stage decode needs") as caught:
-        require_fit(make_plan(settings))
+        require_fit(make_chain(settings))
     assert "--set vae.spatial_tiling=true --set vae.temporal_tiling=true (" in caught.value.hint
 
 
@@ -335,7 +319,7 @@ def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):
     made = make_plan(released_settings(world, tmp_path, from_latents="x.safetensors"))
     assert [stage.name for stage in made.stages] == ["decode"]
     assert made.components == (Component.VAE,)
-    assert made.evaluations_per_sample == 0
+    assert made.model_evaluations == 0
 
 
 @pytest.mark.usefixtures("without_estimates")
@@ -347,12 +331,12 @@ def test_height_and_width_win_over_resolution(world, tmp_path):
 
 def test_documents(world, tmp_path):
     made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
-    document = json.loads(json.dumps(PlanDocument.of(made).to_json(), allow_nan=False))
-    assert document["schema"] == "osora.plan/2"
-    assert document["model_evaluations"] == 3 * made.evaluations_per_sample
+    document = json.loads(json.dumps(PlanDocument.of(alone(made)).to_json(), allow_nan=False))
+    assert document["schema"] == "osora.plan/3"
+    assert document["model_evaluations"] == 3 * made.model_evaluations
     assert document["missing_weights"] == []
     assert document["settings"]["sampling"]["num_samples"] == 3
-    text = "\n".join(PlanDocument.of(made).lines())
+    text = "\n".join(PlanDocument.of(alone(made)).lines())
     assert "3 x 64x64, 17 frames" in text
     assert f"{made.video_tokens} video" in text
     assert "fits" in text

@@ -16,8 +16,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     TRAFFIC,
 )
 from opensora_cli.engine.generate import fitting
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.plan import Chain, Plan
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.settings.hardware import GpuSettings, read_machine
@@ -36,13 +36,18 @@ def _estimates_are_not_the_subject(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "estimate_generation", small_stages)
 
 
-def planned(name: str = "H100", **changes: object) -> ExecutionPlan:
+def planned(name: str = "H100", **changes: object) -> Plan:
     settings = PRESET.replace({key.replace("__", "."): value for key, value in changes.items()})
     return make_plan(settings, hardware=hardware_of_ranks(settings, gpu=gpu_of(name)), tries_device=False)
 
 
+def chain_of(**changes: object) -> Chain:
+    settings = PRESET.replace({key.replace("__", "."): value for key, value in changes.items()})
+    return make_chain(settings, hardware=hardware_of_ranks(settings, gpu=gpu_of("H100")), tries_device=False)
+
+
 def test_parts_and_stages_add_up() -> None:
-    found = predict_time(planned(), gpu_of("H100"))
+    found = predict_time(chain_of(), gpu_of("H100"))
     assert found.hardware == "1xH100"
     assert set(found.stages_s) == {"load", "text", "denoise", "decode"}
     assert sum(found.stages_s.values()) == pytest.approx(found.seconds)
@@ -50,7 +55,7 @@ def test_parts_and_stages_add_up() -> None:
     of_evaluation = evaluation(planned(), gpu_of("H100"))
     # 50 steps are 80 evaluations.
     assert found.stages_s["denoise"] == pytest.approx(80 * sum(of_evaluation.values()))
-    twice = predict_time(planned(sampling__num_samples=2), gpu_of("H100"))
+    twice = predict_time(chain_of(sampling__num_samples=2), gpu_of("H100"))
     assert twice.stages_s["decode"] == pytest.approx(2 * found.stages_s["decode"])
     assert twice.stages_s["load"] == found.stages_s["load"]
 
@@ -133,12 +138,12 @@ def test_what_a_gpu_cannot_multiply_is_not_predicted() -> None:
 
 
 def test_references_drafts_and_extensions_take_their_time() -> None:
-    plain = predict_time(planned(), gpu_of("H100"))
-    given = predict_time(planned(condition__mode="i2v_head", condition__references=("a.png",)), gpu_of("H100"))
+    plain = predict_time(chain_of(), gpu_of("H100"))
+    given = predict_time(chain_of(condition__mode="i2v_head", condition__references=("a.png",)), gpu_of("H100"))
     assert given.stages_s["encode"] > 0
-    extended = predict_time(planned(video__extend=2), gpu_of("H100"))
+    extended = predict_time(chain_of(video__extend=2), gpu_of("H100"))
     assert extended.stages_s["denoise"] == pytest.approx(plain.stages_s["denoise"])
     assert extended.stages_s["extend denoise"] > 2 * plain.stages_s["denoise"]
     picture = load_preset("t2i2v_256px", prompt="raining, sea")
-    plan = make_plan(picture, hardware=hardware_of_ranks(picture, gpu=gpu_of("H100")), tries_device=False)
-    assert "picture denoise" in predict_time(plan, gpu_of("H100")).stages_s
+    chain = make_chain(picture, hardware=hardware_of_ranks(picture, gpu=gpu_of("H100")), tries_device=False)
+    assert "picture denoise" in predict_time(chain, gpu_of("H100")).stages_s

@@ -11,9 +11,10 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate import preview_map, previews
+from opensora_cli.engine.generate import previews
+from opensora_cli.engine.generate import previews as generate_previews
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.preview_map import PreviewMap, demo_map_file, fit_preview_map, known_map
+from opensora_cli.engine.generate.previews import PreviewMap, demo_map_file, fit_preview_map, known_map
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
@@ -41,8 +42,8 @@ class Watching(RecordingReporter):
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(preview_map, "_LEAST_CLIPS", 1)
-    monkeypatch.setattr(preview_map, "_LEAST_SIZE", 32)
+    monkeypatch.setattr(generate_previews, "_LEAST_CLIPS", 1)
+    monkeypatch.setattr(generate_previews, "_LEAST_SIZE", 32)
     return tmp_path / "cache" / "osora" / "previews"
 
 
@@ -80,7 +81,7 @@ def test_what_was_fitted_once_is_taken_from_the_cache(world, tmp_path, cache):
         reporter = RecordingReporter()
         plan = plan_generation(settings, reporter=reporter)
         noted = [note for note in reporter.notes if note.startswith("previews:") and note.endswith(str(cache))]
-        assert len(noted) == (known_map(plan) is None)
+        assert len(noted) == (known_map(plan.video) is None)
         return bool(noted)
 
     assert is_to_be_fitted()

@@ -22,17 +22,17 @@ from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length,
 from opensora_cli.core.exceptions import MediaError, OsoraError, OsoraWarning, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import decode, denoise, load, references
+from opensora_cli.engine.generate import decode, denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
+from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.outputs import choose_outputs
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
 )
-from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -230,9 +230,9 @@ def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch
     assert len(decoded) == 2
     for latents in decoded:
         if mode != "i2v_tail":
-            torch.testing.assert_close(latents[0, :, 0], given[0][:, 0], rtol=0, atol=0)
-        torch.testing.assert_close(latents[0, :, -1], given[-1][:, 0], rtol=0, atol=0)
-    assert not torch.equal(decoded[0][0, :, 1], decoded[1][0, :, 1])
+            torch.testing.assert_close(latents[:, 0], given[0][:, 0], rtol=0, atol=0)
+        torch.testing.assert_close(latents[:, -1], given[-1][:, 0], rtol=0, atol=0)
+    assert not torch.equal(decoded[0][:, 1], decoded[1][:, 1])
 
 
 class CountingTransformer:
@@ -250,7 +250,7 @@ class CountingTransformer:
 @pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_loop", 110)])
 def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
     transformer = CountingTransformer()
-    monkeypatch.setattr(load, "load_transformer", lambda plan, **_: transformer)
+    monkeypatch.setattr(models, "load_transformer", lambda plan, **_: transformer)
     settings = released_settings(
         world,
         tmp_path,
@@ -276,7 +276,7 @@ def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
     )
     plan = make_plan(settings)
     reference = torch.full((4, 1, 2, 4), 0.5)
-    latents = denoise.sample_latents(plan, transformer, [embeds], [[reference]], seeds=[0])
+    latents = denoise.sample_latents(plan, transformer, embeds, [reference], seed=0)
     shown = [
         (
             call["prompt_embeds_BLC"].item(),
@@ -288,7 +288,7 @@ def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
     ]
     assert shown == [(2.0, 4.0, False, None), (2.0, 4.0, True, None), (1.0, 3.0, True, None)]
     assert transformer.calls[0]["timesteps_B"].item() == 1.0
-    assert_close(latents[0, :, :1], reference)
+    assert_close(latents[:, :1], reference)
 
 
 def test_distilled_model_is_told_its_guidance(world, tmp_path):
@@ -297,7 +297,7 @@ def test_distilled_model_is_told_its_guidance(world, tmp_path):
     settings = released_settings(
         world, tmp_path, model__guidance_embed="true", model__cond_embed="false", sampling__embedded_guidance="3.5"
     )
-    denoise.sample_latents(make_plan(settings), transformer, [embeds], None, seeds=[0])
+    denoise.sample_latents(make_plan(settings), transformer, embeds, None, seed=0)
     assert len(transformer.calls) == 2
     for call in transformer.calls:
         assert call["embedded_guidance_B"].item() == 3.5
@@ -387,7 +387,7 @@ def test_png_sequence_keeps_its_name_in_the_sidecar(world, tmp_path):
 
 def nothing_is_loaded(monkeypatch):
     for name in ("load_t5", "load_transformer"):
-        monkeypatch.setattr(load, name, lambda *_, **__: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(models, name, lambda *_, **__: pytest.fail("nothing may be loaded"))
 
 
 @pytest.mark.slow
@@ -422,14 +422,14 @@ def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(w
         assert (video.path.name, video.made_before, again.model_evaluations) == ("raining-sea_seed42.mp4", True, 0)
         assert reporter.notes[-1].startswith(f"made before by the same request: {video.path}")
         assert generate(longer).to_json()["outputs"][0]["made_before"] is True
-        [other] = choose_outputs(make_plan(with_mode(settings.replace({"runtime.attention": "math"}), reporter)))
+        [other] = choose_outputs(make_chain(with_mode(settings.replace({"runtime.attention": "math"}), reporter)))
         assert (other.media.name, other.made_before) == ("raining-sea_seed42_3.mp4", False)
     assert generate(settings.replace({"sampling.num_inference_steps": 4})).lines() == [
         str(tmp_path / "raining-sea_seed42_3.mp4")
     ]
     assert {name: (tmp_path / name).read_bytes() for name in bytes_before} == bytes_before
     for each, name in ((settings, "raining-sea_seed42.mp4"), (longer, "raining-sea_seed42_2.mp4")):
-        [file] = choose_outputs(make_plan(with_mode(each.replace({"output.overwrite": True}), reporter)))
+        [file] = choose_outputs(make_chain(with_mode(each.replace({"output.overwrite": True}), reporter)))
         assert (file.media.name, file.made_before) == (name, False)
     unmade = settings.replace({"output.overwrite": True, "sampling.num_inference_steps": 7})
     [video] = generate(unmade).videos
@@ -442,7 +442,7 @@ def test_samples_that_are_there_are_kept_and_the_others_made(world, tmp_path):
     result = generate(released_settings(world, tmp_path, sampling__num_samples="3"))
     assert [(video.seed, video.made_before) for video in result.videos] == [(42, False), (43, True), (44, False)]
     assert (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns == kept
-    assert result.model_evaluations == 2 * make_plan(result.settings).evaluations_per_sample
+    assert result.model_evaluations == 2 * make_plan(result.settings).model_evaluations
 
 
 def test_a_named_file_is_made_before_or_refused(world, tmp_path, monkeypatch):
@@ -464,7 +464,7 @@ def test_what_is_damaged_or_made_of_something_else_is_not_made_before(world, tmp
     sidecar = json.loads(video.sidecar.read_text())
 
     def is_made():
-        [file] = choose_outputs(make_plan(with_mode(settings, SilentReporter())))
+        [file] = choose_outputs(make_chain(with_mode(settings, SilentReporter())))
         return file.made_before
 
     assert is_made()
@@ -521,7 +521,7 @@ def test_overwriting_finds_the_unfinished_result_of_its_own_request(world, tmp_p
     video = [generate(each).videos[0] for each in (settings, other)][1]
     assert video.path.name == "raining-sea_seed42_2.mp4"
     video.path.unlink()
-    [file] = choose_outputs(make_plan(with_mode(other.replace({"output.overwrite": True}), SilentReporter())))
+    [file] = choose_outputs(make_chain(with_mode(other.replace({"output.overwrite": True}), SilentReporter())))
     assert (file.media, file.made_before) == (video.path, False)
 
 
@@ -536,7 +536,7 @@ def test_references_are_hashed_once_for_all_looks_at_the_names(world, tmp_path, 
     assert generate(settings).videos[0].made_before
     assert hashed == [str(picture)]
     picture.write_bytes(world.other_picture.read_bytes())
-    assert not choose_outputs(make_plan(with_mode(settings, SilentReporter())))[0].made_before
+    assert not choose_outputs(make_chain(with_mode(settings, SilentReporter())))[0].made_before
     assert hashed == [str(picture)] * 2
 
 
@@ -562,7 +562,7 @@ def test_what_another_run_has_claimed_is_not_taken(world, tmp_path):
     settings = released_settings(world, tmp_path)
     other = settings.replace({"sampling.num_inference_steps": 3})
     with Claims() as claims:
-        [first] = choose_outputs(make_plan(with_mode(settings, SilentReporter())), claims=claims)
+        [first] = choose_outputs(make_chain(with_mode(settings, SilentReporter())), claims=claims)
         for same in (settings, settings.replace({"output.overwrite": True})):
             with pytest.raises(
                 OutputError, match=rf"another run is making the same result in .*: process {os.getpid()} on "
@@ -626,7 +626,7 @@ class TestPrompts:
         ]
 
     def test_a_dry_run_warns_as_the_run_does(self, world, tmp_path, reporter, monkeypatch):
-        monkeypatch.setattr(load, "load_t5", lambda *_, **__: pytest.fail("nothing may be loaded"))
+        monkeypatch.setattr(models, "load_t5", lambda *_, **__: pytest.fail("nothing may be loaded"))
         plan_generation(demo_settings(world, tmp_path, prompt="a dragon, raining, Zebra"), reporter=reporter)
         plan_generation(released_settings(world, tmp_path, prompt="a dragon " * 9), reporter=reporter)
         assert reporter.warnings == [
@@ -650,8 +650,10 @@ class TestPrompts:
 
     def test_the_negative_prompt_gets_no_suffix(self, world, tmp_path, monkeypatch):
         encoded = []
-        encode = load.T5Encoder.encode
-        monkeypatch.setattr(load.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts))
+        encode = models.T5Encoder.encode
+        monkeypatch.setattr(
+            models.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts)
+        )
         generate(released_settings(world, tmp_path, negative_prompt="night", prompt_suffix__motion_score="2"))
         assert encoded == [["raining, sea. 24 FPS. 2 motion score."], ["night"]]
 
@@ -664,7 +666,7 @@ class TestReferences:
     def test_suggested_mode(self, world, tmp_path, reporter, files, mode):
         references = ";".join(str(getattr(world, name)) for name in files)
         settings = released_settings(world, tmp_path, condition__references=references, video__num_frames="37")
-        assert plan_generation(settings, reporter=reporter).mode.name == mode
+        assert plan_generation(settings, reporter=reporter).video.mode.name == mode
 
     def test_no_mode_suits(self, world, tmp_path, reporter):
         settings = released_settings(world, tmp_path, condition__references=f"{world.video};{world.picture}")
@@ -793,9 +795,9 @@ class TestRequests:
 
         def planned(*args, **options):
             warned.append(list(reporter.warnings))
-            return make_plan(*args, **options)
+            return make_chain(*args, **options)
 
-        monkeypatch.setattr("opensora_cli.engine.generate.dry_run.make_plan", planned)
+        monkeypatch.setattr("opensora_cli.engine.generate.dry_run.make_chain", planned)
         given = {"prompt": "sea", "runtime.model_choice": "open-sora-v2", "runtime.device": "cpu"}
         given |= {"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}
         request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})

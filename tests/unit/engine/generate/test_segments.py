@@ -13,14 +13,14 @@ from tiny_world import RecordingReporter, demo_settings, weights_of
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import denoise, encoded_text, fitting
-from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.held import HeldVideo
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate import denoise, fitting, text
+from opensora_cli.engine.generate.dry_run import PlanDocument
+from opensora_cli.engine.generate.extend import follow
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import SEGMENT
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import generate, generate_from_request, hold_from_request
-from opensora_cli.engine.generate.segments import follow
+from opensora_cli.engine.generate.run import HeldVideo, generate, generate_from_request, hold_from_request
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
@@ -176,27 +176,28 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
 
 
 def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
-    plan = make_plan(with_mode(demo_settings(world, tmp_path, **EXTENDED), RecordingReporter()))
+    chain = make_chain(with_mode(demo_settings(world, tmp_path, **EXTENDED), RecordingReporter()))
+    plan = chain.video
     path = tmp_path / STATE
     latents = torch.zeros(plan.latent_shape)
     denoise.save_latents(path, latents, plan.settings, request_sha256="0", steps=3)
     sample = sample_files(plan.settings, 0)
     sample = replace(sample, saved=path, saved_steps=3)
     with pytest.raises(CheckpointError, match="was saved after step 3 of 6"):
-        denoise.saved_samples(plan, [sample], None)
+        denoise.saved_samples(chain, [sample], None)
     denoise.save_latents(path, latents, plan.settings, request_sha256="0", steps=3, before=[latents])
-    [there] = denoise.saved_samples(plan, [sample], None).values()
+    [there] = denoise.saved_samples(chain, [sample], None).values()
     assert len(there.before) == 1
 
 
 def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
-    encode, encoded = encoded_text.encode_text, []
+    encode, encoded = text.encode_text, []
 
     def watched(plan, *args):
         encoded.append(plan.settings.prompt)
         return encode(plan, *args)
 
-    monkeypatch.setattr(encoded_text, "encode_text", watched)
+    monkeypatch.setattr(text, "encode_text", watched)
     one = demo_settings(world, tmp_path, **EXTENDED)
     video = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
     assert encoded == ["raining, sea", "snow, sea"]
@@ -233,19 +234,20 @@ def test_a_picture_comes_first_and_is_given_to_the_first_segment_alone(world, tm
 
 def test_the_plan_has_all_segments(world, tmp_path):
     settings = demo_settings(world, tmp_path, **EXTENDED, sampling__image_guidance_scale="2")
-    plan = make_plan(with_mode(settings, RecordingReporter()))
-    assert [(part.mode.name, part.evaluations_per_sample) for part in plan.segments] == [
+    chain = make_chain(with_mode(settings, RecordingReporter()))
+    plan = chain.video
+    assert [(part.mode.name, part.model_evaluations) for part in chain.segments] == [
         ("t2v", 4),
         ("v2v_head", 6),
         ("v2v_head", 6),
     ]
-    assert (plan.num_frames, plan.num_steps, plan.model_evaluations) == (33, 6, 16)
-    assert [plan.evaluations_after(steps) for steps in range(7)] == [16, 14, 12, 9, 6, 3, 0]
-    assert [stage.name for stage in plan.all_stages][-3:] == ["extend encode", "extend denoise", "extend decode"]
-    document = PlanDocument.of(plan, files=())
+    assert (plan.num_frames, chain.num_steps, chain.model_evaluations) == (33, 6, 16)
+    assert [chain.evaluations_after(steps) for steps in range(7)] == [16, 14, 12, 9, 6, 3, 0]
+    assert [stage.name for stage in chain.stages][-3:] == ["extend encode", "extend denoise", "extend decode"]
+    document = PlanDocument.of(chain, files=())
     assert (document.num_frames, document.model_evaluations, document.extension.condition_mode) == (33, 16, "v2v_head")
     assert "extend    3 segments of 17 frames, the last 9 of each given to the next: 33 frames" in document.lines()
     held_bytes = 33 * plan.height * plan.width * 3
-    more = next(stage for stage in plan.continuation.stages if stage.name == DENOISE)
+    more = next(stage for stage in chain.find(SEGMENT).stages if stage.name == DENOISE)
     alone = next(stage for stage in plan.stages if stage.name == DENOISE)
     assert more.data_bytes - alone.data_bytes == held_bytes

@@ -14,8 +14,8 @@ import torch
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.decode import Figures, SampleFrames, SegmentFigures
-from opensora_cli.engine.generate.execution_plan import ExecutionPlan
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.plan import Chain
 from opensora_cli.engine.generate.targets import SampleFiles
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114])
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 class Joined:
     """A sample whose segments are joined one after the other."""
 
-    plan: ExecutionPlan
+    chain: Chain
     sample: SampleFiles
     record: RunRecord
     latents: tuple[torch.Tensor, ...] = ()
@@ -48,18 +48,18 @@ class Joined:
     _own_THWC: list[torch.Tensor] = field(default_factory=list)
     _segments: list[SegmentFigures] = field(default_factory=list)
     decode_s: float = 0.0
-    """Of `pieces`, whose frames are decoded already."""
+    """Seconds of decoding in `pieces`, whose frames are in memory already."""
 
     def add(self, clip: Segment, seed: int) -> None:
         """Append what a segment of this noise has of its own."""
         own_THWC, shift = clip.frames_THWC, 0.0
         if self._own_THWC:
-            overlap = self.plan.settings.overlap
+            overlap = self.chain.settings.overlap
             own_THWC, shift = follow(self.last_frames(), clip.frames_THWC[:overlap], clip.frames_THWC[overlap:])
         timings = clip.figures.timings_s
         self._segments.append(
             SegmentFigures(
-                prompt=self.plan.settings.segment_prompts[len(self._segments)],
+                prompt=self.chain.settings.segment_prompts[len(self._segments)],
                 seed=seed,
                 start_frame=sum(map(len, self._own_THWC)),
                 num_frames=len(own_THWC),
@@ -74,7 +74,7 @@ class Joined:
 
     def last_frames(self) -> torch.Tensor:
         """Return the last frames (overlap, H, W, 3), which the next segment is given."""
-        overlap, last_THWC = self.plan.settings.overlap, self._own_THWC[-1]
+        overlap, last_THWC = self.chain.settings.overlap, self._own_THWC[-1]
         for own_THWC in reversed(self._own_THWC[:-1]):
             if len(last_THWC) >= overlap:
                 break
@@ -93,7 +93,7 @@ class Joined:
                 DENOISE: sum(segment.denoise_s for segment in self._segments),
                 DECODE: sum(segment.decode_s for segment in self._segments),
             },
-            peak_memory_gib(self.plan.hardware.device),
+            peak_memory_gib(self.chain.video.hardware.device),
             self._segments[0].given_frames_psnr_db,
             self.record.linear_products,
             tuple(self._segments),

@@ -1,18 +1,16 @@
-"""The stages of a run: shown, timed, and what is left when one ends early."""
+"""Progress, times, cancellation and saved state of a run."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from torch import nn
 
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
-from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
 
 class RunRecord:
@@ -22,18 +20,17 @@ class RunRecord:
         self,
         reporter: Reporter,
         *,
-        block_times: ModuleTimes | None = None,
+        cancel: threading.Event | None = None,
         keeps_results: bool = True,
         of: str | None = None,
     ) -> None:
         self.reporter = reporter
+        self._cancel = cancel
         self._of = of
-        self.block_times = block_times
-        """Of the transformer; None: its blocks are not timed."""
         self.keeps_results = keeps_results
-        """Whether what is made is one of the run's results, and stays."""
+        """Whether the videos are results of the run, which are kept."""
         self.linear_products: LinearProductsReport | None = None
-        """What was measured of products in 8 bits, once they run."""
+        """Errors of 8-bit products, once they are measured."""
         self.timings_s: dict[str, float] = {}
         self._files: Sequence[SampleFiles] = ()
         self._may_repeat = False
@@ -61,6 +58,11 @@ class RunRecord:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
 
+    def stop_if_cancelled(self) -> None:
+        """Raise KeyboardInterrupt, as Ctrl-C does, if the run was cancelled; called after each step."""
+        if self._cancel is not None and self._cancel.is_set():
+            raise KeyboardInterrupt
+
     def _shown(self, name: str) -> str:
         return name if self._of is None else f"{self._of} {name}"
 
@@ -70,20 +72,11 @@ class RunRecord:
 
         No result of it is one of the run.
         """
-        record = RunRecord(self.reporter, keeps_results=False, of=of)
+        record = RunRecord(self.reporter, cancel=self._cancel, keeps_results=False, of=of)
         try:
             yield record
         finally:
             self.timings_s |= {record._shown(name): seconds for name, seconds in record.timings_s.items()}
-
-    @contextmanager
-    def blocks_timed(self, transformer: nn.Module) -> Iterator[None]:
-        """Time the blocks of the transformer inside the block, if that is wanted."""
-        if self.block_times is None:
-            yield
-            return
-        with self.block_times.watch(blocks_of(transformer, "transformer")):
-            yield
 
     @contextmanager
     def keeping(self, latents: Path, sample: SampleFiles, *, is_begun: bool = False) -> Iterator[None]:
@@ -104,7 +97,7 @@ class RunRecord:
 
     @contextmanager
     def rescue(self, files: Sequence[SampleFiles], *, may_repeat: bool) -> Iterator[None]:
-        """When the block, which makes `files`, ends early, report what is finished and how to go on: in
+        """If the block, which makes `files`, ends early, report the finished files and how to continue: in
         KeyboardInterrupt, or as warnings. A launcher always knows it, also when this process is killed.
 
         `may_repeat` is whether the same command goes on with what is still to be made.
