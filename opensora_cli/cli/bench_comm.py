@@ -14,7 +14,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.bench_comm import BenchCommSettings
+    from opensora_cli.settings.tools import BenchCommSettings
 
 _SIZES = "Sizes and repeats"
 
@@ -99,9 +99,9 @@ def bench_comm(
         if csv and json_:
             raise RequestError("--csv and --json both print to stdout", hint="drop one of them")
         from opensora_cli.core.ranks import find_context
-        from opensora_cli.settings.bench_comm import BenchCommSettings
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import validate
+        from opensora_cli.settings.tools import BenchCommSettings
 
         given = {
             "parallel.gpus": Given(gpus, "--gpus"),

@@ -64,9 +64,9 @@ def env_check(
         if export:
             raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
         from opensora_cli.engine.env_check.torch_variables import refused_by_torch
-        from opensora_cli.settings.env_check import EnvCheckSettings
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import validate
+        from opensora_cli.settings.tools import EnvCheckSettings
 
         given = {
             "files": Given(files or [], "FILE"),

@@ -95,7 +95,7 @@ def mem_profile(
     with errors.interruptible():
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import validate
-        from opensora_cli.settings.mem_profile import MemProfileSettings, profiled_settings
+        from opensora_cli.settings.tools import MemProfileSettings, profiled_settings
 
         given = {
             "compare": Given(compare, "--compare"),

@@ -54,7 +54,7 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["generate", "x", "--steps", "0"], "sampling.num_inference_steps=0 must be at least 1 (from --steps)"),
         (["generate", "x", "--set", "model.deph=1"], "did you mean model.depth?"),
         (["generate", "x", "--seed", "1", "--set", "sampling.seed=2"], "contradicts --seed"),
-        (["generate"], "prompt is empty: say what the video shows"),
+        (["generate"], "prompt is empty: describe the video"),
         (["generate", "x", "--ref", ""], "--ref is empty"),
         (["generate", "x", "--ref", "a.png", "--ref", ";"], "--ref is empty"),
         (["generate", "x", "--lora", "a", "--lora", ""], "--lora is empty: name an adapter, or drop --lora"),

@@ -15,13 +15,13 @@ import opensora_cli
 from opensora_cli.cli import options
 from opensora_cli.cli.app import _wait_without_spinning, app, main
 from opensora_cli.cli.command import unwrapped
-from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.tools import BenchCommSettings
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
 OPTIONS = {

@@ -95,7 +95,7 @@ def test_ranks_of_a_training_are_predicted(tmp_path: Path, capsys: pytest.Captur
         (
             ["--config", "demo", "--device", "cuda"],
             2,
-            "--device cuda is not possible: a training is profiled on the CPU",
+            "--device cuda is not possible: training is profiled on the CPU",
         ),
         (["--config", "missing.yaml"], 3, "missing.yaml"),
         (["--config", "demoo"], 2, "preset 'demoo' is not one of 256px, 768px, demo, "),

@@ -12,10 +12,10 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.decode import GeneratedVideo
+from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
-from opensora_cli.settings.used import used_settings
 
 _LISTED_ROWS = 20
 

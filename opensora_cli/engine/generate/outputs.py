@@ -35,10 +35,10 @@ from opensora_cli.engine.generate.targets import (
 )
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
+from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import ModelName, NameFrom
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
-from opensora_cli.settings.used import used_settings
 
 # Room for the result beside its latents: a compressed video rarely takes more than a tenth of a byte a pixel.
 _BYTES_PER_PIXEL = 0.1

@@ -38,7 +38,7 @@ def test_settings_survive_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": ""}, "prompt is empty: say what the video shows"),
+        ({"prompt": ""}, "prompt is empty: describe the video"),
         (
             {"video.num_frames": 130},
             "video.num_frames=130 must be a multiple of 4, plus 1, and at most 129 with the open-sora-v2 model: "
@@ -51,7 +51,7 @@ def test_settings_survive_json() -> None:
         ({"video.extend": 101}, "video.extend=101 must be at most 100"),
         (
             {"video.extend": 1, "video.num_frames": 1},
-            "video.extend=1 goes on with a video, and video.num_frames=1 makes a picture: drop --extend, or ask",
+            "video.extend=1 continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask",
         ),
         (
             {"video.extend": 2, "video.num_frames": 33},
@@ -60,14 +60,14 @@ def test_settings_survive_json() -> None:
         ),
         (
             {"video.extend": 2, "sampling.stop_at": 5},
-            "sampling.stop_at=5 ends a run in its first segment, and video.extend=2 makes more: drop one of them",
+            "sampling.stop_at=5 stops a run in its first segment, and video.extend=2 makes more: drop one of them",
         ),
         (
             {
                 "video.extend": 2,
                 "condition": {"mode": "i2v_loop", "references": ("a.png",), "seamless": True},
             },
-            "condition.seamless=true leaves out the last frame, and video.extend=2 goes on after it: drop one of them",
+            "condition.seamless=true drops the last frame, and video.extend=2 continues after it: drop one of them",
         ),
         (
             {"video.extend": 2, "model.cond_embed": False},
@@ -115,7 +115,10 @@ def test_settings_survive_json() -> None:
             {"draft.resolution": "256px", "sampling.num_inference_steps": 1},
             "draft.resolution=256px leaves nothing to sampling.num_inference_steps=1: use 2 or more",
         ),
-        ({"draft.resolution": "256px", "video.extend": 1}, "draft.resolution=256px is of one clip, and video.extend=1"),
+        (
+            {"draft.resolution": "256px", "video.extend": 1},
+            "draft.resolution=256px is for one clip",
+        ),
         ({"draft.resolution": "256px", "picture.first": True}, "draft.resolution=256px and picture.first=true both"),
         ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
         (

@@ -12,7 +12,7 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.files import generate_preset, list_presets, preset_path, presets_folder, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.picture import PictureSettings
+from opensora_cli.settings.video import PictureSettings
 
 PRESETS = list_presets("generate")
 
