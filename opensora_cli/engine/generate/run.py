@@ -56,21 +56,6 @@ from opensora_cli.settings.load import (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origins:
-    """Sources of automatic choices, for reports."""
-
-    model: str | None = None
-    """Chosen model and the reason; None for a requested model."""
-    threads: str | None = None
-    """Source of the number of threads; None if not known."""
-
-    def note(self, reporter: Reporter) -> None:
-        """Report which model was chosen, if it was."""
-        if self.model is not None:
-            reporter.note(self.model)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Context of a run: who reports, which ranks take part, which models are loaded."""
@@ -80,7 +65,10 @@ class Run:
     """Set in one of several ranks."""
     ranks: Ranks | None = None
     """All of them, once they have met."""
-    origins: Origins = Origins()
+    model_note: str | None = None
+    """Note about the model that was chosen automatically; None for a requested model."""
+    threads_source: str | None = None
+    """Source of the number of threads; None if not known."""
     cancel: threading.Event | None = None
     """Set by another thread to stop the run after the current step, with its state saved."""
     models: LoadedModels | None = None
@@ -121,19 +109,21 @@ def generate_from_request(
     """
     if context is not None:
         request = request_of_rank(request, context)
-    settings, choice = resolve_generate_settings(request, reporter=reporter)
+    settings, model_note = resolve_generate_settings(request, reporter=reporter)
     refuse_data_parallel(settings)
-    # A rank has its settings from a file that is gone afterwards.
-    origins = Origins(choice, source_of(request, "runtime.threads") if context is None else None)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
         settings = refined(settings, reporter=reporter)
         made = _check_before_ranks(settings, reporter)
         if made is None:
-            origins.note(reporter)
+            if model_note is not None:
+                reporter.note(model_note)
             start_ranks(settings, flags=rank_flags)
         return made
-    return _generate(settings, Run(reporter=reporter, context=context, origins=origins, cancel=cancel))
+    # A rank has its settings from a temporary file, which is no useful source.
+    source = source_of(request, "runtime.threads") if context is None else None
+    run = Run(reporter=reporter, context=context, model_note=model_note, threads_source=source, cancel=cancel)
+    return _generate(settings, run)
 
 
 def generate(
@@ -179,22 +169,23 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
 
     No file is written, not even of its picture. Errors are those of `generate_from_request`, except OutputError.
     """
-    settings, choice = resolve_generate_settings(request, reporter=reporter)
+    settings, model_note = resolve_generate_settings(request, reporter=reporter)
     if settings.resume is not None:
         raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
-    origins = Origins(choice, source_of(request, "runtime.threads"))
-    chain = plan_here(completed(settings, reporter), models, by=origins.threads)
+    source = source_of(request, "runtime.threads")
+    chain = plan_here(completed(settings, reporter), models, by=source)
     require_weights(chain, reporter)
     require_room(chain, reporter)
     references = references_of(chain.video, reporter)
     hashes = request_hashes(chain)
     files = dataclasses.replace(sample_files(chain.settings, 0), latents=None)
     saved = saved_samples(chain, [files], None).get(0)
-    origins.note(reporter)
-    chain = chain.with_threads(by=origins.threads)
+    if model_note is not None:
+        reporter.note(model_note)
+    chain = chain.with_threads(by=source)
     events = RunRecord(reporter, keeps_results=False)
 
     def hold(decoding: SampleFrames) -> HeldVideo:
@@ -219,7 +210,7 @@ def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
         reporter = watched(run.reporter)
         with planned_on_ranks(settings, run.context, reporter) as (chain, ranks):
             return carry_out(chain, dataclasses.replace(run, reporter=reporter, ranks=ranks))
-    return carry_out(plan_here(completed(settings, run.reporter), run.models, by=run.origins.threads), run)
+    return carry_out(plan_here(completed(settings, run.reporter), run.models, by=run.threads_source), run)
 
 
 def carry_out(chain: Chain, run: Run, *, repeats: bool = False) -> GenerateResult:
@@ -295,8 +286,8 @@ def _claimed(chain: Chain, run: Run, claims: Claims) -> tuple[SampleFiles, ...]:
 
     chosen = _agreed(chain, run.ranks, choose)
     are_left = any(not sample.made_before for sample in chosen)
-    if are_left:
-        run.origins.note(run.reporter)
+    if are_left and run.model_note is not None:
+        run.reporter.note(run.model_note)
     for sample in chosen:
         if sample.made_before:
             _note_made(chain.settings, sample, run.reporter, "" if are_left else " (--overwrite makes it again)")
@@ -332,7 +323,7 @@ def _make(chain: Chain, run: Run, claims: Claims) -> GenerateResult:
     if run.is_main:
         refuse_pictures(chain, files)
     saved = saved_samples(chain, files, run.ranks)
-    chain = _with_attention_before(chain.with_threads(by=run.origins.threads), files, run.ranks)
+    chain = _with_attention_before(chain.with_threads(by=run.threads_source), files, run.ranks)
     samples = [Sample(chain, chain.video, each, references, saved.get(each.index)) for each in files]
     record = RunRecord(run.reporter, cancel=run.cancel)
     with computing(chain.video, run.reporter), run.lending() as models, _rescued(chain.settings, files, record, run):

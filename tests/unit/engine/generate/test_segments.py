@@ -203,7 +203,7 @@ def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
     assert encoded == ["raining, sea", "snow, sea"]
     prompts = [segment.prompt for segment in video.figures.segments]
     assert prompts == ["raining, sea", "raining, sea", "snow, sea"]
-    assert [each.shown for each in video.settings.prompts_at] == ["2s=snow, sea"]
+    assert [each.shown for each in video.chain.settings.prompts_at] == ["2s=snow, sea"]
     as_one = held(one)
     assert torch.equal(video.frames_THWC[:25], as_one.frames_THWC[:25])
     assert not torch.equal(video.frames_THWC[25:], as_one.frames_THWC[25:])
