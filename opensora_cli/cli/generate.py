@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opensora_cli.cli import errors, keys, options, output
+from opensora_cli.cli import errors, options, output
 from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import ModelName
@@ -259,7 +259,7 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
 
     context = find_context(os.environ)
     is_main = context is None or context.is_main
-    reporter = output.make_reporter(quiet=quiet or not is_main, pictures=not as_json)
+    reporter = output.make_reporter(quiet=quiet or not is_main)
     if context is None:
         from opensora_cli.engine.generate.early import refuse_early
 
@@ -280,10 +280,7 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
     if request.profiled_runs:
         flags += ["--profile", "--profile-runs", str(request.profiled_runs)]
-    with (
-        Pipeline.reporting_to(reporter, stay=False) as pipe,
-        keys.ended_by_q(reporter, wanted=context is None and not quiet),
-    ):
+    with Pipeline.reporting_to(reporter, stay=False) as pipe:
         result = pipe.run(request, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
@@ -326,10 +323,7 @@ def _run_rows(
     for option, value in (("--shard", part), ("--config", request.config), ("--from", sidecar)):
         arguments += [] if value is None else [f"{option}={value}"]
     arguments += [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    with (
-        Pipeline.reporting_to(reporter, stay=True) as pipe,
-        keys.ended_by_q(reporter, wanted=context is None and not quiet),
-    ):
+    with Pipeline.reporting_to(reporter, stay=True) as pipe:
         result = pipe.run_rows(request, rows, shard=shard, context=context, rank_arguments=arguments)
     if result is None:
         return

@@ -16,16 +16,14 @@ _LONGEST_LINE = 2000
 """Of a message: no list of choices is longer."""
 
 
-def make_reporter(*, quiet: bool, pictures: bool = False) -> Reporter:
-    """Return what shows progress: bars on a terminal, with `pictures` if wanted, a few plain lines elsewhere, and
-    nothing when `quiet`.
-    """
+def make_reporter(*, quiet: bool) -> Reporter:
+    """Return a reporter: bars on a terminal, a few plain lines elsewhere, and nothing when `quiet`."""
     # Python has no stderr where the shell closed it (2>&-).
     if quiet or sys.stderr is None:
         return SilentReporter()
     from opensora_cli.cli.progress import BarReporter, LineReporter
 
-    return BarReporter(pictures=pictures) if sys.stderr.isatty() else LineReporter()
+    return BarReporter() if sys.stderr.isatty() else LineReporter()
 
 
 def note_start(reporter: Reporter) -> None:

@@ -39,8 +39,7 @@ class OutputSettings(Section):
         default=None,
         ge=1,
         le=10**9,
-        description="steps after which what is predicted by then is shown in the terminal, and kept as "
-        "NAME.preview.gif; none: never",
+        description="steps between previews of the predicted video, NAME.preview.gif; none: no previews",
     )
     explore: bool = Field(
         default=False,

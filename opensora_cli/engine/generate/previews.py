@@ -1,4 +1,4 @@
-"""Previews: what is predicted while a video is denoised, shown in the terminal and kept beside it."""
+"""Previews: the predicted video while it is denoised, as a GIF beside it."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,8 +10,7 @@ from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.preview_map import PreviewMap
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path
-from opensora_cli.media.pictures import png_bytes
-from opensora_cli.media.sheets import enlarged, film_strip
+from opensora_cli.media.sheets import enlarged
 from opensora_cli.media.write import MediaFormat, write_media
 
 T = TypeVar("T")
@@ -21,9 +20,9 @@ _GIF_SIDE = 256
 
 
 class Previews:
-    """Shows and keeps previews after every few steps, as `output.preview_every` asks for, and at the end of exploring.
+    """Writes previews after every few steps, as `output.preview_every` asks for, and at the end of exploring.
 
-    What fails is a warning once, and then left out: no video is lost for it.
+    A failure is a warning once, and ends no run.
     """
 
     def __init__(self, plan: ExecutionPlan, map_: PreviewMap, record: RunRecord) -> None:
@@ -31,7 +30,7 @@ class Previews:
         self._failed: set[str] = set()
 
     def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
-        """Show and keep what the latents of a sample are predicted to be after so many steps, if it is time."""
+        """Write the predicted video of a sample after so many steps, if a preview is due."""
         settings = self._plan.settings
         every = settings.output.preview_every
         ends_exploring = settings.output.explore and steps == settings.sampling.stop_at
@@ -40,11 +39,9 @@ class Previews:
         frames_THWC = self._tried("made", lambda: self._map.frames(predicted_CTHW()))
         if frames_THWC is None:
             return
-        label = f"preview of seed {sample.seed} after step {steps} of {len(self._plan.timesteps) - 1}"
-        self._tried("kept", lambda: self._keep(frames_THWC, sample))
-        self._tried("shown", lambda: self._record.reporter.picture(png_bytes(film_strip(frames_THWC)), label))
+        self._tried("written", lambda: self._write(frames_THWC, sample))
 
-    def _keep(self, frames_THWC: torch.Tensor, sample: SampleFiles) -> None:
+    def _write(self, frames_THWC: torch.Tensor, sample: SampleFiles) -> None:
         settings = self._plan.settings
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         path = preview_path(sample.target)
