@@ -60,7 +60,10 @@ OF_REFERENCE = {
     "prompt_refine": "--refine",
     "ckpt_path": "--weights",
 }
-"""What the scripts of the reference implementation call it, without dashes, and what it is here."""
+"""Options of the reference implementation's scripts, without dashes, and the option of osora."""
+
+REMOVED = {"--profile": "osora bench-generate", "--profile-runs": "osora bench-generate --repeats N"}
+"""Options of earlier versions, and the command that took their place."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +309,8 @@ def explain_failure(error: Exception) -> Failure | None:
 def _usage_line(error: Exception) -> str:
     if hasattr(error, "possibilities"):
         option = getattr(error, "option_name", "")
+        if option in REMOVED:
+            return f"no such option: {option}. Use {REMOVED[option]}"
         # Best first here; Typer's own message sorts them by name.
         likely = [*_named_by_reference(error, option), *(error.possibilities or ())]
         if likely:

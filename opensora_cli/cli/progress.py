@@ -8,7 +8,17 @@ from types import MappingProxyType
 
 from rich.columns import Columns
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 from rich.text import Text
 
 from opensora_cli.core.formatting import best_unit, duration, escaped, format_bytes
@@ -86,12 +96,10 @@ class BarReporter:
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Run a stage; one that fails or takes no time leaves no line."""
         progress = self._started()
-        task_id = progress.add_task(escaped(name), total=total, unit=unit, count="")
+        task_id = progress.add_task(escaped(name), total=total, unit=unit)
         task = next(each for each in progress.tasks if each.id == task_id)
-        if total is not None:
-            progress.update(task_id, count=_count(task))
         try:
-            yield _Stage(progress, task_id, lambda: progress.update(task_id, count=_count(task)))
+            yield _Stage(progress, task_id)
         finally:
             progress.remove_task(task_id)
             if not progress.tasks:
@@ -104,8 +112,8 @@ class BarReporter:
         if self._progress is None:
             self._progress = _Bars(
                 TextColumn("{task.description:8}", markup=False),
-                BarColumn(),
-                TextColumn("{task.fields[count]}", markup=False),
+                BarColumn(bar_width=None),
+                _CountColumn(Column(no_wrap=True)),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=self._console,
@@ -132,10 +140,17 @@ class _Bars(Progress):
         yield from super().get_renderables()
 
 
-class _Stage:
-    """Running stage that calls `show` after every advance."""
+class _CountColumn(ProgressColumn):
+    """Units done of all, or bytes."""
 
-    def __init__(self, progress: Progress, task_id: TaskID, show: Callable[[], None]) -> None:
+    def render(self, task: Task) -> Text:
+        return Text(_count(task))
+
+
+class _Stage:
+    """Running stage; it calls `show` after every advance."""
+
+    def __init__(self, progress: Progress, task_id: TaskID, show: Callable[[], None] = lambda: None) -> None:
         self._progress = progress
         self._task_id = task_id
         self._show = show

@@ -148,7 +148,6 @@ def test_a_size_in_pixels_and_another_one(
     [
         (["--shard", "1/2"], "--shard has no effect without --prompts"),
         (["sea", "--prompts", "p.txt"], "PROMPT cannot go with --prompts"),
-        (["--prompts", "p.txt", "--profile"], "--profile cannot go with --prompts"),
         (["--prompts", "p.txt", "--from-latents", "a"], "--from-latents cannot go with --prompts"),
         (["--prompts", "p.txt", "--shard", "3/2"], "--shard 3/2 must count from 1/2 to 2/2"),
         (["--prompts", "p.xlsx"], "--prompts p.xlsx must end in .txt, .csv, .jsonl or .parquet"),
@@ -169,7 +168,7 @@ def test_a_file_of_prompts_goes_with_few_others(
         ("mine.yaml", "--config mine.yaml"),
         ("256px.py", "--config 256px.py"),
         ("sea_seed42.mp4.json", "--from sea_seed42.mp4.json"),
-        ("sea_seed42.latents.safetensors", "--from-latents sea_seed42.latents.safetensors"),
+        ("sea_seed42.latents.safetensors", "--from sea_seed42.latents.safetensors"),
         ("style.safetensors", "--lora style.safetensors"),
         ("clips.csv", "many prompts are read with --prompts clips.csv"),
         ("sea", "give the words themselves, in quotes"),
@@ -194,7 +193,7 @@ def test_a_file_is_not_a_prompt(
     assert hint in captured.err
     assert settings_of(engine, "--prompt-text", name).prompt == name
     assert main(["generate", "a sea", "--prompt-text", name]) == 2
-    assert "the prompt is there twice" in capsys.readouterr().err
+    assert "the prompt is given twice" in capsys.readouterr().err
 
 
 def test_a_folder_is_no_prompt_where_it_is_named_as_a_path(
@@ -338,7 +337,6 @@ def test_exploring_is_samples_that_stop_early(engine: FakeEngine) -> None:
                 ["--resume", "a.latents.safetensors"],
                 ["--from-latents", "a.latents.safetensors"],
                 ["--prompts", "prompts.txt"],
-                ["--profile"],
             )
         ),
     ],

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -141,43 +140,16 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
         "raining-sea_seed43.mp4",
     ]
     sidecar = document["outputs"][1]["sidecar"]
+    assert app.main(["show", str(out / "raining-sea_seed43.mp4"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["kind"], shown["prompt"], shown["seed"]) == ("result", "raining, sea", 43)
+    assert shown["timings_s"].keys() == document["timings_s"].keys()
     chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others need a GPU"}
     assert document["attention"] == json.loads(Path(sidecar).read_text())["attention"] == chosen
-    assert again_with(world, sidecar, "--out", tmp_path / "again") == 0
+    assert again_with(world, sidecar.removesuffix(".json"), "--out", tmp_path / "again") == 0
     capsys.readouterr()
     again = tmp_path / "again" / "raining-sea_seed43.mp4"
     assert again.read_bytes() == (out / "raining-sea_seed43.mp4").read_bytes()
-
-
-def test_profile_times_stages_and_blocks_over_runs_and_leaves_one_result(osora, out, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, stdout, stderr = osora("raining, sea", "--profile", "--profile-runs", "2", "--json")
-    document = json.loads(stdout)
-    profile = document["profile"]
-    assert (code, profile["runs"]) == (0, 2)
-    stages = {stage["name"]: stage for stage in profile["stages"]}
-    assert set(stages) == set(document["timings_s"]) == {"load", "text", "denoise", "decode", "save"}
-    assert {stage["count"] for stage in stages.values()} == {2}
-    assert all(stage["mean_s"] > 0 and stage["deviation_s"] > 0 for stage in stages.values())
-    model = document["settings"]["model"]
-    names = [f"transformer.double_blocks.{index}" for index in range(model["depth"])]
-    names += [f"transformer.single_blocks.{index}" for index in range(model["depth_single_blocks"])]
-    assert [block["name"] for block in profile["blocks"]] == names
-    # The run to warm up does not count; the branches of a step are one batch.
-    steps = document["settings"]["sampling"]["num_inference_steps"]
-    assert {block["count"] for block in profile["blocks"]} == {2 * steps}
-    assert document["model_evaluations"] == 2 * steps
-    assert sum(block["mean_s"] * block["count"] for block in profile["blocks"]) <= 2 * stages["denoise"]["mean_s"]
-    assert "profile: a run to warm up, of 2" in stderr
-    assert sorted(path.name for path in out.iterdir()) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("osora-profile")] == []
-
-
-def test_a_profile_is_asked_for_and_planned(osora):
-    code, _, stderr = osora("raining, sea", "--profile-runs", "2")
-    assert (code, "--profile-runs has no effect without --profile" in stderr) == (2, True)
-    code, _, stderr = osora("raining, sea", "--profile", "--dry-run")
-    assert (code, "profile: everything is to be run 3 times" in stderr) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +385,7 @@ def test_ctrl_c_while_decoding(world, osora, out, monkeypatch):
     [command] = re.findall(r"go on with: osora (.*)", stderr)
     assert command == f"generate --from-latents {latents} --weights {world.released}"
     monkeypatch.undo()
-    assert app.main(shlex.split(command)) == 0
+    assert app.main(shlex.split(command.replace("--from-latents", "--from"))) == 0
     assert (out / "sea_seed42.mp4").exists()
 
 
@@ -430,11 +402,15 @@ def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
     monkeypatch.setattr(denoising, "denoise", interrupted)
     code, stdout, stderr = osora("sea")
     state = out / "sea_seed42.latents.safetensors"
+    assert app.main(["show", str(state), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["kind"], shown["prompt"], shown["seed"]) == ("state", "sea", 42)
     assert (code, stdout) == (130, "")
     [command] = re.findall(r"go on with: osora (.*)", stderr)
     assert command == f"generate --resume {state} --weights {world.released}"
     monkeypatch.setattr(denoising, "denoise", denoise)
-    assert app.main([*shlex.split(command), "--json"]) == 0
+    # --from finds out what the file is.
+    assert app.main([*shlex.split(command.replace("--resume", "--from")), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["outputs"][0]["path"] == str(out / "sea_seed42.mp4")
     assert document["model_evaluations"] == 2
