@@ -110,6 +110,7 @@ def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osor
     assert list(out.iterdir()) == [lock]
 
 
+@pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
     code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
     assert code == 0
