@@ -29,10 +29,8 @@ from opensora_cli.cli import (
     vae,
 )
 from opensora_cli.cli.command import Group
-from opensora_cli.cli.output import readable
-from opensora_cli.cli.streams import escape_foreign_texts, foreign_text, guard_streams
+from opensora_cli.cli.streams import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
-from opensora_cli.core.exceptions import OsoraWarning
 
 _COMMANDS = (
     generate.COMMAND,
@@ -113,16 +111,6 @@ def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-_python_format = warnings.formatwarning
-
-
-def _format_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
-    """Return a warning of osora as one line without its place in the code, and others as Python prints them."""
-    if issubclass(category, OsoraWarning):
-        return f"warning: {readable(str(message))}\n"
-    return foreign_text(_python_format(message, category, *place, **more))
-
-
 @cache
 def _command() -> Any:
     """Return the tree of commands."""
@@ -140,5 +128,4 @@ def main(args: Sequence[str] | None = None) -> int:
     name_eager_cache(os.environ)
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    warnings.formatwarning = _format_warning
     return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

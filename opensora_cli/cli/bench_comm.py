@@ -11,7 +11,7 @@ from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.settings.enums import Collective
-from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
+from opensora_cli.settings.flags import MACHINE, OUTPUT, Option, option_of
 
 if TYPE_CHECKING:
     from opensora_cli.settings.bench_comm import BenchCommSettings
@@ -68,22 +68,10 @@ def bench_comm(given: "Layer", *, csv: bool, json: bool, quiet: bool) -> None:
 
 def rank_arguments(settings: "BenchCommSettings", *, csv: bool, as_json: bool, quiet: bool) -> list[str]:
     """Return the command line of a rank; the number of ranks and their devices are in the environment."""
-    valued = {
-        "--device": settings.device,
-        "--min-bytes": settings.min_bytes,
-        "--max-bytes": settings.max_bytes,
-        "--iters": settings.iters,
-        "--warmup": settings.warmup,
-        "--scaling": settings.scaling,
-        "--plot": settings.plot,
-    }
-    switched = {"--overwrite": settings.overwrite, "--csv": csv, "--json": as_json, "--quiet": quiet}
-    return [
-        "bench-comm",
-        *(f"{flag}={value}" for flag, value in valued.items() if value is not None),
-        *(f"--collective={collective}" for collective in settings.collectives),
-        *(flag for flag, is_on in switched.items() if is_on),
-    ]
+    names = ("device", "min_bytes", "max_bytes", "iters", "warmup", "scaling", "plot", "overwrite")
+    values = {option_of(name): getattr(settings, name) for name in names}
+    printed = {"--csv": csv, "--json": as_json, "--quiet": quiet}
+    return ["bench-comm", *options.rank_words({**values, "--collective": settings.collectives, **printed})]
 
 
 def _note(reporter: Reporter, lines: Sequence[str]) -> None:

@@ -20,6 +20,8 @@ def bench_generate(
     *,
     try_: list[str] | None,
     repeats: int | None,
+    plot: str | None,
+    overwrite: bool,
     config: Path | None,
     set_: list[str] | None,
     from_: Path | None,
@@ -35,7 +37,7 @@ def bench_generate(
 
       osora bench-generate
 
-      osora bench-generate "raining, sea" --try euler-15 --try ab2-15 --json
+      osora bench-generate "raining, sea" --try euler-15 --try ab2-15 --plot a.png
 
       osora bench-generate --try sampling.guidance_interval=0.2,0.9
     """
@@ -51,8 +53,9 @@ def bench_generate(
     from opensora_cli.settings.layers import validate
 
     tries = read_tries(try_ or [])
-    own = {} if repeats is None else {"repeats": Given(repeats, "--repeats")}
-    settings = validate(BenchGenerateSettings, own)
+    own = {"repeats": repeats, "plot": plot, "overwrite": overwrite}
+    layer = {name: Given(value, f"--{name}") for name, value in own.items() if value is not None}
+    settings = validate(BenchGenerateSettings, layer)
     request = benched_request(generate_request(given, assignments=set_ or [], sidecar=from_, config=config))
     context = find_context(os.environ)
     is_main = context is None or context.is_main
@@ -72,11 +75,11 @@ def bench_generate(
     with errors.uninterrupted():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 
-    rank_flags = [f"--repeats={settings.repeats}", *(f"--try={text}" for text in try_ or [])]
-    rank_flags += [flag for flag, is_on in (("--json", json), ("--quiet", quiet)) if is_on]
-    report = compare(
-        request, tries, repeats=settings.repeats, reporter=reporter, context=context, rank_flags=rank_flags
+    rank_flags = options.rank_words(
+        {"--repeats": settings.repeats, "--try": try_, "--plot": plot, "--overwrite": overwrite}
+        | {"--json": json, "--quiet": quiet}
     )
+    report = compare(request, tries, options=settings, reporter=reporter, context=context, rank_flags=rank_flags)
     if report is not None:
         output.print_result(report, as_json=json)
 
@@ -99,6 +102,10 @@ _ROWS = {
         help="Timed runs of each setting; the table shows mean and deviation.",
         default="1",
     ),
+    "--plot": Option(
+        panel=_COMPARED, kind=str, metavar="FILE", help="Write a chart of PSNR over evaluations: .png, .svg or .pdf."
+    ),
+    "--overwrite": Option(panel=_COMPARED, kind=bool, help="Replace an existing chart."),
     **{
         label: generate.ROWS[label]._replace(is_common=False) for label in (*_SHARED, "--device", "--gpus", "--devices")
     },

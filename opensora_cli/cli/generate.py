@@ -180,7 +180,7 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
             output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
-    flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
+    flags = options.rank_words({"--json": as_json, "--quiet": quiet})
     with Pipeline.reporting_to(reporter, stay=False) as pipe:
         result = pipe.run(request, context=context, rank_flags=flags)
     if result is not None and is_main:
@@ -221,9 +221,9 @@ def _run_rows(
         f"--prompts={prompts}",
         *(argument for key, at in request.overrides.items() for argument in given_again(key, at.value)),
     ]
-    for option, value in (("--shard", part), ("--config", request.config), ("--from", sidecar)):
-        arguments += [] if value is None else [f"{option}={value}"]
-    arguments += [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
+    arguments += options.rank_words(
+        {"--shard": part, "--config": request.config, "--from": sidecar, "--json": as_json, "--quiet": quiet}
+    )
     with Pipeline.reporting_to(reporter, stay=True) as pipe:
         result = pipe.run_rows(request, rows, shard=shard, context=context, rank_arguments=arguments)
     if result is None:
@@ -240,7 +240,7 @@ def given_again(key: str, value: object) -> list[str]:
         return [f"--set={key}={value}"]
     # Joined to one text, a value that has the separator in it would be split.
     [option] = [option_of(name) for name, flag in FLAGS.items() if flag.key == key]
-    return [f"{option}={each}" for each in value]
+    return options.rank_words({option: value})
 
 
 def _preset_defaults() -> Mapping[str, str]:
@@ -265,13 +265,9 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     value = values[name]
     if value is None:
         return "none" if key == "prompt_suffix.motion_score" else ""
-    return (
-        ""
-        if value == "" or isinstance(value, bool | list)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else f"{value}"
-    )
+    if value == "" or isinstance(value, bool | list):
+        return ""
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 _OWN_ROWS = {

@@ -4,7 +4,7 @@ An option that is not given is None, False or empty, so that presets and files d
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
@@ -49,6 +49,17 @@ PRINTED = {
 ON = Option(
     kind=str, metavar="NxGPU|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100, and predict the time."
 )
+
+
+def rank_words(values: Mapping[str, object]) -> list[str]:
+    """Return options as words of a rank's command line, without those that are None or off."""
+    words: list[str] = []
+    for option, value in values.items():
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif value is not None:
+            words += [f"{option}={each}" for each in (value if isinstance(value, list | tuple) else [value])]
+    return words
 
 
 def device_rows(prefix: str = "") -> dict[str, Option]:

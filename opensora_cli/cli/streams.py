@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
-from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.formatting import escaped, without_credentials
 from opensora_cli.core.signals import held_back
 
@@ -46,8 +46,14 @@ def escape_foreign_texts() -> None:
         print(foreign_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
     sys.excepthook = print_traceback
-    plain_warning = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **options: foreign_text(plain_warning(*args, **options))
+    python_format = warnings.formatwarning
+
+    def format_warning(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> str:
+        if issubclass(category, OsoraWarning):  # one line, without its place in the code
+            return f"warning: {foreign_text(str(message))}\n"
+        return foreign_text(python_format(message, category, *place, **options))
+
+    warnings.formatwarning = format_warning
 
 
 @cache

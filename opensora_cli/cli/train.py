@@ -184,28 +184,19 @@ def _run(
         overwrite=overwrite,
         reporter=reporter,
         context=context,
-        rank_flags=_rank_flags(
-            ("--resume", resumes and resume_from is None),
-            ("--resume-from", resume_from),
-            ("--allow-older", allow_older),
-            ("--overwrite", overwrite),
-            ("--json", as_json),
-            ("--quiet", quiet),
+        rank_flags=options.rank_words(
+            {
+                "--resume": resumes and resume_from is None,
+                "--resume-from": resume_from,
+                "--allow-older": allow_older,
+                "--overwrite": overwrite,
+                "--json": as_json,
+                "--quiet": quiet,
+            }
         ),
     )
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
-
-
-def _rank_flags(*flags: tuple[str, bool | Path | None]) -> list[str]:
-    """Return the flags that are on, as the ranks get them."""
-    words = []
-    for flag, value in flags:
-        if isinstance(value, Path):
-            words += [flag, str(value)]
-        elif value:
-            words.append(flag)
-    return words
 
 
 ROWS = {

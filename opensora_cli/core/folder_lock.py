@@ -143,7 +143,9 @@ def _open_locked(path: Path) -> int | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = open_regular(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise _problem(path, error) from error
+            if hint_for(error) is not None:  # the fault lies with the lock file itself
+                raise _problem(path, error) from error
+            raise OutputError(f"cannot write in {path.parent}: {error.strerror or error}") from error
         _held.add(lock)
         try:
             if not _lock(lock):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import PlotFile, Section
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import check_key
@@ -54,9 +54,11 @@ _SAME_FOR_ALL = frozenset(
 
 
 class BenchGenerateSettings(Section):
-    """How often each setting runs."""
+    """How often each setting runs, and where a chart goes."""
 
     repeats: int = Field(default=1, ge=1, le=1000, description="timed runs of each setting")
+    plot: PlotFile | None = Field(default=None, description="file for a chart: .png, .svg or .pdf")
+    overwrite: bool = Field(default=False, description="replace the chart that is there")
 
 
 def read_tries(texts: Sequence[str]) -> Tries:

@@ -31,14 +31,16 @@ def test_help_and_wrong_requests_need_no_torch() -> None:
 
 
 def test_the_demo_is_compared_and_nothing_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, *FEWER, "--json", "--quiet"]) == 0
+    assert main([*SHORT, *FEWER, "--plot", "a.svg", "--json", "--quiet"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     document = json.loads(captured.out)
     assert (document["schema"], document["prompt"]) == ("osora.bench-generate/2", "raining, sea")
     rows = [(row["name"], row["evaluations"]) for row in document["settings"]]
     assert rows == [("exact", 8), ("sampling.num_inference_steps=2", 4)]
-    assert os.listdir() == []
+    assert os.listdir() == ["a.svg"]
+    assert main([*SHORT, *FEWER, "--plot", "a.svg"]) == 3
+    assert "a.svg exists already" in capsys.readouterr().err
 
 
 def test_the_exact_run_alone_is_timed_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +59,7 @@ def test_the_exact_run_alone_is_timed_by_stage(capsys: pytest.CaptureFixture[str
         (["--try", "sampling.solvr=ab2"], 2, "did you mean sampling.solver?"),
         (["--try", "sampling.seed=7"], 2, "sampling.seed must be the same for all runs"),
         (["--try", "sampling.num_inference_steps=0"], 2, "(from --try sampling.num_inference_steps=0)"),
+        (["--plot", "a.html"], 2, "plot=a.html must end in .png, .svg or .pdf"),
         (["--repeats", "0"], 2, "repeats=0 must be at least 1 (from --repeats)"),
         (["--set", "sampling.num_samples=2"], 2, "sampling.num_samples=2 cannot be compared"),
         (["--config", "gone.yaml"], 3, "gone.yaml does not exist"),

@@ -91,7 +91,6 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
     )
 
 
-@pytest.mark.usefixtures("every_stage_takes_time")
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 @pytest.mark.parametrize("is_batch", [False, True])
 def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osora, out, tmp_path, is_batch):

@@ -200,7 +200,7 @@ CLOSED = (
     ["train", "--config", "closed/a.yaml"],
     ["train", "--config", "demo_lora", "--set", "data.table=closed/a.csv"],
     ["train", "--config", "demo", "--set", "output=closed/a", "--dry-run"],
-    ["train", "--config", "demo", "--set", "init=closed/a.pt", "--set", "output=open/a", "--dry-run"],
+    ["train", "--config", "demo_vae", "--set", "init=closed/a.pt", "--set", "output=open/a", "--dry-run"],
     ["train", "--config", "demo", "--set", "output=open/a", "--resume-from", "closed/a", "--dry-run"],
     ["train", "--config", "demo", "--set", "output=closed/a"],
     ["train", "--from", "closed/settings.json"],

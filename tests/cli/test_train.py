@@ -192,7 +192,7 @@ def test_packaged_recipes_by_name(
         (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one GPU"),
         (["--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], 2, "contradicts --device"),
         (["--config", "demo_short"], 3, "has no vae.safetensors, t5, clip"),
-        (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write file/run"),
+        (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write in file/run"),
     ],
 )  # fmt: skip
 def test_bad_requests(

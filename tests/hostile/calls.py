@@ -47,6 +47,11 @@ def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
     return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
 
 
+def _again_without_sidecar(folder: Folder, base: Base) -> Commands:
+    """Return the same command; it may replace a video that is there, which by itself never counts as made before."""
+    return [(*base.argv, "--overwrite") if (folder.work / "out.mp4").exists() else base.argv]
+
+
 CALLED: tuple[Ended, ...] = (
     *ENDED,
     Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
@@ -60,7 +65,9 @@ CALLED: tuple[Ended, ...] = (
         files_of("made.*[4g]"),
     ),
     Ended(
-        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"), generate_on, files_of("out.*[4g]")
+        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"),
+        _again_without_sidecar,
+        files_of("out.*[4g]"),
     ),
     Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
     Ended(
@@ -148,8 +155,8 @@ class Calls:
                 if resumed.code != 0:
                     found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
             results = ended.results(folder.work)
-            if outcome.code == 0 and "previews are not kept" in outcome.stderr:
-                results = {**whole, **{name: content for name, content in results.items() if ".preview." not in name}}
+            if outcome.code == 0:
+                results, whole = _without_excused(outcome.stderr, results, whole)
             found += faults_of_next(judge.tree(folder), results, whole)
             if found:
                 said = f"  which ended: {outcome}\n{outcome.stderr[-600:]}"
@@ -172,6 +179,25 @@ def _clean_up(base: Base, after: judge.Tree) -> Commands:
         return ()
     replaces = "--overwrite" in base.argv or base.name.startswith("cache")
     return [base.argv if replaces else (*base.argv, "--overwrite")]
+
+
+def _without_excused(
+    stderr: str, results: Mapping[str, bytes], whole: Mapping[str, bytes]
+) -> tuple[Mapping[str, bytes], Mapping[str, bytes]]:
+    """Return results without those that the command warned of, and made do without: a preview, or one checkpoint of
+    several, but never the last.
+    """
+    if "previews are not kept" in stderr:
+        excused = {name for name in whole if ".preview." in name}
+    elif "the next save tries again" in stderr:
+        last = max(name.split("/")[1] for name in whole)
+        excused = {name for name in results.keys() | whole.keys() if name.split("/")[1] != last}
+    else:
+        return results, whole
+    return (
+        {name: results[name] for name in results.keys() - excused},
+        {name: whole[name] for name in whole.keys() - excused},
+    )
 
 
 def _lost(old: Mapping[str, bytes], now: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:

@@ -5,12 +5,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
@@ -30,8 +32,16 @@ from opensora_cli.engine.generate.run import Run, watched
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.generate.work import Work
+from opensora_cli.media.plots import new_figure
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
-from opensora_cli.settings.bench_generate import EXACT, STANDARD, Tries, refuse_unfit, tried_settings
+from opensora_cli.settings.bench_generate import (
+    EXACT,
+    STANDARD,
+    BenchGenerateSettings,
+    Tries,
+    refuse_unfit,
+    tried_settings,
+)
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
@@ -50,7 +60,7 @@ def bench_generate(
     request: GenerateRequest,
     tries: Tries,
     *,
-    repeats: int = 1,
+    options: BenchGenerateSettings,
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
@@ -65,7 +75,7 @@ def bench_generate(
         request: settings of the exact run, as they are given.
         tries: changed settings by name. None means the standard set, without what these settings do not allow, or
             what needs no fewer evaluations.
-        repeats: timed runs of each row.
+        options: number of timed runs of each row, and a file for a chart.
         reporter: shows progress.
         context: set in one of several ranks, all of which call this. Rank 0 alone gets a report.
         rank_flags: options of the command line for ranks that are started here.
@@ -73,9 +83,13 @@ def bench_generate(
     Raises:
         RequestError: the settings ask for more than one whole video, or contradict themselves.
         FileProblem: a reference or weights are missing or broken.
-        HardwareError: there is no such device, or not enough memory.
+        OutputError: the chart cannot be written.
+        HardwareError: there is no such device, not enough memory, or no matplotlib for the chart.
         KeyboardInterrupt: its argument says how many runs were finished.
     """
+    if options.plot is not None:  # a missing library or a file in its place is reported before the work
+        new_figure()
+        require_writable(Path(options.plot), overwrite=options.overwrite)
     if context is not None:
         request = generate_ranks.request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
@@ -101,20 +115,23 @@ def bench_generate(
         is_main = context is None or context.is_main
         if is_main:
             runner.references = references_of(exact, reporter)
-        _run_all(rows, repeats, runner)
+        _run_all(rows, options.repeats, runner)
     if not is_main:
         return None
-    return BenchGenerateReport(
+    report = BenchGenerateReport(
         of=exact.what,
         prompt=exact.settings.prompt,
         seed=exact.settings.sampling.seed,
         device=str(exact.hardware.device),
         device_name=exact.hardware.device_name,
         ranks=exact.mesh.size,
-        repeats=repeats,
+        repeats=options.repeats,
         settings=tuple(row.document(rows[0]) for row in rows),
         skipped=skipped,
     )
+    if options.plot is not None:
+        report.write_plot(options.plot, replace=options.overwrite)
+    return report
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.text.files import missing_files
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
@@ -75,7 +76,7 @@ class Kind(NamedTuple):
 
 def _settings(values: dict[str, Any], source: str) -> object:
     saved = SavedSettings(source=source, values=values)
-    return load_generate_settings(GenerateRequest(saved=saved), model=ModelName.DEMO)
+    return load_generate_settings(GenerateRequest(saved=saved), model=ModelName.OPEN_SORA_V2)
 
 
 def _write_latents(path: Path, text: str) -> None:
@@ -198,7 +199,9 @@ KINDS = {
     "log": Kind({"step": 1}, lambda path: cut_back(path, step=1), "log.jsonl"),
     "settings of a run": Kind(
         TrainSettings(output="a", target=TrainTarget.VAE).model_dump(mode="json"),
-        lambda path: load_train_settings(config=None, overrides={}, saved=path, environment={}),
+        lambda path: load_train_settings(
+            config=None, overrides={"output": Given("a", "--set")}, saved=path, environment={}
+        ),
         "settings.json",
     ),
     "sidecar": Kind(

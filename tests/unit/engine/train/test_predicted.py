@@ -20,7 +20,7 @@ from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.train import TrainSettings
 
-H100 = read_machine("H100").gpu.replace({"launch_us": 1e-9})
+H100 = read_machine("H100").gpu.replace({"launch_us": 1e-6})
 """The host is not waited for."""
 
 
