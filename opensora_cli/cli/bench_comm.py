@@ -15,12 +15,11 @@ from opensora_cli.settings.flags import MACHINE, OUTPUT, Option, option_of
 
 if TYPE_CHECKING:
     from opensora_cli.settings.bench_comm import BenchCommSettings
-    from opensora_cli.settings.layers import Layer
 
 _SIZES = "Sizes and repeats"
 
 
-def bench_comm(given: "Layer", *, csv: bool, json: bool, quiet: bool) -> None:
+def bench_comm(settings: "BenchCommSettings", *, csv: bool, json: bool, quiet: bool) -> None:
     """Measure how fast devices communicate, and compare their links with the expected rates.
 
     Exits with 4 if a single element arrives wrong. On CPUs it shows that collectives work, not how fast.
@@ -36,10 +35,7 @@ def bench_comm(given: "Layer", *, csv: bool, json: bool, quiet: bool) -> None:
     if csv and json:
         raise RequestError("--csv and --json both print to stdout", hint="drop one of them")
     from opensora_cli.core.ranks import find_context
-    from opensora_cli.settings.bench_comm import BenchCommSettings
-    from opensora_cli.settings.layers import validate
 
-    settings = validate(BenchCommSettings, given)
     context = find_context(os.environ)
     with errors.uninterrupted():
         from opensora_cli.engine.bench_comm.run import measure_as_rank, start_ranks
@@ -68,10 +64,11 @@ def bench_comm(given: "Layer", *, csv: bool, json: bool, quiet: bool) -> None:
 
 def rank_arguments(settings: "BenchCommSettings", *, csv: bool, as_json: bool, quiet: bool) -> list[str]:
     """Return the command line of a rank; the number of ranks and their devices are in the environment."""
-    names = ("device", "min_bytes", "max_bytes", "iters", "warmup", "scaling", "plot", "overwrite")
+    names = ("device", "min_bytes", "max_bytes", "iters", "warmup", "scaling", "plot")
     values = {option_of(name): getattr(settings, name) for name in names}
+    listed = {"--collective": settings.collectives, "--overwrite": settings.overwrite}
     printed = {"--csv": csv, "--json": as_json, "--quiet": quiet}
-    return ["bench-comm", *options.rank_words({**values, "--collective": settings.collectives, **printed})]
+    return ["bench-comm", *options.rank_words({**values, **listed, **printed})]
 
 
 def _note(reporter: Reporter, lines: Sequence[str]) -> None:

@@ -111,4 +111,4 @@ _ROWS = {
     },
     **options.PRINTED,
 }
-COMMAND = Command("bench-generate", bench_generate, _ROWS, settings="generate:GenerateSettings")
+COMMAND = Command("bench-generate", bench_generate, _ROWS, settings="generate:GenerateSettings", layered=True)

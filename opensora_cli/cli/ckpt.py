@@ -8,7 +8,14 @@ from opensora_cli.core.files import require_there
 from opensora_cli.settings.flags import OUTPUT, Option
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.layers import Layer
+    from opensora_cli.settings.ckpt import (
+        ConvertSettings,
+        DiffSettings,
+        DownloadSettings,
+        InspectSettings,
+        MergeLoraSettings,
+        VerifySettings,
+    )
 
 _WEIGHTS = "Weights"
 
@@ -32,7 +39,7 @@ READ = "File or folder to read."
 WRITE = "File or folder to write."
 
 
-def convert(given: "Layer", *, dry_run: bool, json: bool, quiet: bool) -> None:
+def convert(settings: "ConvertSettings", *, dry_run: bool, json: bool, quiet: bool) -> None:
     """Convert weights from any format to any other, in little memory.
 
     Formats are found by content: safetensors files and shards, torch files and shards, ColossalAI and
@@ -47,10 +54,7 @@ def convert(given: "Layer", *, dry_run: bool, json: bool, quiet: bool) -> None:
       osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
     """
     from opensora_cli.engine.ckpt.early import refuse_early
-    from opensora_cli.settings.ckpt import ConvertSettings
-    from opensora_cli.settings.layers import validate
 
-    settings = validate(ConvertSettings, given)
     refuse_early([settings.source], settings)
     with errors.uninterrupted():
         from opensora_cli.engine.ckpt import convert as engine
@@ -61,7 +65,7 @@ def convert(given: "Layer", *, dry_run: bool, json: bool, quiet: bool) -> None:
         output.print_result(engine.convert(settings, reporter=output.make_reporter(quiet=quiet)), as_json=json)
 
 
-def inspect(given: "Layer", *, json: bool, quiet: bool) -> None:
+def inspect(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
     """Print tensors, sizes, metadata and the model of a checkpoint.
 
     Examples:
@@ -70,10 +74,6 @@ def inspect(given: "Layer", *, json: bool, quiet: bool) -> None:
 
       osora ckpt inspect runs/demo --select ema --stats --only '*.bias'
     """
-    from opensora_cli.settings.ckpt import InspectSettings
-    from opensora_cli.settings.layers import validate
-
-    settings = validate(InspectSettings, given)
     require_there(settings.path)
     with errors.uninterrupted():
         from opensora_cli.engine.ckpt import inspect as engine
@@ -81,17 +81,13 @@ def inspect(given: "Layer", *, json: bool, quiet: bool) -> None:
     output.print_result(engine.inspect(settings, reporter=output.make_reporter(quiet=quiet)), as_json=json)
 
 
-def verify(given: "Layer", *, json: bool, quiet: bool) -> None:
+def verify(settings: "VerifySettings", *, json: bool, quiet: bool) -> None:
     """Check that weights are complete and finite; exit with 3 if they are not.
 
     Examples:
 
       osora ckpt verify ckpts/Open_Sora_v2.safetensors --preset open-sora-v2
     """
-    from opensora_cli.settings.ckpt import VerifySettings
-    from opensora_cli.settings.layers import validate
-
-    settings = validate(VerifySettings, given)
     require_there(settings.path)
     with errors.uninterrupted():
         from opensora_cli.engine.ckpt import verify as engine
@@ -101,7 +97,7 @@ def verify(given: "Layer", *, json: bool, quiet: bool) -> None:
     result.require_sound()
 
 
-def diff(given: "Layer", *, json: bool, quiet: bool) -> None:
+def diff(settings: "DiffSettings", *, json: bool, quiet: bool) -> None:
     """Compare names, shapes, dtypes and values; exit with 3 if they differ.
 
     Without --rtol and --atol every bit must be the same; with one, 8-bit weights are multiplied with their scales. A
@@ -113,10 +109,6 @@ def diff(given: "Layer", *, json: bool, quiet: bool) -> None:
 
       osora ckpt diff fp32.safetensors bf16.safetensors --rtol 0.01
     """
-    from opensora_cli.settings.ckpt import DiffSettings
-    from opensora_cli.settings.layers import validate
-
-    settings = validate(DiffSettings, given)
     require_there(settings.first, settings.second)
     with errors.uninterrupted():
         from opensora_cli.engine.ckpt import diff as engine
@@ -126,7 +118,7 @@ def diff(given: "Layer", *, json: bool, quiet: bool) -> None:
     result.require_equal()
 
 
-def merge_lora(given: "Layer", *, json: bool, quiet: bool) -> None:
+def merge_lora(settings: "MergeLoraSettings", *, json: bool, quiet: bool) -> None:
     """Merge a LoRA adapter into the weights that it was trained for.
 
     Examples:
@@ -136,10 +128,7 @@ def merge_lora(given: "Layer", *, json: bool, quiet: bool) -> None:
       osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
     """
     from opensora_cli.engine.ckpt.early import refuse_early
-    from opensora_cli.settings.ckpt import MergeLoraSettings
-    from opensora_cli.settings.layers import validate
 
-    settings = validate(MergeLoraSettings, given)
     refuse_early([settings.base, settings.adapter], settings)
     with errors.uninterrupted():
         from opensora_cli.engine.ckpt import merge_lora as engine
@@ -148,7 +137,7 @@ def merge_lora(given: "Layer", *, json: bool, quiet: bool) -> None:
     output.print_result(result, as_json=json)
 
 
-def download(given: "Layer", *, dry_run: bool, json: bool, quiet: bool) -> None:
+def download(settings: "DownloadSettings", *, dry_run: bool, json: bool, quiet: bool) -> None:
     """Download a released model from the Hugging Face Hub, and verify it.
 
     An interrupted download continues where it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
@@ -159,10 +148,6 @@ def download(given: "Layer", *, dry_run: bool, json: bool, quiet: bool) -> None:
 
       osora ckpt download open-sora-v2
     """
-    from opensora_cli.settings.ckpt import DownloadSettings
-    from opensora_cli.settings.layers import validate
-
-    settings = validate(DownloadSettings, given)
     with errors.uninterrupted():
         from opensora_cli.engine.ckpt import download as engine
 

@@ -18,6 +18,7 @@ from opensora_cli.settings.flags import Option, given_by
 
 if TYPE_CHECKING:
     from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.layers import Layer
 
 Rows = Mapping[str, Option]
 """Options and arguments by what is typed: `--num-frames`, or the metavar of an argument, `FILE`."""
@@ -33,10 +34,12 @@ class Command(TyperCommand):
     """A command whose parameters are built from rows when they are first needed: their types come from settings.
 
     Args:
-        run: called with the given settings by key (see `layers.Layer`), and by keyword with the values of rows without
-            a setting; a keyword of Python has an underscore, `from_`. Its docstring is the help text.
+        run: called with the validated settings, or with the given ones by key (see `layers.Layer`) if `layered`; and by
+            keyword with the values of rows without a setting, named `from_` where Python has the name. Its docstring is
+            the help text.
         rows: options and arguments in the order of the help text.
         settings: `module:Class` of the settings that rows set, below `opensora_cli.settings`.
+        layered: whether files or other options set them, too.
         defaults: returns defaults for the help text by option; called for help alone.
     """
 
@@ -47,10 +50,11 @@ class Command(TyperCommand):
         rows: Rows,
         *,
         settings: str = "",
+        layered: bool = False,
         about: str = "",
         defaults: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        self._run, self._settings, self._defaults = run, settings, defaults
+        self._run, self._settings, self._layered, self._defaults = run, settings, layered, defaults
         self._has_all = any(row.is_common for row in rows.values())
         more = {"--help-all": Option(kind=bool, help="Show all options.", is_common=True)} if self._has_all else {}
         self._rows: Rows = {**rows, **more}
@@ -115,13 +119,22 @@ class Command(TyperCommand):
                     elif value is not False and value != []:
                         given |= given_by(row, value, label)
                 others.pop("help_all", None)
-                self._run(given, **others)
+                self._run(given if self._layered else self._validated(given), **others)
 
         parameters = [self._parameter(label, row) for label, row in self._rows.items()]
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
         single = typer.Typer(add_completion=False)
         single.command()(call)
         return typer.main.get_command(single)
+
+    def _validated(self, given: "Layer") -> Any:
+        from opensora_cli.settings.layers import validate
+
+        return validate(self._schema, given)
+
+    @property
+    def _schema(self) -> Any:
+        return resolve_name(f"opensora_cli.settings.{self._settings}")
 
     def _parameter(self, label: str, row: Option) -> inspect.Parameter:
         field = self._field(row)
@@ -150,7 +163,7 @@ class Command(TyperCommand):
         from opensora_cli.settings.base import alternatives
 
         *sections, name = row.key.split(".")
-        schema = resolve_name(f"opensora_cli.settings.{self._settings}")
+        schema = self._schema
         for section in sections:
             # One of the alternatives of an optional section is None.
             schema = next(

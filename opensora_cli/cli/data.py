@@ -10,12 +10,13 @@ from opensora_cli.core.files import require_there
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
+    from opensora_cli.settings.data import PreviewSettings, ScanSettings, ShardSettings
     from opensora_cli.settings.layers import Layer
 
 _TABLE = Option("table", help="CSV or parquet table.")
 
 
-def scan(given: "Layer", *, json: bool, quiet: bool) -> None:
+def scan(settings: "ScanSettings", *, json: bool, quiet: bool) -> None:
     """Make the table that training reads, of a folder and all folders in it.
 
     The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. A second scan reads only new,
@@ -29,10 +30,6 @@ def scan(given: "Layer", *, json: bool, quiet: bool) -> None:
 
       osora data scan clips -o clips.parquet --workers 16
     """
-    from opensora_cli.settings.data import ScanSettings
-    from opensora_cli.settings.layers import validate
-
-    settings = validate(ScanSettings, given)
     require_there(settings.folder)
     with errors.uninterrupted():
         from opensora_cli.engine.data import scan as engine
@@ -42,17 +39,13 @@ def scan(given: "Layer", *, json: bool, quiet: bool) -> None:
     result.require_whole()
 
 
-def shard(given: "Layer", *, json: bool, quiet: bool) -> None:
+def shard(settings: "ShardSettings", *, json: bool, quiet: bool) -> None:
     """Split a table into parts of equally many rows, beside it.
 
     Examples:
 
       osora data shard clips.csv --parts 8
     """
-    from opensora_cli.settings.data import ShardSettings
-    from opensora_cli.settings.layers import validate
-
-    settings = validate(ShardSettings, given)
     require_there(settings.table)
     with errors.uninterrupted():
         from opensora_cli.engine.data import scan as engine
@@ -60,19 +53,17 @@ def shard(given: "Layer", *, json: bool, quiet: bool) -> None:
     output.print_result(engine.shard(settings), as_json=json)
 
 
-def preview(given: "Layer", *, config: Path | None, json: bool, quiet: bool) -> None:
+def preview(settings: "PreviewSettings", *, config: Path | None, json: bool, quiet: bool) -> None:
     """Make a contact sheet of a table: frames, captions, sizes and buckets.
 
     Examples:
 
       osora data preview clips.csv -o sheet.png
     """
-    from opensora_cli.settings.data import DataSettings, PreviewSettings
+    from opensora_cli.settings.data import DataSettings
     from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.layers import validate
     from opensora_cli.settings.train import load_train_settings
 
-    settings = validate(PreviewSettings, given)
     require_there(settings.table)
     with errors.uninterrupted():
         from opensora_cli.engine.data import preview as engine
@@ -161,5 +152,5 @@ COMMAND = group(
     Command("scan", scan, _SCAN_ROWS, settings="data:ScanSettings"),
     Command("shard", shard, _SHARD_ROWS, settings="data:ShardSettings"),
     Command("preview", preview, _PREVIEW_ROWS, settings="data:PreviewSettings"),
-    Command("cache", cache, _CACHE_ROWS, settings="train:TrainSettings"),
+    Command("cache", cache, _CACHE_ROWS, settings="train:TrainSettings", layered=True),
 )

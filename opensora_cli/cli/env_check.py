@@ -10,12 +10,14 @@ from opensora_cli.settings.enums import EnvProfile
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.layers import Layer
+    from opensora_cli.settings.env_check import EnvCheckSettings
 
 _RECOMMENDED = "Recommended settings"
 
 
-def env_check(given: "Layer", *, profile: EnvProfile | None, export: bool, json: bool, quiet: bool) -> None:
+def env_check(
+    settings: "EnvCheckSettings", *, profile: EnvProfile | None, export: bool, json: bool, quiet: bool
+) -> None:
     """Check this machine, its environment variables, and Dockerfiles and shell files if given.
 
     Exits with 4 if something prevents a run.
@@ -29,21 +31,17 @@ def env_check(given: "Layer", *, profile: EnvProfile | None, export: bool, json:
       eval "$(osora env-check --profile local --export)"
     """
     if profile is not None:
-        for key in ("files", "bug_report"):
-            if key in given:
+        for label, value in (("FILE", settings.files), ("--bug-report", settings.bug_report)):
+            if value:
                 raise RequestError(
-                    f"{given[key].source} has no effect beside --profile, which checks nothing",
-                    hint="run osora env-check twice",
+                    f"{label} has no effect beside --profile, which checks nothing", hint="run osora env-check twice"
                 )
         _print_profile(profile, export=export, as_json=json)
         return
     if export:
         raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
     from opensora_cli.engine.env_check.torch_variables import refused_by_torch
-    from opensora_cli.settings.env_check import EnvCheckSettings
-    from opensora_cli.settings.layers import validate
 
-    settings = validate(EnvCheckSettings, given)
     environment = dict(os.environ)
     for name in refused_by_torch(environment):
         del os.environ[name]  # torch cannot be imported with it; the check reports it

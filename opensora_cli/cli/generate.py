@@ -310,4 +310,6 @@ ROWS = {
     "PROMPT": Option(help="What the video shows."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
 }
-COMMAND = Command("generate", generate, ROWS, settings="generate:GenerateSettings", defaults=_preset_defaults)
+COMMAND = Command(
+    "generate", generate, ROWS, settings="generate:GenerateSettings", layered=True, defaults=_preset_defaults
+)

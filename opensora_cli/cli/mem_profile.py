@@ -9,13 +9,13 @@ from opensora_cli.cli.command import Command
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.layers import Layer
+    from opensora_cli.settings.mem_profile import MemProfileSettings
 
 _FILES = "Files"
 
 
 def mem_profile(
-    given: "Layer",
+    settings: "MemProfileSettings",
     *,
     config: Path | None,
     set_: list[str] | None,
@@ -38,10 +38,8 @@ def mem_profile(
 
       osora mem-profile --config stage1 --gpus 8
     """
-    from opensora_cli.settings.layers import validate
-    from opensora_cli.settings.mem_profile import MemProfileSettings, profiled_settings
+    from opensora_cli.settings.mem_profile import profiled_settings
 
-    settings = validate(MemProfileSettings, given)
     what = profiled_settings(config, assignments=set_ or [], device=device, gpus=gpus, environment=os.environ)
     with errors.uninterrupted():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile

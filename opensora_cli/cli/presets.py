@@ -80,4 +80,4 @@ def presets(given: "Layer", *, json: bool, quiet: bool) -> None:
         output.print_lines(lines)
 
 
-COMMAND = Command("presets", presets, options.PRINTED)
+COMMAND = Command("presets", presets, options.PRINTED, layered=True)

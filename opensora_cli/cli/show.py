@@ -8,10 +8,10 @@ from opensora_cli.cli.command import Command
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.layers import Layer
+    from opensora_cli.settings.ckpt import InspectSettings
 
 
-def show(given: "Layer", *, json: bool, quiet: bool) -> None:
+def show(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
     """Print prompt, seed, settings and timings of a result, and what a checkpoint holds.
 
     FILE is a video or picture, its sidecar, a saved state, latents, weights, or a folder of a training run.
@@ -23,10 +23,7 @@ def show(given: "Layer", *, json: bool, quiet: bool) -> None:
       osora show runs/demo --json
     """
     from opensora_cli.engine.show import Shown, run_settings, show_recorded
-    from opensora_cli.settings.ckpt import InspectSettings
-    from opensora_cli.settings.layers import validate
 
-    settings = validate(InspectSettings, given)
     path = Path(settings.path)
     shown = show_recorded(path)
     if shown is None:

@@ -231,4 +231,4 @@ ROWS = {
     ),
     **options.PRINTED,
 }
-COMMAND = Command("train", train, ROWS, settings="train:TrainSettings")
+COMMAND = Command("train", train, ROWS, settings="train:TrainSettings", layered=True)

@@ -122,6 +122,8 @@ _STATS_ROWS = {
 COMMAND = group(
     "vae",
     "Reconstruct pictures and videos with an autoencoder, and measure its latents.",
-    Command("reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings="vae_reconstruct:ReconstructSettings"),
-    Command("stats", stats, _STATS_ROWS, settings="vae_reconstruct:EncodeSettings"),
+    Command(
+        "reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings="vae_reconstruct:ReconstructSettings", layered=True
+    ),
+    Command("stats", stats, _STATS_ROWS, settings="vae_reconstruct:EncodeSettings", layered=True),
 )
