@@ -98,7 +98,10 @@ def uninterrupted() -> Iterator[None]:
         with held_back():
             yield
     except (ValueError, RuntimeError) as error:
-        raise _refused_variable(error) or error from error
+        refused = _refused_variable(error)
+        if refused is None:
+            raise
+        raise refused from error
     finally:
         if is_first:
             gc.freeze()
