@@ -17,6 +17,7 @@ from opensora_cli.cli.app import _wait_without_spinning, app, main
 from opensora_cli.cli.command import unwrapped
 from opensora_cli.cli.presets import NEEDS
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.dry_run import plan_from_request
 from opensora_cli.settings.bench_comm import BenchCommSettings
@@ -300,3 +301,13 @@ def test_every_out_has_its_short_form() -> None:
     outs = [option for command in COMMANDS.values() for option in command.params if "--out" in option.opts]
     assert len(outs) >= 5
     assert [option for option in outs if "-o" not in option.opts] == []
+
+
+def test_types_of_options_come_from_their_settings() -> None:
+    parameters = {parameter.opts[0]: parameter for parameter in COMMANDS["generate"].params}
+    kinds = {option: parameter.type_descriptor.annotation for option, parameter in parameters.items()}
+    assert [kinds[option] for option in ("--steps", "--guidance-scale", "--memory-limit", "--fast", "--solver")] == [
+        *(int, float, str, bool, Solver)
+    ]
+    scan = {parameter.opts[0]: parameter for parameter in COMMANDS["data scan"].params}
+    assert (scan["dir_"].required, scan["--workers"].required) == (True, False)
