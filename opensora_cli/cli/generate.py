@@ -230,7 +230,7 @@ def _run_rows(
         return
     if is_main:
         output.print_result(result, as_json=as_json)
-    # In every rank, so that it is the error of all.
+    # Every rank raises, so that all end with the same exit code.
     result.require_whole()
 
 

@@ -89,7 +89,7 @@ def test_latents(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", ["run", "run/model.safetensors"])
 def test_weights_and_the_run_that_wrote_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, "run/model.safetensors")
+    out = shown(capsys, name)
     assert "parameters  6" in out
     assert "setting   loop.steps=4" in out
 
