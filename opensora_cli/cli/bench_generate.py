@@ -43,12 +43,7 @@ def bench_generate(
     """
     from opensora_cli.api.request import generate_request
     from opensora_cli.core.ranks import find_context
-    from opensora_cli.settings.bench_generate import (
-        BenchGenerateSettings,
-        benched_request,
-        read_tries,
-        refuse_unfit,
-    )
+    from opensora_cli.settings.bench_generate import BenchGenerateSettings, benched_request, read_tries, refuse_unfit
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.layers import validate
 

@@ -12,17 +12,7 @@ from opensora_cli.cli import errors, options, output
 from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import ModelName
-from opensora_cli.settings.flags import (
-    FLAGS,
-    MACHINE,
-    OUTPUT,
-    PROMPT,
-    REFERENCE,
-    SAMPLING,
-    VIDEO,
-    Option,
-    option_of,
-)
+from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 
 if TYPE_CHECKING:
     from opensora_cli.settings.explain import Given
@@ -277,12 +267,7 @@ _OWN_ROWS = {
     "--set": Option(
         kind=list[str], metavar="KEY=VALUE", help="Set any setting, as in sampling.flow_shift=3. Repeatable."
     ),
-    "--from": Option(
-        kind=Path,
-        metavar="FILE",
-        help="Continue a result or its latents.",
-        is_common=True,
-    ),
+    "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,

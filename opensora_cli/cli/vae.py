@@ -97,11 +97,7 @@ _MODEL_ROWS = {
         "clip.num_frames", help="Longest clip to encode at once; longer videos are split.", kind=int
     ),
     "--weights": Option(
-        "runtime.weights",
-        MACHINE,
-        "Folder with the weights.",
-        "DIR",
-        default="./ckpts or the Hugging Face cache",
+        "runtime.weights", MACHINE, "Folder with the weights.", "DIR", default="./ckpts or the Hugging Face cache"
     ),
     **options.device_rows("runtime."),
     "--dtype": Option("runtime.dtype", MACHINE, "auto is bfloat16 on CUDA and float32 on a CPU."),

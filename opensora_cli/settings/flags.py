@@ -65,30 +65,21 @@ class Flags(TypedDict, total=False):
         ),
     ]
     refine: Annotated[
-        bool | None,
-        Option("refine.prompt", PROMPT, "Rewrite the prompt with the language model at OSORA_REFINE_URL."),
+        bool | None, Option("refine.prompt", PROMPT, "Rewrite the prompt with the language model at OSORA_REFINE_URL.")
     ]
     prompt_at: Annotated[
         str | Sequence[str] | None,
-        Option(
-            "prompts_at",
-            PROMPT,
-            "With --extend: prompt from a time on, as in 2s=snow. Repeatable.",
-            "Ts=PROMPT",
-        ),
+        Option("prompts_at", PROMPT, "With --extend: prompt from a time on, as in 2s=snow. Repeatable.", "Ts=PROMPT"),
     ]
     res: Annotated[str | None, Option("video.resolution", VIDEO, "Pixel count.", "SIZE", is_common=True)]
     aspect_ratio: Annotated[str | None, Option("video.aspect_ratio", VIDEO, "Width to height.", "W:H", is_common=True)]
-    width: Annotated[int | str | None, Option("video.width", VIDEO, "Width in pixels; needs --height.", "N")]
-    height: Annotated[int | str | None, Option("video.height", VIDEO, "Height in pixels; needs --width.", "N")]
-    num_frames: Annotated[
-        int | str | None,
-        Option("video.num_frames", VIDEO, "Frames: 4 k + 1.", "N", is_common=True),
-    ]
-    fps: Annotated[int | str | None, Option("video.fps", VIDEO, "Frames per second.", "N")]
+    width: Annotated[int | str | None, Option("video.width", VIDEO, "Width in pixels; needs --height.")]
+    height: Annotated[int | str | None, Option("video.height", VIDEO, "Height in pixels; needs --width.")]
+    num_frames: Annotated[int | str | None, Option("video.num_frames", VIDEO, "Frames: 4 k + 1.", is_common=True)]
+    fps: Annotated[int | str | None, Option("video.fps", VIDEO, "Frames per second.")]
     extend: Annotated[
         int | str | None,
-        Option("video.extend", VIDEO, "Add N segments, each continuing the last frames of the one before.", "N"),
+        Option("video.extend", VIDEO, "Add N segments, each continuing the last frames of the one before."),
     ]
     ref: Annotated[
         _Files | None,
@@ -130,9 +121,9 @@ class Flags(TypedDict, total=False):
         Option("picture.first", REFERENCE, "Make a picture with flux1-dev first, and use it as the first frame."),
     ]
     steps: Annotated[
-        int | str | None, Option("sampling.num_inference_steps", SAMPLING, "Sampling steps.", "N", is_common=True)
+        int | str | None, Option("sampling.num_inference_steps", SAMPLING, "Sampling steps.", is_common=True)
     ]
-    seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, "Seed of the noise.", "N", is_common=True)]
+    seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, "Seed of the noise.", is_common=True)]
     fast: Annotated[
         bool | None,
         Option("sampling.fast", SAMPLING, "Use fewer evaluations for nearly the same video.", is_common=True),
@@ -170,7 +161,7 @@ class Flags(TypedDict, total=False):
     ]
     stop_at: Annotated[
         int | str | None,
-        Option("sampling.stop_at", SAMPLING, "Stop after N steps and write NAME_stepN; --from continues.", "N"),
+        Option("sampling.stop_at", SAMPLING, "Stop after N steps and write NAME_stepN; --from continues."),
     ]
     weights: Annotated[
         _File | None,
@@ -184,15 +175,7 @@ class Flags(TypedDict, total=False):
     ]
     device: Annotated[str | None, Option("runtime.device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE")]
     gpus: Annotated[
-        int | str | None,
-        Option(
-            "parallel.gpus",
-            MACHINE,
-            "GPUs that share the work.",
-            "N",
-            default="1",
-            is_common=True,
-        ),
+        int | str | None, Option("parallel.gpus", MACHINE, "GPUs that share the work.", default="1", is_common=True)
     ]
     devices: Annotated[
         str | Sequence[int] | None,
@@ -205,11 +188,7 @@ class Flags(TypedDict, total=False):
     offload: Annotated[
         str | None,
         Option(
-            "memory.offload",
-            MACHINE,
-            "Weights to keep on the host: auto, none, model, blocks.",
-            "MODE",
-            is_common=True,
+            "memory.offload", MACHINE, "Weights to keep on the host: auto, none, model, blocks.", "MODE", is_common=True
         ),
     ]
     resident_blocks: Annotated[
@@ -218,7 +197,6 @@ class Flags(TypedDict, total=False):
             "memory.resident_blocks",
             MACHINE,
             "With --offload blocks: transformer blocks on the device at a time.",
-            "N",
             default="as many as fit",
         ),
     ]
@@ -231,22 +209,13 @@ class Flags(TypedDict, total=False):
     ]
     threads: Annotated[
         int | str | None,
-        Option("runtime.threads", MACHINE, "CPU threads.", "N", default="OMP_NUM_THREADS, or by work, cores and load"),
+        Option("runtime.threads", MACHINE, "CPU threads.", default="OMP_NUM_THREADS, or by work, cores and load"),
     ]
     no_cache: Annotated[
-        bool | None,
-        Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True),
+        bool | None, Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True)
     ]
     out: Annotated[
-        _File | None,
-        Option(
-            "output.path",
-            OUTPUT,
-            "Folder, or file to write.",
-            "PATH",
-            short="-o",
-            is_common=True,
-        ),
+        _File | None, Option("output.path", OUTPUT, "Folder, or file to write.", "PATH", short="-o", is_common=True)
     ]
     format: Annotated[
         str | None,
@@ -273,19 +242,14 @@ class Flags(TypedDict, total=False):
 
 
 FLAGS: Mapping[str, Option] = {
-    "model": Option(
-        "runtime.model_choice",
-        MACHINE,
-        "Model; auto is the best that can run here.",
-        is_common=True,
-    ),
-    "num_samples": Option("sampling.num_samples", SAMPLING, "Videos to make, with consecutive seeds.", "N"),
+    "model": Option("runtime.model_choice", MACHINE, "Model; auto is the best that can run here.", is_common=True),
+    "num_samples": Option("sampling.num_samples", SAMPLING, "Videos to make, with consecutive seeds."),
     "resume": Option("resume", "", "Continue a stopped run from its saved latents, as --from does.", "FILE"),
     "save_state_every": Option(
-        "output.save_state_every", OUTPUT, "Save the latents every N steps; Ctrl-C always saves them.", "N"
+        "output.save_state_every", OUTPUT, "Save the latents every N steps; Ctrl-C always saves them."
     ),
     "preview_every": Option(
-        "output.preview_every", OUTPUT, "Write the predicted video to NAME.preview.gif every N steps.", "N"
+        "output.preview_every", OUTPUT, "Write the predicted video to NAME.preview.gif every N steps."
     ),
     "save_picture": Option("picture.save", OUTPUT, "With --t2i2v: keep the picture as NAME.picture.png."),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
