@@ -99,10 +99,10 @@ _ROWS = {
     "--max-bytes": Option(
         "max_bytes", _SIZES, "Largest size, as in 64MiB.", "SIZE", default="1GiB on GPUs, 4MiB on CPUs"
     ),
-    "--iters": Option("iters", _SIZES, "Timed repeats of each size."),
-    "--warmup": Option("warmup", _SIZES, "Repeats before the clock starts."),
+    "--iters": Option("iters", _SIZES),
+    "--warmup": Option("warmup", _SIZES),
     "--plot": Option("plot", OUTPUT, "Write a chart: .png, .svg or .pdf.", "FILE"),
-    "--overwrite": Option("overwrite", OUTPUT, "Replace existing files."),
+    "--overwrite": Option("overwrite", OUTPUT),
     "--csv": Option(panel=OUTPUT, help="Print the table as CSV to stdout.", kind=bool),
     **options.PRINTED,
 }

@@ -35,8 +35,6 @@ WRITTEN = {
     "--no-hash": Option("hashing", OUTPUT, "Do not record hashes of SRC and of shards: faster.", is_negated=True),
     "--overwrite": Option("overwrite", OUTPUT, "Replace DST."),
 }
-READ = "File or folder to read."
-WRITE = "File or folder to write."
 
 
 def convert(settings: "ConvertSettings", *, dry_run: bool, json: bool, quiet: bool) -> None:
@@ -158,8 +156,8 @@ def download(settings: "DownloadSettings", *, dry_run: bool, json: bool, quiet: 
 
 
 _CONVERT_ROWS = {
-    "SRC": Option("source", help=READ),
-    "DST": Option("target", help=WRITE),
+    "SRC": Option("source"),
+    "DST": Option("target"),
     "--dry-run": DRY_RUN,
     **SELECT,
     **ONLY,
@@ -178,14 +176,14 @@ _CONVERT_ROWS = {
     **options.PRINTED,
 }
 _INSPECT_ROWS = {
-    "PATH": Option("path", help=READ),
+    "PATH": Option("path"),
     "--stats": Option("stats", help="Read the data: ranges, means, NaN, infinities, all-zero tensors."),
     **SELECT,
     **ONLY,
     **options.PRINTED,
 }
 _VERIFY_ROWS = {
-    "PATH": Option("path", help=READ),
+    "PATH": Option("path"),
     "--sha256": Option("sha256", help="Required hash of the file.", metavar="HEX"),
     "--no-data": Option("data", help="Read headers and indexes alone: no hashes, no search for NaN.", is_negated=True),
     **SELECT,
@@ -193,8 +191,8 @@ _VERIFY_ROWS = {
     **options.PRINTED,
 }
 _DIFF_ROWS = {
-    "A": Option("first", help=READ),
-    "B": Option("second", help=READ),
+    "A": Option("first"),
+    "B": Option("second"),
     "--rtol": Option("rtol", help="Relative tolerance, of B. Dtypes may differ.", metavar="X", default="0"),
     "--atol": Option("atol", help="Absolute tolerance. Dtypes may differ.", metavar="X", default="0"),
     **SELECT,
@@ -202,9 +200,9 @@ _DIFF_ROWS = {
     **options.PRINTED,
 }
 _MERGE_ROWS = {
-    "BASE": Option("base", help="Weights of the model."),
+    "BASE": Option("base"),
     "ADAPTER": Option("adapter", help="PEFT folder, or a diffusers, ComfyUI or kohya file."),
-    "OUT": Option("target", help=WRITE),
+    "OUT": Option("target"),
     "--unmerge": Option("unmerge", help="Remove the adapter from BASE again, and print how exact the result is."),
     "--scale": Option("scale", help="Factor of the adapter.", metavar="X"),
     **WRITTEN,

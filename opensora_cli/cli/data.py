@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opensora_cli.settings.data import PreviewSettings, ScanSettings, ShardSettings
     from opensora_cli.settings.layers import Layer
 
-_TABLE = Option("table", help="CSV or parquet table.")
+_TABLE = Option("table")
 
 
 def scan(settings: "ScanSettings", *, json: bool, quiet: bool) -> None:
@@ -118,23 +118,23 @@ _SCAN_ROWS = {
     "DIR": Option("folder", help="Folder of pictures and videos."),
     "--out": Option("table", help="CSV or parquet file to write.", metavar="TABLE", default="DIR.csv", short="-o"),
     "--workers": Option("workers", help="Files to read at a time.", default="cores"),
-    "--deep": Option("deep", help="Decode every frame, to find damage in the middle of files. Slower."),
-    "--overwrite": Option("overwrite", help="Read every file again, and replace a table of another origin."),
+    "--deep": Option("deep"),
+    "--overwrite": Option("overwrite"),
     **options.PRINTED,
 }
 _SHARD_ROWS = {
     "TABLE": _TABLE,
     "--parts": Option("parts", help="Number of files."),
-    "--overwrite": Option("overwrite", help="Replace existing files."),
+    "--overwrite": Option("overwrite"),
     **options.PRINTED,
 }
 _PREVIEW_ROWS = {
     "TABLE": _TABLE,
     "--out": Option("sheet", help="Picture to write: .png, .jpg or .webp.", metavar="FILE", short="-o"),
     "--config": options.config_row("Recipe of osora train whose buckets to show.", "train"),
-    "--count": Option("count", help="Samples to show."),
+    "--count": Option("count"),
     "--seed": Option("seed", help="Seed of their choice.", kind=int),
-    "--overwrite": Option("overwrite", help="Replace existing files."),
+    "--overwrite": Option("overwrite"),
     **options.PRINTED,
 }
 _CACHE_ROWS = {

@@ -62,13 +62,13 @@ _ROWS = {
     ),
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
-    "--adaptive-batch": Option("adaptive_batch", help="Find the largest batch that fits."),
+    "--adaptive-batch": Option("adaptive_batch"),
     "--memory-limit": Option(
         "memory_limit", help="Free memory that the batch may use, as in 24GiB.", metavar="SIZE", default="all"
     ),
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
-    "--overwrite": Option("overwrite", _FILES, "Replace existing files."),
+    "--overwrite": Option("overwrite", _FILES),
     **options.PRINTED,
 }
 COMMAND = Command("mem-profile", mem_profile, _ROWS, settings="mem_profile:MemProfileSettings")

@@ -41,5 +41,5 @@ def show(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
     output.print_result(shown, as_json=json)
 
 
-_ROWS = {"FILE": Option("path", help="File or folder to describe."), **options.PRINTED}
+_ROWS = {"FILE": Option("path"), **options.PRINTED}
 COMMAND = Command("show", show, _ROWS, settings="ckpt:InspectSettings")

@@ -106,7 +106,7 @@ _RECONSTRUCT_ROWS = {
     "FILE": Option("files", help="Pictures and videos."),
     **_MODEL_ROWS,
     "--out": Option("output.folder", OUTPUT, "Folder of the results.", "DIR", short="-o"),
-    "--overwrite": Option("output.overwrite", OUTPUT, "Replace existing files."),
+    "--overwrite": Option("output.overwrite", OUTPUT),
     "--no-metadata": Option("output.metadata", OUTPUT, "Write no sidecar beside a result.", is_negated=True),
     **options.PRINTED,
 }

@@ -76,7 +76,7 @@ class Flags(TypedDict, total=False):
     width: Annotated[int | str | None, Option("video.width", VIDEO, "Width in pixels; needs --height.")]
     height: Annotated[int | str | None, Option("video.height", VIDEO, "Height in pixels; needs --width.")]
     num_frames: Annotated[int | str | None, Option("video.num_frames", VIDEO, "Frames: 4 k + 1.", is_common=True)]
-    fps: Annotated[int | str | None, Option("video.fps", VIDEO, "Frames per second.")]
+    fps: Annotated[int | str | None, Option("video.fps", VIDEO)]
     extend: Annotated[
         int | str | None,
         Option("video.extend", VIDEO, "Add N segments, each continuing the last frames of the one before."),
@@ -225,7 +225,7 @@ class Flags(TypedDict, total=False):
         str | None,
         Option("output.name_from", OUTPUT, "Name results in a folder by prompt and seed, or as VBench reads them."),
     ]
-    overwrite: Annotated[bool | None, Option("output.overwrite", OUTPUT, "Replace existing files.")]
+    overwrite: Annotated[bool | None, Option("output.overwrite", OUTPUT)]
     save_last_frame: Annotated[
         bool | None,
         Option("output.last_frame", OUTPUT, "Keep the last frame as NAME.last.png, a reference for the next."),
