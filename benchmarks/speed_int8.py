@@ -10,7 +10,7 @@ from speed_loop import ReleasedBlocks
 from speed_pairs import Row, compared
 
 from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.engine.components.linear_products import LinearProductsReport, int8_largest, use_in_block
+from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.memory.eight_bit_products import ProductError
 from opensora_cli.models.mmdit import MMDiT
@@ -52,6 +52,6 @@ def _in_int8(model: MMDiT) -> tuple[MMDiT, LinearProductsReport]:
     errors: list[ProductError] = []
     for stack in repeated_blocks(model.config):
         for index, block in rounded.get_submodule(stack.module_path).named_children():
-            found = use_in_block(block, stack, LinearProducts.INT8, largest=int8_largest(torch.device("cpu")))
+            found = use_in_block(block, stack, LinearProducts.INT8, device=torch.device("cpu"))
             errors += [replace(error, path=f"{stack.module_path}.{index}.{error.path}") for error in found]
     return rounded.requires_grad_(False).eval(), LinearProductsReport.of(LinearProducts.INT8, errors)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.generate.decode import Figures
 from opensora_cli.engine.generate.held import HeldVideo
-from opensora_cli.media.write import MediaFormat, write_media
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 

@@ -14,7 +14,7 @@ from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option, option_of
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.bench_comm import BenchCommSettings
+    from opensora_cli.settings.tools import BenchCommSettings
 
 _SIZES = "Sizes and repeats"
 
@@ -106,4 +106,4 @@ _ROWS = {
     "--csv": Option(panel=OUTPUT, help="Print the table as CSV to stdout.", kind=bool),
     **options.PRINTED,
 }
-COMMAND = Command("bench-comm", bench_comm, _ROWS, settings="bench_comm:BenchCommSettings")
+COMMAND = Command("bench-comm", bench_comm, _ROWS, settings="tools:BenchCommSettings")

@@ -95,7 +95,7 @@ class Command(TyperCommand):
         defaults = self._defaults()
         for parameter, (label, row) in zip(self.params, self._rows.items(), strict=True):
             field = self._field(row)
-            about = row.help or _sentence(field.description)
+            about = row.help or field.description
             kind = _kind(row, field)
             choices = [str(each.value) for each in kind] if _is_enum(kind) else []
             if choices and parameter.metavar == "NAME":
@@ -254,11 +254,6 @@ def _shown(field: Any) -> str:
     """Return the default of a field for the help text; empty where there is none to show."""
     default = None if field is None or field.is_required() else field.default
     return "" if default is None or isinstance(default, bool | tuple) or default == "" else f"{default}"
-
-
-def _sentence(description: str) -> str:
-    """Return the description of a setting as a sentence."""
-    return f"{description[:1].upper()}{description[1:]}."
 
 
 def _hide_types(parameters: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ from opensora_cli.settings.enums import EnvProfile
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.env_check import EnvCheckSettings
+    from opensora_cli.settings.tools import EnvCheckSettings
 
 _RECOMMENDED = "Recommended settings"
 
@@ -78,4 +78,4 @@ _ROWS = {
     "--export": Option(panel=_RECOMMENDED, help="Print them as shell lines, for eval.", kind=bool),
     **options.PRINTED,
 }
-COMMAND = Command("env-check", env_check, _ROWS, settings="env_check:EnvCheckSettings")
+COMMAND = Command("env-check", env_check, _ROWS, settings="tools:EnvCheckSettings")

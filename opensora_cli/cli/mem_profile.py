@@ -9,7 +9,7 @@ from opensora_cli.cli.command import Command
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.mem_profile import MemProfileSettings
+    from opensora_cli.settings.tools import MemProfileSettings
 
 _FILES = "Files"
 
@@ -38,7 +38,7 @@ def mem_profile(
 
       osora mem-profile --config stage1 --gpus 8
     """
-    from opensora_cli.settings.mem_profile import profiled_settings
+    from opensora_cli.settings.tools import profiled_settings
 
     what = profiled_settings(config, assignments=set_ or [], device=device, gpus=gpus, environment=os.environ)
     with errors.uninterrupted():
@@ -71,4 +71,4 @@ _ROWS = {
     "--overwrite": Option("overwrite", _FILES),
     **options.PRINTED,
 }
-COMMAND = Command("mem-profile", mem_profile, _ROWS, settings="mem_profile:MemProfileSettings")
+COMMAND = Command("mem-profile", mem_profile, _ROWS, settings="tools:MemProfileSettings")

@@ -1,18 +1,10 @@
 """Fitting pictures and clips to the size that a model works at."""
 
-from enum import StrEnum
-
 import numpy as np
 import torch
 from PIL import Image
 
-
-class Fit(StrEnum):
-    """What happens when a reference has another shape than the video."""
-
-    CROP = "crop"
-    PAD = "pad"
-    STRETCH = "stretch"
+from opensora_cli.core.media_choices import Fit
 
 
 def fit_frames(

@@ -3,7 +3,6 @@
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
@@ -14,19 +13,11 @@ import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.media.containers import EXACT_COLOURS
 from opensora_cli.media.files import media_path
 from opensora_cli.media.pictures import gif_bytes, png_bytes, save_png, webp_bytes
 from opensora_cli.media.results import Describe, Extra, published
-
-
-class MediaFormat(StrEnum):
-    """How a result is stored."""
-
-    MP4 = "mp4"
-    GIF = "gif"
-    WEBP = "webp"
-    PNG = "png"
 
 
 class LastFrame(NamedTuple):

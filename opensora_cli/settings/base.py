@@ -1,9 +1,9 @@
-"""What all sections of settings have in common."""
+"""Base class and value types of all settings."""
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -14,22 +14,29 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticKnownError
 
 from opensora_cli.core.formatting import parse_bytes
 from opensora_cli.core.strict_json import is_unicode
 
-# The ways to write "no value" in a place where only text can stand: YAML, the environment and --set.
 NO_VALUE = frozenset({"", "~", "none", "null"})
+"""Texts that mean None in YAML, in the environment and in --set."""
 
 MAX_SIDE = 65_536
-"""Pixels of a tile, along each side."""
+"""Largest side of a tile, in pixels."""
 MAX_FRAMES = 100_000
-"""Frames of a video, a clip or a tile: an hour at 24 a second is 86,400."""
+"""Largest number of frames of a video, clip or tile."""
+_MAX_INT = 2**63 - 1
+"""Largest whole number that torch and floats can hold."""
 
-_LARGEST = 2**63 - 1
-"""Of whole numbers: Python's go on, but its floats and torch's numbers do not."""
+Count = Annotated[int, Field(ge=1, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0, le=10**6)]
+FileName = Annotated[str, Field(min_length=1)]
+"""Non-empty name of a file or folder."""
 
 
 def _read_bytes(value: object, info: ValidationInfo) -> object:
@@ -39,8 +46,8 @@ def _read_bytes(value: object, info: ValidationInfo) -> object:
         raise ValueError(f"{info.field_name}={error}") from error
 
 
-ByteSize = Annotated[PositiveInt, Field(le=_LARGEST), BeforeValidator(_read_bytes)]
-"""Bytes; as text also with a unit: `4GB` (powers of 1000), `4GiB` (powers of 1024)."""
+ByteSize = Annotated[PositiveInt, Field(le=_MAX_INT), BeforeValidator(_read_bytes)]
+"""Number of bytes, or text with a unit: `4GB` (powers of 1000) or `4GiB` (powers of 1024)."""
 
 
 def _check_unicode(value: str) -> str:
@@ -50,31 +57,65 @@ def _check_unicode(value: str) -> str:
 
 
 Words = Annotated[str, AfterValidator(_check_unicode)]
-"""Text that is no name of a file: a shell argument in another encoding is refused, since no tokenizer takes it."""
+"""Text for people or models. Text that is not valid Unicode is refused because no tokenizer accepts it."""
 
 
-PLOT_ENDINGS = (".png", ".svg", ".pdf")
+def ending(*endings: str) -> AfterValidator:
+    """Return a validator for the ending of a file name."""
+
+    def check(value: str, info: ValidationInfo) -> str:
+        if PurePath(value).suffix.lower() not in endings:
+            raise ValueError(f"{info.field_name}={value} must end in {', '.join(endings[:-1])} or {endings[-1]}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _check_plot_ending(value: str, info: ValidationInfo) -> str:
-    if PurePath(value).suffix.lower() not in PLOT_ENDINGS:
-        raise ValueError(f"{info.field_name}={value} must end in .png, .svg or .pdf")
-    return value
+PlotFile = Annotated[str, ending(".png", ".svg", ".pdf")]
+"""Chart file. Its ending chooses the format."""
 
 
-PlotFile = Annotated[str, AfterValidator(_check_plot_ending)]
-"""A file for a chart, whose ending is its format."""
+class Applies(NamedTuple):
+    """Condition under which settings take part in a run: a row of a table in `applies.py`."""
+
+    keys: str
+    """Dotted keys of settings or whole sections, separated by blanks."""
+    when: Callable[[Any], object]
+    """Returns a true value for settings in which they take part."""
+    why: str = ""
+    """End of the sentence "KEY=VALUE has no effect WHY: FIX", formatted with the settings `s`. Empty: never refused."""
+    is_refused: bool = True
+    """Whether a value other than the default is refused from any source. Otherwise it is refused where it is typed."""
+    but: str = ""
+    """Names in a section that the row does not cover."""
+    is_recorded: bool = False
+    """Whether sidecars have the settings in any case."""
+
+    def covers(self, key: str) -> bool:
+        """Return whether the row is about the setting `key`."""
+        for place in self.keys.split():
+            if key == place:
+                return True
+            if key.startswith(f"{place}."):
+                return key[len(place) + 1 :].split(".")[0] not in self.but.split()
+        return False
 
 
 class Section(BaseModel):
-    """A closed, frozen group of settings: an unknown key is an error, and nothing changes after validation.
+    """A closed, frozen group of settings. An unknown key is an error, and nothing changes after validation.
 
-    Every value may arrive as text, since command lines, the environment and our YAML know nothing else. Text becomes
-    a list at commas (`8,12,12` or `[8, 12, 12]`), and nothing at `none`, `null`, `~` or an empty text where the
-    setting may be unset.
+    Every value may arrive as text because command lines, the environment and YAML files have nothing else. Text becomes
+    a list at commas (`8,12,12` or `[8, 12, 12]`). `none`, `null`, `~` and empty text become None where None is allowed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    applies: ClassVar[tuple[Applies, ...]] = ()
+    """Table of the settings of a command. Sections inside have none."""
+
+    def rules(self) -> Iterable[str]:
+        """Yield one line for each broken rule between these settings."""
+        return ()
 
     @field_validator("*", mode="before")
     @classmethod
@@ -91,20 +132,53 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _check_size(cls, value: object) -> object:
-        if isinstance(value, int) and abs(value) > _LARGEST:
+        if isinstance(value, int) and abs(value) > _MAX_INT:
             raise PydanticKnownError("int_parsing_size")
         return value
 
-    def replace(self, changes: Mapping[str, object]) -> Self:
-        """Return these settings with `changes`, validated again as a whole: `{"condition.mode": "i2v_head"}`.
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        problems = [
+            f"{key}={shown(value)} has no effect {row.why.format(s=self)}"
+            for row in self.applies
+            if row.why and row.is_refused and not row.when(self)
+            for key, value in changed(self)
+            if row.covers(key)
+        ]
+        if problems := [*problems, *self.rules()]:
+            raise ValueError("\n".join(problems))
+        return self
 
-        Raises pydantic.ValidationError if a key is unknown, or the new settings break a rule.
+    def replace(self, changes: Mapping[str, object]) -> Self:
+        """Return these settings with `changes` by dotted key, such as `{"condition.mode": "i2v_head"}`.
+
+        Raises:
+            pydantic.ValidationError: A key is unknown, or the new settings break a rule.
         """
         return type(self).model_validate(nested(changes, into=self.model_dump()))
 
 
+def changed(section: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and the value of each setting that differs from its default."""
+    for name, details in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from changed(value, f"{prefix}{name}.")
+        elif details.is_required() or value != details.default:
+            yield f"{prefix}{name}", value
+
+
+def shown(value: object) -> str:
+    """Return a value as it is typed on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(shown, value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(getattr(value, "shown", value))
+
+
 def nested(values: Mapping[str, object], *, into: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return values that are given by dotted keys as nested sections, those of `into` if it is given."""
+    """Return values with dotted keys as nested sections, merged into `into`."""
     into = {} if into is None else into
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -116,7 +190,7 @@ def nested(values: Mapping[str, object], *, into: dict[str, Any] | None = None) 
 
 
 def split_list(text: str, *, separator: str) -> tuple[str, ...]:
-    """Return the non-empty parts of `text`, without blanks around them; square brackets around it all are dropped."""
+    """Return the non-empty parts of `text`, stripped. Square brackets around the text are dropped."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]

@@ -1,12 +1,13 @@
 """Settings of `osora ckpt`: one class for each of its commands."""
 
 import re
+from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.base import ByteSize, FileName, Section
 from opensora_cli.settings.enums import (
     DownloadPreset,
     QKVLayout,
@@ -24,141 +25,125 @@ _FORMAT_OF_ENDING = {
     ".bin": TargetFormat.TORCH,
 }
 
-
 Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
+_Tolerance = Annotated[float, Field(ge=0, le=1e38)]
 
 
 class InspectSettings(Section):
-    """`osora ckpt inspect`."""
+    """Settings of `osora ckpt inspect`."""
 
-    path: str = Field(min_length=1, description="file or folder")
-    select: WeightSelection | None = Field(default=None, description="which weights of a training")
-    only: Patterns = Field(default=(), description="shell patterns of names; nothing else is shown")
-    stats: bool = Field(default=False, description="read the data, too: range, mean, what is not finite or all zero")
+    path: FileName = Field(description="File or folder.")
+    select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
+    only: Patterns = Field(default=(), description="Shell patterns of the names to show.")
+    stats: bool = Field(default=False, description="Read the data for range, mean, non-finite and all-zero tensors.")
 
 
 class VerifySettings(Section):
-    """`osora ckpt verify`."""
+    """Settings of `osora ckpt verify`."""
 
-    path: str = Field(min_length=1, description="file or folder")
-    select: WeightSelection | None = Field(default=None, description="which weights of a training")
-    preset: str | None = Field(default=None, description="released model whose names and shapes it must have")
-    sha256: str | None = Field(default=None, description="what the hash of the one file must be")
-    data: bool = Field(default=True, description="read all data, to check hashes and find what is not finite")
+    path: FileName = Field(description="File or folder.")
+    select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
+    preset: str | None = Field(default=None, description="Released model whose names and shapes are required.")
+    sha256: str | None = Field(default=None, description="Required hash of the file.")
+    data: bool = Field(default=True, description="Read all data to check hashes and find non-finite values.")
 
-    @model_validator(mode="after")
-    def _hash_can_be_checked(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
         if self.sha256 is not None and not _SHA256.fullmatch(self.sha256.lower()):
-            raise ValueError(f"sha256={self.sha256} must be 64 hexadecimal digits")
-        if self.sha256 is not None and not self.data:
-            raise ValueError("sha256 cannot be checked with data=false, which reads nothing: drop one of them")
-        return self
+            yield f"sha256={self.sha256} must be 64 hexadecimal digits"
+        elif self.sha256 is not None and not self.data:
+            yield "sha256 cannot be checked with data=false, which reads nothing: drop one of them"
 
 
 class DiffSettings(Section):
-    """`osora ckpt diff`."""
+    """Settings of `osora ckpt diff`."""
 
-    first: str = Field(min_length=1, description="file or folder")
-    second: str = Field(min_length=1, description="file or folder")
-    select: WeightSelection | None = Field(default=None, description="which weights, of a training among the two")
-    only: Patterns = Field(default=(), description="shell patterns of names; nothing else is compared")
-    rtol: float = Field(
-        default=0.0,
-        ge=0,
-        le=1e38,
-        allow_inf_nan=False,
-        description="what may differ, relative to the value in the second",
-    )
-    atol: float = Field(default=0.0, ge=0, le=1e38, allow_inf_nan=False, description="what may differ, absolutely")
+    first: FileName = Field(description="File or folder.")
+    second: FileName = Field(description="File or folder.")
+    select: WeightSelection | None = Field(default=None, description="Weights, if one of the two is a training run.")
+    only: Patterns = Field(default=(), description="Shell patterns of the names to compare.")
+    rtol: _Tolerance = Field(default=0.0, description="Tolerance relative to the value in the second.")
+    atol: _Tolerance = Field(default=0.0, description="Absolute tolerance.")
 
     @property
     def is_exact(self) -> bool:
-        """Whether every bit must be the same."""
+        """Whether all values must be bitwise identical."""
         return self.rtol == self.atol == 0
 
 
 class WriteSettings(Section):
-    """Where weights are written to, and how."""
+    """Place and format of written weights."""
 
-    target: str = Field(min_length=1, description="file or folder to write")
-    format: TargetFormat | None = Field(default=None, description="what to write; None: goes by the target's name")
-    shard_size: ByteSize | None = Field(default=None, description="bytes of a shard, as in 4GB; None: 4096 MiB")
-    hashing: bool = Field(default=True, description="record the hash of the source, and of each shard")
-    overwrite: bool = Field(default=False, description="replace what is there")
+    target: FileName = Field(description="File or folder to write.")
+    format: TargetFormat | None = Field(default=None, description="Format. None means by the name of the target.")
+    shard_size: ByteSize | None = Field(default=None, description="Size of a shard, as in 4GB. None means 4096 MiB.")
+    hashing: bool = Field(default=True, description="Record the hashes of the source and of each shard.")
+    overwrite: bool = Field(default=False, description="Replace existing files.")
 
     @property
     def resolved_format(self) -> TargetFormat:
-        """The given format, or else that of the target's name."""
+        """Format that is given, or that of the target's name."""
         return self.format or self.named_format or TargetFormat.SAFETENSORS_SHARDS
 
     @property
     def named_format(self) -> TargetFormat | None:
-        """The format of the target's ending, if it is a known one."""
+        """Format of the target's ending, or None for an unknown ending."""
         return _FORMAT_OF_ENDING.get(PurePath(self.target).suffix.lower())
 
-    @model_validator(mode="after")
-    def _format_is_known(self) -> Self:
-        # Letters after a dot are an ending; `v1.5` is a name.
-        ending = PurePath(self.target).suffix
-        if self.format is None and self.named_format is None and ending[1:2].isalpha():
-            raise ValueError(f"target={self.target} has an ending, {ending}, that names no format: add --format")
-        return self
-
-    @model_validator(mode="after")
-    def _format_fits(self) -> Self:
-        written, named = self.resolved_format, self.named_format
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        written, named, ending = self.resolved_format, self.named_format, PurePath(self.target).suffix
+        # `v1.5` is a name, and letters after a dot are an ending.
+        if self.format is None and named is None and ending[1:2].isalpha():
+            yield f"target={self.target} has an ending, {ending}, that names no format: add --format"
+            return
         if named is not None and written is not named:
-            raise ValueError(
+            yield (
                 f"format={written} must agree with the ending of target={self.target}, which is that of {named}: "
-                f"use another name"
+                "use another name"
             )
         if self.shard_size is not None and not written.has_shards:
             sharded = ", ".join(format_ for format_ in TargetFormat if format_.has_shards)
-            raise ValueError(f"shard_size={self.shard_size} has no effect on format={written}: use one of {sharded}")
-        return self
+            yield f"shard_size={self.shard_size} has no effect on format={written}: use one of {sharded}"
 
 
 class ConvertSettings(WriteSettings):
-    """`osora ckpt convert`."""
+    """Settings of `osora ckpt convert`."""
 
-    source: str = Field(min_length=1, description="file or folder to read")
-    select: WeightSelection | None = Field(default=None, description="which weights of a training")
-    only: Patterns = Field(default=(), description="shell patterns of names in the source; nothing else is written")
-    drop: Patterns = Field(default=(), description="shell patterns of names in the source that are left out")
-    rename: tuple[str, ...] = Field(
-        default=(), description="OLD=NEW for the start of names, re:PATTERN=NEW for a regular expression"
-    )
-    qkv: QKVLayout | None = Field(default=None, description="layout of q, k and v; None: as it is")
-    rotary: RotaryLayout | None = Field(default=None, description="layout of rotary pairs; None: as it is")
-    dtype: WeightDType | None = Field(default=None, description="of all floating point weights; None: as they are")
-    preset: str | None = Field(default=None, description="released model whose names and shapes the result must have")
+    source: FileName = Field(description="File or folder to read.")
+    select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
+    only: Patterns = Field(default=(), description="Shell patterns of the names in the source to write.")
+    drop: Patterns = Field(default=(), description="Shell patterns of the names in the source to drop.")
+    rename: tuple[str, ...] = Field(default=(), description="OLD=NEW for starts of names, re:PATTERN=NEW for patterns.")
+    qkv: QKVLayout | None = Field(default=None, description="Layout of q, k and v. None keeps it.")
+    rotary: RotaryLayout | None = Field(default=None, description="Layout of rotary pairs. None keeps it.")
+    dtype: WeightDType | None = Field(default=None, description="Type of floating point weights. None keeps it.")
+    preset: str | None = Field(default=None, description="Released model whose names and shapes are required.")
 
     @property
     def options(self) -> dict[str, object]:
-        """The options that the result depends on, where given."""
+        """Options that the result depends on, if given."""
         given = self.model_dump(mode="json", include={"select", "only", "drop", "rename", "qkv", "rotary", "dtype"})
         return {name: value for name, value in given.items() if value}
 
 
 class MergeLoraSettings(WriteSettings):
-    """`osora ckpt merge-lora`."""
+    """Settings of `osora ckpt merge-lora`."""
 
-    base: str = Field(min_length=1, description="file or folder of the model")
-    adapter: str = Field(min_length=1, description="folder or file of the adapter")
-    unmerge: bool = Field(default=False, description="take the adapter out again")
-    scale: float = Field(
-        default=1.0, ge=-100, le=100, allow_inf_nan=False, description="how much of the adapter; 1 is as it was trained"
-    )
+    base: FileName = Field(description="File or folder of the model.")
+    adapter: FileName = Field(description="File or folder of the adapter.")
+    unmerge: bool = Field(default=False, description="Subtract the adapter.")
+    scale: float = Field(default=1.0, ge=-100, le=100, description="Strength. 1 is that of its training.")
 
     @property
     def options(self) -> dict[str, object]:
-        """What its result depends on, beside the files."""
+        """Options that the result depends on."""
         return {"adapter": self.adapter, "unmerge": self.unmerge, "scale": self.scale}
 
 
 class DownloadSettings(Section):
-    """`osora ckpt download`."""
+    """Settings of `osora ckpt download`."""
 
-    preset: DownloadPreset = Field(description="what to download")
-    to: str = Field(default="ckpts", min_length=1, description="folder to put the files in")
-    overwrite: bool = Field(default=False, description="replace files that are other than on the Hub")
+    preset: DownloadPreset = Field(description="Model to download.")
+    to: FileName = Field(default="ckpts", description="Folder for the files.")
+    overwrite: bool = Field(default=False, description="Replace files that differ from those on the Hub.")

@@ -1,96 +1,96 @@
-"""Settings of the parts that generating and training share: the models and their files."""
+"""Settings of the models and their files, shared by generation and training."""
 
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.settings.base import MAX_FRAMES, MAX_SIDE, Section, split_list
+from opensora_cli.settings.base import MAX_FRAMES, MAX_SIDE, FileName, Section, split_list
 from opensora_cli.settings.enums import ModelName, VAEKind
 
 DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
-"""The line that fetches the released weights to where they are looked for."""
+"""Command that downloads the released weights."""
 
-MAX_WIDTH = 65_536
-"""Features of a layer of the transformer, and its heads."""
-MAX_CHANNELS = 8192
-"""Channels of a layer or a latent of an autoencoder, and groups of them."""
-MAX_DEPTH = 32
-"""Blocks in a row at one width of an autoencoder."""
-MAX_STAGES = 16
-"""Widths of an autoencoder, each half the resolution of the one before."""
+_Width = Annotated[int, Field(ge=1, le=65_536)]
+"""Features or heads of a transformer layer."""
+_Channels = Annotated[int, Field(ge=1, le=8192)]
+_Depth = Annotated[int, Field(ge=1, le=32)]
+"""Blocks at one width of an autoencoder."""
+_Blocks = Annotated[int, Field(ge=0, le=1000)]
+_Overlap = Annotated[float, Field(ge=0, lt=1)]
+_Scale = Annotated[float, Field(ge=1e-6, le=10**6)]
+_Shift = Annotated[float, Field(ge=-(10**6), le=10**6)]
+_Ratio = Annotated[int, Field(ge=1, le=1024)]
+_TileSide = Annotated[int, Field(ge=1, le=MAX_SIDE)]
+_TileLength = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
+_Tokens = Annotated[int, Field(ge=1, le=65_536)]
+_MAX_STAGES = 16
+"""Largest number of widths of an autoencoder. Each stage halves the resolution."""
 
-_Channels = Annotated[PositiveInt, Field(le=MAX_CHANNELS)]
-_Depth = Annotated[PositiveInt, Field(le=MAX_DEPTH)]
+OF_ALL_KINDS = ("kind", "spatial_tiling", "temporal_tiling", "dc_ae", "flux_ae")
+"""Keys of `VAESettings` that do not belong to the kind hunyuan."""
 
 _WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
-_KEYS_OF_ALL_KINDS = frozenset({"kind", "spatial_tiling", "temporal_tiling"})
 
 
 class Tf32Settings(Section):
-    """How float32 is computed with."""
+    """Precision of float32 computation."""
 
     tf32: bool | None = Field(
         default=None,
-        description="multiply float32 matrices and convolve in TF32, which GPUs have from compute capability 8.0: a "
-        "mantissa of 10 bits is faster, and results in float32 differ in the third digit; false: neither; none: as "
-        "torch does, which is TF32 for convolutions alone. Half precision is not affected",
+        description="Compute float32 matrix products and convolutions in TF32 (GPUs from compute capability 8.0): "
+        "faster, with a mantissa of 10 bits. None means torch's default, TF32 for convolutions alone.",
     )
-
-    def tf32_problems(self, *, key: str, device: str) -> list[str]:
-        """Return why `tf32` has no effect on a device whose setting is called `key`."""
-        if self.tf32 is None or device != "cpu":
-            return []
-        return [f"precision.tf32={str(self.tf32).lower()} has no effect with {key}=cpu: use none"]
 
 
 class GenerationPrecisionSettings(Tf32Settings):
-    """With how many bits a generation computes, beside `runtime.dtype`."""
+    """Precision of generation, in addition to `runtime.dtype`."""
 
     linear: LinearProducts = Field(
         default=LinearProducts.EXACT,
-        description="multiply the linear layers of the transformer's blocks in 8 bits, which halves their weights "
-        "against bfloat16 and changes the result: int8 on a CPU, or a GPU from compute capability 8.0; fp8 (e4m3) on "
-        "one from 8.9. The error is printed",
+        description="Precision of the linear layers in transformer blocks. int8 (CPU, or GPU from compute capability "
+        "8.0) and fp8 (GPU from 8.9) halve bfloat16 weights and change the result. The error is printed.",
     )
 
 
 class ModelSettings(Section):
-    """Name and sizes of the MMDiT. The defaults are those of the released 11B model."""
+    """Name and sizes of the MMDiT. The defaults describe the released 11B model."""
 
-    name: ModelName = Field(default=ModelName.OPEN_SORA_V2, description="which model")
-    in_channels: PositiveInt = Field(
-        default=64, le=MAX_WIDTH, description="channels of a packed token: latent channels x patch_size squared"
+    name: ModelName = Field(default=ModelName.OPEN_SORA_V2, description="Model.")
+    in_channels: _Width = Field(default=64, description="Channels of a token: latent channels x patch_size squared.")
+    vec_in_dim: _Width = Field(default=768, description="Width of the pooled CLIP embedding.")
+    context_in_dim: _Width = Field(default=4096, description="Width of the T5 embeddings.")
+    hidden_size: _Width = Field(default=3072, description="Width of the transformer.")
+    mlp_ratio: float = Field(default=4.0, ge=0.001, le=1024, description="Width of the MLPs relative to hidden_size.")
+    num_heads: _Width = Field(default=24, description="Attention heads. They divide hidden_size.")
+    depth: _Blocks = Field(default=19, description="Double-stream blocks.")
+    depth_single_blocks: _Blocks = Field(default=38, description="Single-stream blocks.")
+    axes_dim: tuple[_Width, ...] = Field(
+        default=(16, 56, 56), description="Even rotary widths of time, height and width. Their sum is the head width."
     )
-    vec_in_dim: PositiveInt = Field(default=768, le=MAX_WIDTH, description="width of the pooled CLIP embedding")
-    context_in_dim: PositiveInt = Field(default=4096, le=MAX_WIDTH, description="width of the T5 embeddings")
-    hidden_size: PositiveInt = Field(default=3072, le=MAX_WIDTH, description="width of the transformer")
-    mlp_ratio: float = Field(default=4.0, ge=0.001, le=1024, description="width of the MLPs over hidden_size")
-    num_heads: PositiveInt = Field(default=24, le=MAX_WIDTH, description="attention heads; divides hidden_size")
-    depth: int = Field(default=19, ge=0, le=1000, description="double-stream blocks")
-    depth_single_blocks: int = Field(default=38, ge=0, le=1000, description="single-stream blocks")
-    axes_dim: tuple[Annotated[PositiveInt, Field(le=MAX_WIDTH)], ...] = Field(
-        default=(16, 56, 56),
-        description="rotary widths of time, height and width; even, with the width of a head as their sum",
-    )
-    theta: float = Field(default=10_000, ge=0.001, le=10**9, description="base of the rotary frequencies")
-    qkv_bias: bool = Field(default=True, description="whether the attention projections have a bias")
-    guidance_embed: bool = Field(default=False, description="whether the model is guidance-distilled")
-    cond_embed: bool = Field(default=True, description="whether the model takes reference latents")
-    patch_size: PositiveInt = Field(default=2, le=1024, description="latent pixels along the side of a token")
-    predicts_data: bool = Field(
-        default=False, description="whether the transformer puts out the data, from which its velocity is computed"
-    )
+    theta: float = Field(default=10_000, ge=0.001, le=10**9, description="Base of the rotary frequencies.")
+    qkv_bias: bool = Field(default=True, description="Whether the attention projections have a bias.")
+    guidance_embed: bool = Field(default=False, description="Whether the model is guidance-distilled.")
+    cond_embed: bool = Field(default=True, description="Whether the model takes reference latents.")
+    patch_size: _Ratio = Field(default=2, description="Side of a token in latent pixels.")
+    predicts_data: bool = Field(default=False, description="Whether the transformer predicts data, not velocity.")
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_model(cls, value: ModelName) -> ModelName:
+        if value is ModelName.AUTO:
+            raise ValueError("model.name=auto must be a model: use runtime.model_choice=auto")
+        return value
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"model.num_heads={self.num_heads} must divide model.hidden_size={self.hidden_size}")
         head = self.hidden_size // self.num_heads
-        axes = ",".join(map(str, self.axes_dim))
         if len(self.axes_dim) != 3 or sum(self.axes_dim) != head or any(dim % 2 for dim in self.axes_dim):
+            axes = ",".join(map(str, self.axes_dim))
             raise ValueError(
                 f"model.axes_dim={axes} must be three even numbers (time, height, width) that add up to {head}, "
                 f"the width of a head (model.hidden_size={self.hidden_size} / model.num_heads={self.num_heads})"
@@ -103,47 +103,35 @@ class ModelSettings(Section):
 
 
 class DCAESettings(Section):
-    """Sizes of the video DC-AE. The defaults are those of the released one; lists go from the pixels inwards."""
+    """Sizes of the video DC-AE. The defaults describe the released one. Lists start at the pixels."""
 
-    latent_channels: PositiveInt = Field(
-        default=128, le=MAX_CHANNELS, description="channels of the latents; divides the last width"
-    )
+    latent_channels: _Channels = Field(default=128, description="Channels of the latents. They divide the last width.")
     block_types: tuple[Literal["res", "efficientvit"], ...] = Field(
         default=("res", "res", "res", "efficientvit", "efficientvit", "efficientvit"),
         min_length=1,
-        max_length=MAX_STAGES,
-        description="what each stage is made of: res or efficientvit",
+        max_length=_MAX_STAGES,
+        description="Block type of each stage: res or efficientvit.",
     )
     width_list: tuple[_Channels, ...] = Field(
-        default=(128, 256, 512, 512, 1024, 1024), description="widths; multiples of 32 in efficientvit stages"
+        default=(128, 256, 512, 512, 1024, 1024), description="Widths. Multiples of 32 in efficientvit stages."
     )
-    encoder_depth_list: tuple[_Depth, ...] = Field(
-        default=(2, 2, 2, 3, 3, 3), description="blocks of the encoder's stages"
-    )
-    decoder_depth_list: tuple[_Depth, ...] = Field(
-        default=(3, 3, 3, 3, 3, 3), description="blocks of the decoder's stages"
-    )
+    encoder_depth_list: tuple[_Depth, ...] = Field(default=(2, 2, 2, 3, 3, 3), description="Blocks of encoder stages.")
+    decoder_depth_list: tuple[_Depth, ...] = Field(default=(3, 3, 3, 3, 3, 3), description="Blocks of decoder stages.")
     temporal: tuple[bool, ...] = Field(
-        default=(False, False, False, True, True, False), description="after which stages time is halved, too"
+        default=(False, False, False, True, True, False), description="Stages that halve time."
     )
-    spatial_tile_size: PositiveInt = Field(default=256, le=MAX_SIDE, description="side of a spatial tile, in pixels")
-    temporal_tile_size: PositiveInt = Field(
-        default=32, le=MAX_FRAMES, description="length of a temporal tile, in frames"
-    )
-    tile_overlap_factor: float = Field(
-        default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
-    )
-    scaling_factor: float | None = Field(
+    spatial_tile_size: _TileSide = Field(default=256, description="Side of a spatial tile in pixels.")
+    temporal_tile_size: _TileLength = Field(default=32, description="Length of a temporal tile in frames.")
+    tile_overlap_factor: _Overlap = Field(default=0.25, description="Overlap of neighboring tiles, relative to a tile.")
+    scaling_factor: _Scale | None = Field(
         default=None,
-        ge=1e-6,
-        le=10**6,
-        description="latents = encoded / scaling_factor; none: latents are what is encoded. The reference trains with "
-        "0.493 and generates with none",
+        description="Latents are the encoder's output divided by it. None means 1. The reference trains with 0.493 and "
+        "generates with none.",
     )
 
     @property
     def grid(self) -> LatentGrid:
-        """How frames and pixels are mapped to latents."""
+        """Mapping from frames and pixels to latents."""
         return LatentGrid(
             latent_channels=self.latent_channels,
             time_compression_ratio=int(2 ** sum(self.temporal)),
@@ -153,36 +141,35 @@ class DCAESettings(Section):
 
     @model_validator(mode="after")
     def _lists_are_equally_long(self) -> Self:
+        stages = len(self.block_types)
         for name in ("width_list", "encoder_depth_list", "decoder_depth_list", "temporal"):
-            if (found := len(getattr(self, name))) != len(self.block_types):
+            if (found := len(getattr(self, name))) != stages:
                 raise ValueError(
-                    f"vae.dc_ae.{name} has {found} entries and must have {len(self.block_types)}, "
-                    "as vae.dc_ae.block_types has"
+                    f"vae.dc_ae.{name} has {found} entries and must have {stages}, as vae.dc_ae.block_types has"
                 )
         return self
 
 
 class FluxAESettings(Section):
-    """Sizes of the 2D autoencoder. The defaults are those of the released one."""
+    """Sizes of the 2D autoencoder. The defaults describe the released one."""
 
-    z_channels: PositiveInt = Field(default=16, le=MAX_CHANNELS, description="channels of the latents")
-    ch: PositiveInt = Field(default=128, le=MAX_CHANNELS, description="base of the widths; a multiple of 32")
+    z_channels: _Channels = Field(default=16, description="Channels of the latents.")
+    ch: _Channels = Field(default=128, description="Base width, a multiple of 32.")
     ch_mult: tuple[_Depth, ...] = Field(
-        default=(1, 2, 4, 4), min_length=1, max_length=MAX_STAGES, description="widths over ch, from the pixels inwards"
+        default=(1, 2, 4, 4),
+        min_length=1,
+        max_length=_MAX_STAGES,
+        description="Widths relative to ch, from the pixels.",
     )
-    num_res_blocks: PositiveInt = Field(default=2, le=MAX_DEPTH, description="residual blocks at each width")
-    scale_factor: float = Field(
-        default=0.3611, ge=1e-6, le=10**6, description="latents = scale_factor x (sample - shift_factor)"
-    )
-    shift_factor: float = Field(default=0.1159, ge=-(10**6), le=10**6, description="see scale_factor")
-    tile_size: PositiveInt = Field(default=1024, le=MAX_SIDE, description="side of a spatial tile, in pixels")
-    tile_overlap_factor: float = Field(
-        default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
-    )
+    num_res_blocks: _Depth = Field(default=2, description="Residual blocks at each width.")
+    scale_factor: _Scale = Field(default=0.3611, description="Latents are scale_factor x (sample - shift_factor).")
+    shift_factor: _Shift = Field(default=0.1159, description="Shift of the latents, see scale_factor.")
+    tile_size: _TileSide = Field(default=1024, description="Side of a spatial tile in pixels.")
+    tile_overlap_factor: _Overlap = Field(default=0.25, description="Overlap of neighboring tiles, relative to a tile.")
 
     @property
     def grid(self) -> LatentGrid:
-        """How frames and pixels are mapped to latents."""
+        """Mapping from frames and pixels to latents."""
         return LatentGrid(
             latent_channels=self.z_channels,
             time_compression_ratio=1,
@@ -192,49 +179,36 @@ class FluxAESettings(Section):
 
 
 class VAESettings(Section):
-    """Which autoencoder, with its sizes and tiling.
+    """Kind, sizes and tiling of the autoencoder.
 
-    The keys beside `kind` and the two tilings are those of the causal one (`hunyuan`), whose defaults are of the
-    released weights. The others have sections of their own.
+    Keys beside `kind` and the two tilings belong to the causal autoencoder `hunyuan`, and their defaults describe the
+    released one. Other kinds have sections.
     """
 
-    kind: VAEKind = Field(default=VAEKind.HUNYUAN, description="which autoencoder: hunyuan, dc_ae or flux_ae")
-    latent_channels: PositiveInt = Field(default=16, le=MAX_CHANNELS, description="channels of the latents")
+    kind: VAEKind = Field(default=VAEKind.HUNYUAN, description="Autoencoder: hunyuan, dc_ae or flux_ae.")
+    latent_channels: _Channels = Field(default=16, description="Channels of the latents.")
     block_out_channels: tuple[_Channels, ...] = Field(
-        default=(128, 256, 512, 512), min_length=1, max_length=MAX_STAGES, description="widths, from the pixels inwards"
+        default=(128, 256, 512, 512), min_length=1, max_length=_MAX_STAGES, description="Widths, from the pixels."
     )
-    layers_per_block: PositiveInt = Field(default=2, le=MAX_DEPTH, description="residual blocks at each width")
-    norm_num_groups: PositiveInt = Field(
-        default=32, le=MAX_CHANNELS, description="groups of the group norms; divides every width"
-    )
-    sample_size: PositiveInt = Field(default=256, le=MAX_SIDE, description="side of a spatial tile, in pixels")
-    sample_tsize: PositiveInt = Field(default=64, le=MAX_FRAMES, description="length of a temporal tile, in frames")
-    tile_overlap_factor: float = Field(
-        default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
-    )
-    scale_factor: float = Field(
-        default=0.476986, ge=1e-6, le=10**6, description="latents = scale_factor x (sample - shift_factor)"
-    )
-    shift_factor: float = Field(default=0.0, ge=-(10**6), le=10**6, description="see scale_factor")
-    time_compression_ratio: PositiveInt = Field(
-        default=4, le=1024, description="frames to one latent frame, after the first"
-    )
-    spatial_compression_ratio: PositiveInt = Field(
-        default=8, le=1024, description="pixels to one latent pixel, along each side"
-    )
-    spatial_tiling: bool = Field(
-        default=True,
-        description="encode and decode in tiles of sample_size pixels, or as many as in the kind's section",
-    )
+    layers_per_block: _Depth = Field(default=2, description="Residual blocks at each width.")
+    norm_num_groups: _Channels = Field(default=32, description="Groups of the group norms. They divide every width.")
+    sample_size: _TileSide = Field(default=256, description="Side of a spatial tile in pixels.")
+    sample_tsize: _TileLength = Field(default=64, description="Length of a temporal tile in frames.")
+    tile_overlap_factor: _Overlap = Field(default=0.25, description="Overlap of neighboring tiles, relative to a tile.")
+    scale_factor: _Scale = Field(default=0.476986, description="Latents are scale_factor x (sample - shift_factor).")
+    shift_factor: _Shift = Field(default=0.0, description="Shift of the latents, see scale_factor.")
+    time_compression_ratio: _Ratio = Field(default=4, description="Frames of a latent frame, after the first.")
+    spatial_compression_ratio: _Ratio = Field(default=8, description="Pixels of a latent pixel, along each side.")
+    spatial_tiling: bool = Field(default=True, description="Encode and decode in spatial tiles.")
     temporal_tiling: bool = Field(
-        default=False, description="likewise in tiles of sample_tsize frames; flux_ae frame by frame"
+        default=False, description="Encode and decode in temporal tiles, for flux_ae of one frame."
     )
-    dc_ae: DCAESettings = Field(default=DCAESettings(), description="sizes and tiles of kind dc_ae")
-    flux_ae: FluxAESettings = Field(default=FluxAESettings(), description="sizes and tiles of kind flux_ae")
+    dc_ae: DCAESettings = Field(default=DCAESettings(), description="Sizes and tiles of kind dc_ae.")
+    flux_ae: FluxAESettings = Field(default=FluxAESettings(), description="Sizes and tiles of kind flux_ae.")
 
     @property
     def grid(self) -> LatentGrid:
-        """How frames and pixels are mapped to latents, by the chosen kind."""
+        """Mapping from frames and pixels to latents of the chosen kind."""
         if self.kind is VAEKind.DC_AE:
             return self.dc_ae.grid
         if self.kind is VAEKind.FLUX_AE:
@@ -248,10 +222,19 @@ class VAESettings(Section):
 
     @property
     def pixel_width(self) -> int:
-        """Channels of the layers that work on whole pixels."""
+        """Channels of the layers at full resolution."""
         if self.kind is VAEKind.DC_AE:
             return self.dc_ae.width_list[0]
         return self.flux_ae.ch * self.flux_ae.ch_mult[0] if self.kind is VAEKind.FLUX_AE else self.block_out_channels[0]
+
+    @property
+    def scale(self) -> tuple[str, ...]:
+        """Settings of the latents' scale as `KEY=VALUE`."""
+        if self.kind is VAEKind.DC_AE:
+            factor = self.dc_ae.scaling_factor
+            return (f"vae.dc_ae.scaling_factor={'none' if factor is None else factor}",)
+        section, key = (self.flux_ae, "vae.flux_ae") if self.kind is VAEKind.FLUX_AE else (self, "vae")
+        return f"{key}.scale_factor={section.scale_factor}", f"{key}.shift_factor={section.shift_factor}"
 
     @model_validator(mode="after")
     def _groups_divide_widths(self) -> Self:
@@ -263,82 +246,51 @@ class VAESettings(Section):
                 )
         return self
 
-    @property
-    def scale(self) -> tuple[str, ...]:
-        """The settings that decide the scale of the latents, each as `KEY=VALUE`."""
-        if self.kind is VAEKind.DC_AE:
-            factor = self.dc_ae.scaling_factor
-            return (f"vae.dc_ae.scaling_factor={'none' if factor is None else factor}",)
-        section, key = (self.flux_ae, "vae.flux_ae") if self.kind is VAEKind.FLUX_AE else (self, "vae")
-        return f"{key}.scale_factor={section.scale_factor}", f"{key}.shift_factor={section.shift_factor}"
-
-    @staticmethod
-    def owner(name: str) -> VAEKind | None:
-        """Return the kind that a key is of; None: it is of all."""
-        if name in _KEYS_OF_ALL_KINDS:
-            return None
-        return VAEKind(name) if name in list(VAEKind) else VAEKind.HUNYUAN
-
-    @model_validator(mode="after")
-    def _everything_has_an_effect(self) -> Self:
-        for name, details in type(self).model_fields.items():
-            value, owner = getattr(self, name), self.owner(name)
-            if owner not in (None, self.kind) and value != details.default:
-                setting = f"vae.{name}" if isinstance(value, Section) else f"vae.{name}={value}"
-                raise ValueError(f"{setting} has no effect with vae.kind={self.kind}: drop it, or use vae.kind={owner}")
-        return self
-
 
 class TextSettings(Section):
-    """The text encoders."""
+    """Text encoders."""
 
-    t5_max_length: PositiveInt = Field(
-        default=512, le=65_536, description="tokens that T5 reads; shorter prompts are padded to it"
-    )
-    clip_max_length: PositiveInt = Field(
-        default=77, le=65_536, description="tokens that CLIP reads, its start and end included"
-    )
-    known_words_warning: bool = Field(default=False, description="warn about words that the text encoders never saw")
+    t5_max_length: _Tokens = Field(default=512, description="Tokens that T5 reads. Shorter prompts are padded.")
+    clip_max_length: _Tokens = Field(default=77, description="Tokens that CLIP reads, start and end tokens included.")
+    known_words_warning: bool = Field(default=False, description="Warn about words that the text encoders do not know.")
 
 
 class FileSettings(Section):
-    """Where the weights lie, below the weights folder."""
+    """Names of the weights in the weights folder."""
 
-    transformer: str = Field(default="Open_Sora_v2.safetensors", min_length=1, description="MMDiT weights")
-    vae: str = Field(default="hunyuan_vae.safetensors", min_length=1, description="autoencoder weights")
-    t5: str = Field(default="google/t5-v1_1-xxl", min_length=1, description="T5 folder, in the transformers layout")
-    clip: str = Field(default="openai/clip-vit-large-patch14", min_length=1, description="CLIP folder, likewise")
-    hub_repo: str = Field(
-        default="hpcai-tech/Open-Sora-v2", min_length=1, description="Hub repository that has them all"
-    )
+    transformer: FileName = Field(default="Open_Sora_v2.safetensors", description="MMDiT weights.")
+    vae: FileName = Field(default="hunyuan_vae.safetensors", description="Autoencoder weights.")
+    t5: FileName = Field(default="google/t5-v1_1-xxl", description="T5 folder in the transformers layout.")
+    clip: FileName = Field(default="openai/clip-vit-large-patch14", description="CLIP folder in that layout.")
+    hub_repo: FileName = Field(default="hpcai-tech/Open-Sora-v2", description="Hub repository of all these files.")
 
 
 class LoraFile(Section):
-    """An adapter that is added to the transformer while a video is made."""
+    """Adapter that is added to the transformer."""
 
-    path: str = Field(
-        min_length=1, description="folder that PEFT has saved, or a .safetensors file in any common style"
-    )
-    scale: float = Field(default=1.0, ge=-100, le=100, description="how much of it is added; below 0: taken away")
-    sha256: str | None = Field(default=None, description="of its files, where they must be those of an earlier run")
-
-    @classmethod
-    def of_text(cls, text: str) -> dict[str, str]:
-        """Return the fields in `FILE[:SCALE]`. A path that ends in a colon and a number needs its scale after it."""
-        match = _WITH_SCALE.fullmatch(text.strip())
-        return match.groupdict() if match else {"path": text.strip()}
+    path: FileName = Field(description="PEFT folder, or .safetensors file in any common style.")
+    scale: float = Field(default=1.0, ge=-100, le=100, description="Strength. A negative value subtracts the adapter.")
+    sha256: str | None = Field(default=None, description="Hash of the adapter in an earlier run, checked if set.")
 
     @classmethod
     def of_list(cls, value: object) -> object:
-        """Return a list of adapters as it can be validated: as text separated by `;`, and each may be a text again."""
+        """Return adapters ready for validation. Text has `FILE[:SCALE]` separated by `;`.
+
+        A path that ends in a colon and a number needs a scale.
+        """
         files = split_list(value, separator=";") if isinstance(value, str) else value
         if not isinstance(files, list | tuple):
             return files
-        return tuple(cls.of_text(file) if isinstance(file, str) else file for file in files)
+        return tuple(cls._of_text(file) if isinstance(file, str) else file for file in files)
+
+    @classmethod
+    def _of_text(cls, text: str) -> dict[str, str]:
+        match = _WITH_SCALE.fullmatch(text.strip())
+        return match.groupdict() if match else {"path": text.strip()}
 
     @property
     def shown(self) -> str:
-        """The adapter as it can be typed."""
+        """The adapter as it is typed."""
         if self.scale == 1 and _WITH_SCALE.fullmatch(self.path) is None:
             return self.path
         return f"{self.path}:{str(self.scale).removesuffix('.0')}"

@@ -1,36 +1,28 @@
-"""Settings of training clips: a table of files, or the procedural world; and those of `osora data`."""
+"""Settings of training clips: a table of files or the procedural world. Also the settings of `osora data`."""
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import Fit
+from opensora_cli.core.media_choices import Fit
+from opensora_cli.settings.base import Count, FileName, Section, Share, ending
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.files import parse_yaml_text
 
-Probability = Annotated[float, Field(ge=0, le=1)]
 BatchSize = Annotated[int, Field(ge=1, le=4096)]
 
 
 class BucketSettings(NamedTuple):
-    """How often a sample that fits this bucket goes there, and how many of them make a micro-batch."""
+    """Bucket of clips of one size."""
 
-    probability: Probability
+    probability: Share
+    """Probability that a fitting sample goes to this bucket."""
     batch_size: BatchSize
+    """Samples of a micro-batch."""
 
 
 _Length = Annotated[int, Field(ge=1, le=1025)]
@@ -47,39 +39,42 @@ RELEASED_BUCKETS: BucketTable = {
     },
     "768px": {1: BucketSettings(1.0, 13), 33: BucketSettings(1.0, 2)},
 }
-"""Those that the reference implementation's tables were recorded with."""
+"""Buckets of the reference implementation."""
 
 
 class SceneSettings(Section):
-    """The clips of the procedural world: clip number i of a seed is the same in every epoch and every run."""
+    """Clips of the procedural world. Clip i of a seed is the same in every epoch and run."""
 
-    count: PositiveInt = Field(default=100_000, le=10**9, description="clips of an epoch")
-    size: int = Field(default=64, ge=32, le=1024, description="width and height in pixels")
-    num_frames: int = Field(default=17, ge=1, le=1025, description="frames of a clip, as the autoencoder takes them")
-    fps: float = Field(default=12.0, gt=0, le=240, description="frames per second")
-    batch_size: BatchSize = Field(default=8, description="clips of a micro-batch")
-    picture_share: float = Field(default=0.0, ge=0, le=1, description="part of the clips that are single frames")
-    picture_batch_size: BatchSize = Field(default=8, description="single frames of a micro-batch")
-    held_out: bool = Field(default=False, description="scenes that training never sees, to validate on")
+    count: Count = Field(default=100_000, description="Clips of an epoch.")
+    size: int = Field(default=64, ge=32, le=1024, description="Width and height in pixels.")
+    num_frames: _Length = Field(default=17, description="Frames of a clip.")
+    fps: float = Field(default=12.0, gt=0, le=240, description="Frames per second.")
+    batch_size: BatchSize = Field(default=8, description="Clips of a micro-batch.")
+    picture_share: Share = Field(default=0.0, description="Share of the clips that are single frames.")
+    picture_batch_size: BatchSize = Field(default=8, description="Single frames of a micro-batch.")
+    held_out: bool = Field(default=False, description="Use scenes for validation, which are never trained on.")
 
 
 class DataSettings(Section):
-    """A table of pictures and videos, sorted into buckets of one size; without a table, the procedural scenes."""
+    """Table of pictures and videos, sorted into buckets of one size, or the procedural scenes."""
 
-    table: str | None = Field(
-        default=None, min_length=1, description="CSV or parquet table, as osora data scan makes it; none: the scenes"
+    table: FileName | None = Field(
+        default=None, description="CSV or parquet table, as `osora data scan` makes it. None means procedural scenes."
     )
     buckets: BucketTable = Field(
         default=RELEASED_BUCKETS,
         min_length=1,
-        description="{resolution: {frames: [probability, batch size]}}, as in {256px: {1: [1.0, 8], 33: [1.0, 2]}}",
+        description="{resolution: {frames: [probability, batch size]}}, as in {256px: {1: [1.0, 8], 33: [1.0, 2]}}.",
     )
     fps_max: float = Field(
-        default=24.0, gt=0, le=1000, description="faster videos lose frames: every second, or third, ... stays"
+        default=24.0,
+        gt=0,
+        le=1000,
+        description="Largest frame rate. Of faster videos, every second or third frame stays.",
     )
-    fit: Fit = Field(default=Fit.CROP, description="what happens to frames of another shape than their bucket's")
-    workers: NonNegativeInt = Field(default=2, le=256, description="processes that read clips; 0: training itself does")
-    prefetch: PositiveInt = Field(default=2, le=64, description="micro-batches that each of them keeps ready")
+    fit: Fit = Field(default=Fit.CROP, description="How frames of another shape are fitted to their bucket.")
+    workers: int = Field(default=2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
+    prefetch: int = Field(default=2, ge=1, le=64, description="Micro-batches that each process prefetches.")
     scenes: SceneSettings = SceneSettings()
 
     @field_validator("buckets", mode="before")
@@ -98,38 +93,33 @@ class DataSettings(Section):
             raise ValueError("\n".join(problems))
         return table
 
-    @field_validator("buckets")
-    @classmethod
-    def _buckets_can_fill(cls, value: BucketTable) -> BucketTable:
-        for resolution, lengths in value.items():
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        for resolution, lengths in self.buckets.items():
             if not lengths:
-                raise ValueError(f"data.buckets.{resolution} must name a length, as in {{33: [1.0, 2]}}")
-        if not any(bucket.probability for lengths in value.values() for bucket in lengths.values()):
-            raise ValueError("data.buckets have probability 0: give at least one bucket a probability over 0")
-        return value
-
-    @model_validator(mode="after")
-    def _share_leaves_clips_or_pictures(self) -> Self:
+                yield f"data.buckets.{resolution} must name a length, as in {{33: [1.0, 2]}}"
+        if not any(bucket.probability for lengths in self.buckets.values() for bucket in lengths.values()):
+            yield "data.buckets have probability 0: give at least one bucket a probability over 0"
+        scenes = self.scenes
         for share, size, name in (
-            (1 - self.scenes.picture_share, self.scenes.batch_size, "batch_size"),
-            (self.scenes.picture_share, self.scenes.picture_batch_size, "picture_batch_size"),
+            (1 - scenes.picture_share, scenes.batch_size, "batch_size"),
+            (scenes.picture_share, scenes.picture_batch_size, "picture_batch_size"),
         ):
-            if self.table is None and 0 < round(share * self.scenes.count) < size:
-                raise ValueError(
-                    f"data.scenes.{name}={size} must be at most the {round(share * self.scenes.count)} of "
-                    f"data.scenes.count={self.scenes.count} that it is made of"
+            if self.table is None and 0 < (clips := round(share * scenes.count)) < size:
+                yield (
+                    f"data.scenes.{name}={size} must be at most the {clips} of data.scenes.count={scenes.count} "
+                    "that it is made of"
                 )
-        return self
 
     def lengths(self) -> tuple[int, ...]:
-        """Numbers of frames that micro-batches can have, the smallest first."""
+        """Return the numbers of frames of micro-batches in ascending order."""
         if self.table is not None:
             return tuple(sorted({length for lengths in self.buckets.values() for length in lengths}))
         shares = {1: self.scenes.picture_share, self.scenes.num_frames: 1 - self.scenes.picture_share}
         return tuple(sorted(length for length, share in shares.items() if share > 0))
 
     def length_problems(self, grid: LatentGrid) -> list[str]:
-        """Return a line for every length that an autoencoder would not give back."""
+        """Return one line for each length that the autoencoder cannot reconstruct."""
         key = "data.buckets" if self.table is not None else "data.scenes.num_frames"
         problems = []
         for length in self.lengths():
@@ -141,7 +131,7 @@ class DataSettings(Section):
         return problems
 
     def size_problems(self, multiple: int) -> list[str]:
-        """Return a line if the scenes' size is no multiple of a token's side, in pixels; buckets are made to fit."""
+        """Return a line if the size of scenes is not a multiple of a token's side in pixels. Buckets always fit."""
         size = self.scenes.size
         if self.table is not None or size % multiple == 0:
             return []
@@ -150,7 +140,7 @@ class DataSettings(Section):
 
 
 def _bucket_problems(table: Mapping[Any, object]) -> Iterator[str]:
-    """Yield what is wrong inside `data.buckets`, one line for each."""
+    """Yield one line for each problem inside `data.buckets`."""
     for resolution, lengths in table.items():
         place = f"data.buckets.{resolution}"
         if not re.match(_RESOLUTION, str(resolution)):
@@ -163,7 +153,7 @@ def _bucket_problems(table: Mapping[Any, object]) -> Iterator[str]:
                 if not isinstance(bucket, list | tuple) or len(bucket) != 2:
                     yield f"{place}.{length}={bucket} must be [probability, batch size], as in [1.0, 2]"
                     continue
-                yield from _number_problems(Probability, bucket[0], label=f"{place}.{length}: probability")
+                yield from _number_problems(Share, bucket[0], label=f"{place}.{length}: probability")
                 yield from _number_problems(BatchSize, bucket[1], label=f"{place}.{length}: batch size")
 
 
@@ -174,46 +164,37 @@ def _number_problems(kind: Any, value: object, *, label: str) -> Iterator[str]:
         yield from (f"{label} {line.removeprefix('=')}" for line in explain(error))
 
 
-def _ending(*endings: str, key: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not value.lower().endswith(endings):
-            raise ValueError(f"{key}={value} must end in {', '.join(endings[:-1])} or {endings[-1]}")
-        return value
-
-    return AfterValidator(check)
-
-
-TableFile = Annotated[str, Field(min_length=1), _ending(".csv", ".parquet", key="table")]
-PictureFile = Annotated[str, Field(min_length=1), _ending(".png", ".jpg", ".jpeg", ".webp", key="sheet")]
+TableFile = Annotated[FileName, ending(".csv", ".parquet")]
+PictureFile = Annotated[FileName, ending(".png", ".jpg", ".jpeg", ".webp")]
 
 
 class ScanSettings(Section):
-    """A folder of pictures and videos to make a table of."""
+    """Folder of pictures and videos to make a table of."""
 
-    folder: str = Field(min_length=1, description="looked through with all folders in it")
+    folder: FileName = Field(description="Folder to scan, with its subfolders.")
     table: TableFile | None = Field(
-        default=None, description="CSV or parquet file to write; none: a CSV file beside the folder"
+        default=None, description="CSV or parquet file to write. None means a CSV file beside the folder."
     )
-    workers: PositiveInt | None = Field(
-        default=None, le=1024, description="files that are read at a time; none: one for each core"
+    workers: int | None = Field(
+        default=None, ge=1, le=1024, description="Files that are read at a time. None means one for each core."
     )
-    deep: bool = Field(default=False, description="decode every frame, to find damage in the middle of files")
-    overwrite: bool = Field(default=False, description="read every file again, and replace a table of another origin")
+    deep: bool = Field(default=False, description="Decode every frame to find damage inside files.")
+    overwrite: bool = Field(default=False, description="Read every file again, and replace a table of another origin.")
 
 
 class ShardSettings(Section):
-    """A table to split into parts."""
+    """Table to split into parts."""
 
-    table: TableFile = Field(description="CSV or parquet file")
-    parts: int = Field(ge=2, le=100_000, description="how many files, of as many rows each")
-    overwrite: bool = Field(default=False, description="replace existing parts")
+    table: TableFile = Field(description="CSV or parquet file.")
+    parts: int = Field(ge=2, le=100_000, description="Number of files with equally many rows.")
+    overwrite: bool = Field(default=False, description="Replace existing parts.")
 
 
 class PreviewSettings(Section):
-    """A table to make a contact sheet of."""
+    """Table to make a contact sheet of."""
 
-    table: TableFile = Field(description="CSV or parquet file")
-    sheet: PictureFile = Field(description="picture to write")
-    count: int = Field(default=24, ge=1, le=1000, description="samples to show, chosen at random")
-    seed: NonNegativeInt = Field(default=0, le=2**62, description="of the choice of samples")
-    overwrite: bool = Field(default=False, description="replace an existing picture")
+    table: TableFile = Field(description="CSV or parquet file.")
+    sheet: PictureFile = Field(description="Picture to write.")
+    count: int = Field(default=24, ge=1, le=1000, description="Number of random samples.")
+    seed: int = Field(default=0, ge=0, le=2**62, description="Seed of the choice of samples.")
+    overwrite: bool = Field(default=False, description="Replace an existing picture.")

@@ -1,19 +1,11 @@
-"""Settings of what runs where: the devices, their memory, and how several of them share the work."""
+"""Settings of devices: their number, their memory, and the work that each of them does."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from opensora_cli.settings.base import ByteSize, Section
 from opensora_cli.settings.enums import (
@@ -22,49 +14,53 @@ from opensora_cli.settings.enums import (
     Compression,
     DType,
     HostWeights,
-    ModelChoice,
-    OffloadChoice,
+    ModelName,
+    OffloadMode,
 )
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-MAX_DEGREE = 65_536
-"""Devices that share one video or sample."""
-MAX_RANKS = 1024 * 65_536
-"""Devices in all: the most of a machine, times the most machines."""
-
-_Device = Annotated[NonNegativeInt, Field(le=1023)]
+Degree = Annotated[int, Field(ge=1, le=65_536)]
+"""Number of devices that share one video or sample."""
+Copies = Annotated[int, Field(ge=1, le=1024 * 65_536)]
+"""Number of groups of devices. The limit is that of devices per machine times that of machines."""
+Blocks = Annotated[int, Field(ge=1, le=10_000)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
+_Device = Annotated[int, Field(ge=0, le=1023)]
 _RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
 
 
+def device_problem(key: str, value: str) -> str | None:
+    """Return the error about the name of a device, or None if it is valid."""
+    return None if _DEVICE.fullmatch(value) else f"{key}={value} must be auto, cpu, cuda or cuda:N, as in cuda:1"
+
+
 class DeviceSettings(Section):
-    """Which devices take part; subclasses add how many of them share what."""
+    """Devices that take part. Subclasses add degrees: how many devices share which work."""
 
     degree_names: ClassVar[tuple[str, ...]] = ()
-    """The settings whose product has to divide the number of devices."""
+    """Settings whose product must divide the number of devices."""
 
     gpus: PositiveInt | None = Field(
-        default=None, le=1024, description="devices of this machine, or processes on a CPU; none: 1, or devices"
+        default=None, le=1024, description="Devices of this machine, or processes on a CPU. None means 1, or devices."
     )
     devices: tuple[_Device, ...] | None = Field(
-        default=None, min_length=1, max_length=1024, description="numbers of the GPUs, as in 0,2; none: the first ones"
+        default=None, min_length=1, max_length=1024, description="Numbers of the GPUs, as in 0,2. None means the first."
     )
-    nnodes: PositiveInt = Field(
-        default=1, le=65_536, description="machines, each with as many devices; set by torchrun and srun"
-    )
+    nnodes: PositiveInt = Field(default=1, le=65_536, description="Number of machines. torchrun and srun set it.")
 
     @property
     def ranks_per_node(self) -> int:
-        """Processes on this machine, one for each device."""
+        """Number of processes on this machine, one for each device."""
         return self.gpus or len(self.devices or (0,))
 
     @property
     def world_size(self) -> int:
-        """Processes on all machines."""
+        """Number of processes on all machines."""
         return self.nnodes * self.ranks_per_node
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees that are set."""
+        """Degrees that are set."""
         return {name: degree for name in self.degree_names if (degree := getattr(self, name)) is not None}
 
     @field_validator("devices", mode="wrap")
@@ -73,80 +69,61 @@ class DeviceSettings(Section):
         try:
             return read(value)
         except ValidationError:
-            # A wrong number alone would be named as if it were all.
+            # The error would otherwise name one wrong number as the whole value.
             named = value if isinstance(value, str) or not isinstance(value, Iterable) else ",".join(map(str, value))
             raise ValueError(f"parallel.devices={named} must be numbers of GPUs, as in 0,2") from None
 
-    @model_validator(mode="after")
-    def _rules_hold(self) -> Self:
-        problems = [*self._device_problems(), *self._degree_problems()]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-    def _device_problems(self) -> list[str]:
-        if self.devices is None:
-            return []
-        if len(set(self.devices)) < len(self.devices):
-            return [f"parallel.devices={','.join(map(str, self.devices))} names a GPU twice"]
-        if self.gpus not in (None, len(self.devices)):
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        if self.devices is not None and len(set(self.devices)) < len(self.devices):
+            yield f"parallel.devices={','.join(map(str, self.devices))} names a GPU twice"
+        elif self.devices is not None and self.gpus not in (None, len(self.devices)):
             count = len(self.devices)
-            return [f"parallel.gpus={self.gpus} must be the number of parallel.devices, {count}: drop one of them"]
-        return []
-
-    def _degree_problems(self) -> list[str]:
-        product = prod(self.degrees.values())
-        if self.world_size % product:
+            yield f"parallel.gpus={self.gpus} must be the number of parallel.devices, {count}: drop one of them"
+        if self.world_size % prod(self.degrees.values()):
             named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
-            return [f"{named} must divide the {self.world_size} devices: use degrees whose product does"]
-        return []
+            yield f"{named} must divide the {self.world_size} devices: use degrees whose product does"
 
 
 class ExchangeSettings(DeviceSettings):
-    """How the devices that share tokens exchange them for heads, and whether collectives are watched."""
+    """Exchange of tokens for heads between devices, and checks of collectives."""
 
-    all_to_all: AllToAll = Field(
-        default=AllToAll.DIRECT, description="how the devices of ulysses_degree exchange tokens for heads"
-    )
+    all_to_all: AllToAll = Field(default=AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
     fast_link_ranks: int | None = Field(
         default=None,
         ge=2,
-        le=MAX_DEGREE,
-        description="with all_to_all=hierarchical: devices in a row that fast links join; none: those of a machine",
+        le=65_536,
+        description="Consecutive devices with fast links for all_to_all=hierarchical. None means those of a machine.",
     )
     compression: Compression = Field(
         default=Compression.NONE,
-        description="round what is exchanged: bf16 by at most 1/256 of an element, fp8 by at most 1/16",
+        description="Round exchanged elements: bf16 by at most 1/256 of an element, fp8 by at most 1/16.",
     )
-    watch: bool = Field(
-        default=False, description="before each collective, check that all ranks come to it, and name those that do not"
-    )
+    watch: bool = Field(default=False, description="Name ranks that do not reach a collective.")
     watch_limit_s: float = Field(
-        default=45.0, gt=0, le=86_400, description="with watch: seconds that a rank may come later than the others"
+        default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late with watch."
     )
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
-        """Return what has no effect on these devices, or cannot be: one line each, with its fix.
-
-        `ulysses` and `tensor` are the ranks along these axes.
-        """
+        """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
         problems = []
         if self.watch and self.world_size == 1:
-            problems.append("parallel.watch=true has no effect on one device: use --gpus N, or leave it out")
+            problems.append("parallel.watch=true has no effect on one device: use --gpus N, or drop it")
         if ulysses == 1:
             problems += [
                 f"parallel.{name}={getattr(self, name)} has no effect, since no tokens are exchanged for heads: "
-                "use parallel.ulysses_degree over 1, or leave it out"
-                for name in self._changed("all_to_all", "compression")
+                "use parallel.ulysses_degree over 1, or drop it"
+                for name in ("all_to_all", "compression")
+                if getattr(self, name) != type(self).model_fields[name].default
             ]
         elif self.all_to_all is AllToAll.HIERARCHICAL:
             problems += self._hierarchy_problems(ulysses=ulysses, tensor=tensor)
         return problems
 
     def inner_ranks(self, *, ulysses: int, tensor: int) -> int:
-        """Return how many ranks of a Ulysses group fast links join; 1: the exchange is direct, or cannot be divided.
+        """Return the number of ranks of a Ulysses group with fast links, or 1 if the exchange cannot be split.
 
-        Ranks that share heads and features, `tensor` of them, follow one another, and so do those of a machine.
+        The `tensor` ranks that share heads and features are consecutive, and so are the ranks of a machine.
         """
         fast = self.fast_link_ranks or self.ranks_per_node
         if self.all_to_all is AllToAll.DIRECT or fast % tensor or ulysses % (fast // tensor):
@@ -154,10 +131,9 @@ class ExchangeSettings(DeviceSettings):
         return fast // tensor
 
     def _hierarchy_problems(self, *, ulysses: int, tensor: int) -> list[str]:
-        inner = self.inner_ranks(ulysses=ulysses, tensor=tensor)
-        fast = self.fast_link_ranks or self.ranks_per_node
-        if 1 < inner < ulysses:
+        if 1 < self.inner_ranks(ulysses=ulysses, tensor=tensor) < ulysses:
             return []
+        fast = self.fast_link_ranks or self.ranks_per_node
         machines = f"{self.nnodes} machine{'s' if self.nnodes > 1 else ''} of {fast} devices"
         what = f"parallel.fast_link_ranks={fast}" if self.fast_link_ranks else machines
         shared = f"parallel.ulysses_degree={ulysses}" + (f" x tensor_parallel_degree={tensor}" if tensor > 1 else "")
@@ -168,75 +144,45 @@ class ExchangeSettings(DeviceSettings):
             f"{what} {'do' if self.nnodes > 1 else 'does'} not give: {fix}"
         ]
 
-    def _changed(self, *names: str) -> list[str]:
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-
-    @model_validator(mode="after")
-    def _exchange_rules_hold(self) -> Self:
-        problems = []
-        if self.fast_link_ranks is not None and self.all_to_all is AllToAll.DIRECT:
-            problems.append(
-                f"parallel.fast_link_ranks={self.fast_link_ranks} has no effect with parallel.all_to_all=direct: "
-                "use hierarchical"
-            )
-        if self._changed("watch_limit_s") and not self.watch:
-            problems.append(f"parallel.watch_limit_s={self.watch_limit_s:g} has no effect without parallel.watch=true")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
 
 class ParallelSettings(ExchangeSettings):
-    """Which devices make one video, and how many of them share what. Degrees that are not set are chosen."""
+    """Devices that make videos. Degrees that are not set are chosen."""
 
-    degree_names = (
-        "data_parallel_degree",
-        "ulysses_degree",
-        "ring_degree",
-        "cfg_parallel_degree",
-        "tensor_parallel_degree",
+    degree_names = tuple(
+        f"{name}_degree" for name in ("data_parallel", "ulysses", "ring", "cfg_parallel", "tensor_parallel")
     )
 
-    data_parallel_degree: PositiveInt | None = Field(
-        default=None,
-        le=MAX_RANKS,
-        description="devices that each make rows of --prompts of their own; none: all of them",
+    data_parallel_degree: Copies | None = Field(
+        default=None, description="Groups of devices that make different rows of --prompts. None means all devices."
     )
-    ulysses_degree: PositiveInt | None = Field(
-        default=None, le=MAX_DEGREE, description="devices that exchange tokens for heads"
-    )
-    ring_degree: PositiveInt | None = Field(
-        default=None, le=MAX_DEGREE, description="devices round which keys and values are passed"
-    )
+    ulysses_degree: Degree | None = Field(default=None, description="Devices that exchange tokens for heads.")
+    ring_degree: Degree | None = Field(default=None, description="Devices in the ring of keys and values.")
     cfg_parallel_degree: PositiveInt | None = Field(
-        default=None, le=3, description="devices that share the branches of guidance"
+        default=None, le=3, description="Devices that share guidance branches."
     )
-    tensor_parallel_degree: PositiveInt | None = Field(
-        default=None,
-        le=MAX_DEGREE,
-        description="devices that share heads and features of each block, and so its weights",
+    tensor_parallel_degree: Degree | None = Field(
+        default=None, description="Devices that share the heads, features and weights of each block."
     )
-    ulysses_chunks: PositiveInt = Field(
+    ulysses_chunks: Degree = Field(
         default=1,
-        le=MAX_DEGREE,
-        description="exchange the heads of a device in so many parts, each while attention of the one before is "
-        "computed; 1: all at once, and nothing meanwhile",
+        description="Parts in which heads are exchanged, each during the attention of the previous part. 1 means no "
+        "overlap.",
     )
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
-        """Return what has no effect on these devices, or cannot be."""
+        """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
         problems = super().exchange_problems(ulysses=ulysses, tensor=tensor)
         if self.ulysses_chunks > 1:
             named = f"parallel.ulysses_chunks={self.ulysses_chunks}"
             if ulysses == 1:
-                problems.append(f"{named} has no effect, since no tokens are exchanged for heads: leave it out")
+                problems.append(f"{named} has no effect, since no tokens are exchanged for heads: drop it")
             elif self.all_to_all is AllToAll.HIERARCHICAL:
                 problems.append(f"{named} does not go with parallel.all_to_all=hierarchical: use one of them")
         return problems
 
 
 def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
-    """Return settings that an earlier version saved, without the keys that were dropped since."""
+    """Return settings of an earlier version without keys that were removed since."""
     parallel = saved.get("parallel")
     if not isinstance(parallel, Mapping):
         return saved
@@ -244,66 +190,46 @@ def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class PlacementSettings(Section):
-    """What runs where, of any model."""
+    """Weights, device and precision of any model."""
 
-    weights: str | None = Field(default=None, description="folder with the weights; none: ./ckpts or the Hub's cache")
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
-    dtype: DType = Field(default=DType.AUTO, description="auto: bfloat16 on CUDA, float32 on a CPU")
-    threads: PositiveInt | None = Field(
-        default=None, le=1024, description="threads that compute on the CPU; none: chosen by work, cores and load"
-    )
+    weights: str | None = Field(default=None, description="Weights folder. None means ./ckpts or the Hub's cache.")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+    dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
+    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
 
-    @field_validator("device")
-    @classmethod
-    def _device_exists(cls, value: str) -> str:
-        if not _DEVICE.fullmatch(value):
-            raise ValueError(f"runtime.device={value} must be auto, cpu, cuda or cuda:N, as in cuda:1")
-        return value
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        if problem := device_problem("runtime.device", self.device):
+            yield problem
 
 
 class RuntimeSettings(PlacementSettings):
-    """What runs where."""
+    """Model, weights, device and precision of generation."""
 
-    model_choice: ModelChoice = Field(
-        default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
-    )
+    model_choice: ModelName = Field(default=ModelName.AUTO, description="auto means the best model for this machine.")
     attention: AttentionChoice = Field(
         default=AttentionChoice.AUTO,
-        description="attention backend of the transformer; auto: the first of a fixed order that works on the device",
+        description="Attention backend. auto means the first in a fixed order that works on the device.",
     )
-    prompt_cache: bool = Field(
-        default=True, description="keep embeddings of prompts in the user's cache folder, and read them from there"
-    )
+    prompt_cache: bool = Field(default=True, description="Keep prompt embeddings in the user's cache folder.")
     prompt_cache_limit: ByteSize = Field(
         default=2 * 2**30,
-        description="most that they take there, of which those used last stay; 2GiB hold about 500 prompts of the "
-        "released model in bfloat16, 250 in float32",
+        description="Largest size of the prompt cache. 2GiB hold about 500 prompts of the released model in bfloat16.",
     )
 
 
 class MemorySettings(Section):
-    """How a run is made to fit into the memory of its device. Only `fp8_storage` changes the result beyond rounding."""
+    """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
-    offload: OffloadChoice = Field(default=OffloadChoice.AUTO, description="auto: the least that fits")
-    resident_blocks: PositiveInt | None = Field(
-        default=None,
-        le=10_000,
-        description="transformer blocks on the device at a time, those in transit included; none: as many as fit",
+    offload: OffloadMode = Field(
+        default=OffloadMode.AUTO, description="Weights in host memory. auto means the fewest that make the run fit."
     )
-    limit: ByteSize | None = Field(
-        default=None, description="most memory of the device to plan for, as in 24GiB; none: what is free"
+    resident_blocks: Blocks | None = Field(
+        default=None, description="Transformer blocks on the device, with those in transit. None means as many as fit."
     )
+    limit: ByteSize | None = Field(default=None, description="Device memory to use, as in 24GiB. None means all free.")
     host_weights: HostWeights | None = Field(
         default=None,
-        description="where the other blocks wait; none: pinned where a GPU's machine has the memory, else mapped",
+        description="Location of offloaded blocks. None means pinned if a GPU's machine has the memory, else mapped.",
     )
-    fp8_storage: bool = Field(
-        default=False, description="keep the blocks' weights in 8 bits, which halves them and changes the result"
-    )
-
-    @model_validator(mode="after")
-    def _blocks_are_offloaded(self) -> Self:
-        for name, value in (("resident_blocks", self.resident_blocks), ("host_weights", self.host_weights)):
-            if value is not None and self.offload in (OffloadChoice.NONE, OffloadChoice.MODEL):
-                raise ValueError(f"memory.{name}={value} has no effect with memory.offload={self.offload}: use blocks")
-        return self
+    fp8_storage: bool = Field(default=False, description="Store block weights in 8 bits, which changes the result.")

@@ -1,42 +1,34 @@
-"""The choices that settings offer."""
+"""Choices of settings."""
 
 from enum import StrEnum
 
 
 class ModelName(StrEnum):
-    """A model."""
-
-    DEMO = "demo"
-    OPEN_SORA_V2 = "open-sora-v2"
-    OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
-    """Over the latents of the video DC-AE."""
-    FLUX1_DEV = "flux1-dev"
-    """For pictures."""
-
-
-class ModelChoice(StrEnum):
-    """What `--model` takes: a model, or the best one that this machine can run."""
+    """Model to generate with."""
 
     AUTO = "auto"
+    """The best model that this machine can run. Only `runtime.model_choice` takes it."""
     DEMO = "demo"
     OPEN_SORA_V2 = "open-sora-v2"
     OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
+    """Open-Sora v2 for the latents of the video DC-AE."""
     FLUX1_DEV = "flux1-dev"
+    """Model for pictures."""
 
 
 class VAEKind(StrEnum):
-    """An autoencoder."""
+    """Autoencoder."""
 
     HUNYUAN = "hunyuan"
-    """Causal, for video: 4x8x8."""
+    """Causal video autoencoder with compression 4x8x8."""
     DC_AE = "dc_ae"
-    """For video, of high compression: 4x32x32."""
+    """Video autoencoder with compression 4x32x32."""
     FLUX_AE = "flux_ae"
-    """For pictures, and video frame by frame: 1x8x8."""
+    """Picture autoencoder with compression 1x8x8. It encodes videos frame by frame."""
 
     @property
     def makes_videos(self) -> bool:
-        """Whether models generate videos with it, and not pictures alone."""
+        """Whether models generate videos with it."""
         return self is not VAEKind.FLUX_AE
 
 
@@ -60,34 +52,17 @@ class AspectRatio(StrEnum):
     TALL_1_2_39 = "1:2.39"
 
 
-class Fit(StrEnum):
-    """How a reference of another shape is fitted into the video."""
-
-    CROP = "crop"
-    PAD = "pad"
-    STRETCH = "stretch"
-
-
 class ReferenceRate(StrEnum):
-    """Which frames of a reference video of another rate are given."""
+    """Frames of a reference video with another rate."""
 
     KEEP = "keep"
-    """Those that are stored, one for one."""
+    """The stored frames, one for one."""
     MATCH = "match"
-    """Those that it shows at the times of the video's frames."""
-
-
-class OutputFormat(StrEnum):
-    """What kind of file a result is saved as. Each is also its file ending."""
-
-    MP4 = "mp4"
-    GIF = "gif"
-    WEBP = "webp"
-    PNG = "png"
+    """The frames that are visible at the times of the video's frames."""
 
 
 class DType(StrEnum):
-    """The floating point type that models compute in; `auto` is bfloat16 on CUDA and float32 on a CPU."""
+    """Floating point type of models. `auto` means bfloat16 on CUDA and float32 on a CPU."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -96,7 +71,7 @@ class DType(StrEnum):
 
 
 class AttentionChoice(StrEnum):
-    """Attention backend of the transformer (`core.attention_kinds`); `auto` is the first one that works here."""
+    """Attention backend of the transformer (see `core.attention_kinds`). `auto` means the first one that works."""
 
     AUTO = "auto"
     SDPA = "sdpa"
@@ -109,7 +84,7 @@ class AttentionChoice(StrEnum):
 
 
 class TargetFormat(StrEnum):
-    """What can be written. `checkpoint.formats` also knows what can only be read."""
+    """Checkpoint format to write. `checkpoint.formats` can read more."""
 
     SAFETENSORS = "safetensors"
     SAFETENSORS_SHARDS = "safetensors-shards"
@@ -120,22 +95,22 @@ class TargetFormat(StrEnum):
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is written as a folder."""
+        """Whether the checkpoint is a folder."""
         return self not in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
 
     @property
     def has_shards(self) -> bool:
-        """Whether it is cut into files of limited size."""
+        """Whether the checkpoint consists of files of limited size."""
         return self in (TargetFormat.SAFETENSORS_SHARDS, TargetFormat.TORCH_SHARDS, TargetFormat.COLOSSALAI)
 
     @property
     def has_metadata(self) -> bool:
-        """Whether it has a place for text about the weights."""
+        """Whether the format stores text about the weights."""
         return self is not TargetFormat.DCP
 
 
 class WeightDType(StrEnum):
-    """Floating point types that weights are written in; 8-bit ones get a scale beside each weight."""
+    """Floating point type of written weights. 8-bit types get a scale beside each weight."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -145,26 +120,26 @@ class WeightDType(StrEnum):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it has 8 bits."""
+        """Whether the type has 8 bits."""
         return self in (WeightDType.FP8_E4M3, WeightDType.FP8_E5M2)
 
 
 class QKVLayout(StrEnum):
-    """Whether the projections to q, k and v are one tensor, as in Flux, or three, as in Open-Sora v2."""
+    """Layout of the q, k and v projections: one tensor (Flux) or three (Open-Sora v2)."""
 
     FUSED = "fused"
     SPLIT = "split"
 
 
 class RotaryLayout(StrEnum):
-    """How rotary pairs lie in a head: dims (2j, 2j+1), as in Flux, or (j, D/2+j), as in Open-Sora v2."""
+    """Layout of rotary pairs in a head: dims (2j, 2j+1) (Flux) or (j, D/2+j) (Open-Sora v2)."""
 
     INTERLEAVED = "interleaved"
     HALF = "half"
 
 
 class WeightSelection(StrEnum):
-    """Which weights of a training."""
+    """Weights of a training run."""
 
     MODEL = "model"
     EMA = "ema"
@@ -172,7 +147,7 @@ class WeightSelection(StrEnum):
 
 
 class DownloadPreset(StrEnum):
-    """What can be downloaded."""
+    """Released model that can be downloaded."""
 
     OPEN_SORA_V2 = "open-sora-v2"
     OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
@@ -180,42 +155,35 @@ class DownloadPreset(StrEnum):
 
 
 class OffloadMode(StrEnum):
-    """What waits outside the device's memory until it is needed."""
-
-    NONE = "none"
-    MODEL = "model"
-    BLOCKS = "blocks"
-
-
-class OffloadChoice(StrEnum):
-    """What `--offload` takes: a mode, or the least that fits."""
+    """Weights that wait in host memory until they are needed."""
 
     AUTO = "auto"
+    """The fastest mode that fits in memory."""
     NONE = "none"
     MODEL = "model"
     BLOCKS = "blocks"
 
 
 class NameFrom(StrEnum):
-    """What results in a folder are named after."""
+    """Name of results in a folder."""
 
     SEED = "seed"
-    """The prompt, shortened, and the seed: `raining-sea_seed42`."""
+    """Shortened prompt and seed: `raining-sea_seed42`."""
     PROMPT = "prompt"
-    """The prompt as it is, and the number of the sample from 0: `raining, sea-0`, as VBench looks for them."""
+    """Full prompt and number of the sample from 0: `raining, sea-0`, as VBench expects."""
 
 
 class HostWeights(StrEnum):
-    """Where the weights of offloaded blocks wait."""
+    """Location of offloaded blocks."""
 
     PINNED = "pinned"
-    """In page-locked memory, from which copies overlap with computation: one copy of the weights."""
+    """Page-locked memory. It needs a copy of the weights, and transfers overlap with computation."""
     MAPPED = "mapped"
-    """In the file, mapped: no copy, if the file has the dtype and the layout of the model; as fast as the disk."""
+    """Mapped file. It needs no copy if the file has the dtype and layout of the model, and is as fast as the disk."""
 
 
 class EnvProfile(StrEnum):
-    """A kind of machine that settings are recommended for."""
+    """Kind of machine for recommended settings."""
 
     LOCAL = "local"
     CLOUD = "cloud"
@@ -223,59 +191,59 @@ class EnvProfile(StrEnum):
 
 
 class AllToAll(StrEnum):
-    """How Ulysses attention exchanges tokens for heads."""
+    """All-to-all algorithm of Ulysses attention."""
 
     DIRECT = "direct"
-    """Every rank sends to every other."""
+    """Every rank sends to every other rank."""
     HIERARCHICAL = "hierarchical"
-    """Inside a machine first, then one message from each rank to each other machine."""
+    """Ranks of a machine exchange first. Then each rank sends one message to each other machine."""
 
 
 class Compression(StrEnum):
-    """What the exchanges of Ulysses attention round their elements to, on the way."""
+    """Rounding of elements in the exchanges of Ulysses attention."""
 
     NONE = "none"
     BF16 = "bf16"
-    """An element comes out wrong by at most 1/256 of itself."""
+    """The error is at most 1/256 of an element."""
     FP8 = "fp8"
-    """By at most 1/16 of itself, or 2^-18 of the largest element of its token and head, whichever is more."""
+    """The error is at most 1/16 of an element, or 2^-18 of the largest element of its token and head."""
 
     @property
     def largest_error(self) -> str | None:
-        """For people; None: elements travel as they are."""
+        """Largest error as text. None means no rounding."""
         errors = {Compression.BF16: "1/256", Compression.FP8: "1/16"}
         return f"elements off by at most {errors[self]}" if self in errors else None
 
 
 class Collective(StrEnum):
-    """What `osora bench-comm` measures: collectives, and shapes in which this project uses them."""
+    """Measurement of `osora bench-comm`: a collective, or a shape in which osora uses one."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     HIERARCHICAL = "hierarchical"
-    """The all-to-all in two stages, inside machines and between them."""
+    """All-to-all in two stages, inside and between machines."""
     ALL_TO_ALL_BF16 = "all_to_all_bf16"
-    """The all-to-all of fp32 that travels as bf16."""
+    """All-to-all of fp32 elements that are sent as bf16."""
     ALL_TO_ALL_FP8 = "all_to_all_fp8"
-    """As 8 bits, with a scale for each row."""
+    """All-to-all of fp32 elements that are sent in 8 bits with a scale for each row."""
     BROADCAST = "broadcast"
     SEND_RECV = "send_recv"
     GATHER_SPLIT = "gather_split"
-    """`gather_forward_split_backward`, both ways."""
+    """`gather_forward_split_backward`, forward and backward."""
     SPLIT_GATHER = "split_gather"
-    """`split_forward_gather_backward`, both ways."""
+    """`split_forward_gather_backward`, forward and backward."""
     ULYSSES_256PX = "ulysses_256px"
     ULYSSES_768PX = "ulysses_768px"
     BLOCK_GATHER = "block_gather"
-    """The weights of one transformer block."""
+    """All-gather of the weights of one transformer block."""
     OVERLAP = "overlap"
-    """Ulysses attention of one block, whose exchanges overlap with it; its rows are a table of their own."""
+    """Ulysses attention of one block with overlapping exchanges. Its rows have a table of their own."""
 
     @property
     def has_sizes(self) -> bool:
-        """Whether it is measured over a range of sizes; the others have the one that a model gives them."""
+        """Whether a range of sizes is measured. Others have the size of a model."""
         return self not in (
             Collective.ULYSSES_256PX,
             Collective.ULYSSES_768PX,
@@ -285,16 +253,16 @@ class Collective(StrEnum):
 
 
 class Scaling(StrEnum):
-    """What stays the same while `osora bench-comm` adds ranks."""
+    """Quantity that stays constant while `osora bench-comm` adds ranks."""
 
     STRONG = "strong"
-    """The work as a whole."""
+    """Total work."""
     WEAK = "weak"
-    """The work of each rank."""
+    """Work of each rank."""
 
 
 class BenchDevice(StrEnum):
-    """On what the ranks of `osora bench-comm` run; `auto` is cuda where there are GPUs."""
+    """Device of the ranks of `osora bench-comm`. `auto` means cuda if there are GPUs."""
 
     AUTO = "auto"
     CPU = "cpu"

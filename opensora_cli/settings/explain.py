@@ -1,4 +1,4 @@
-"""Errors of settings in words: the setting, its value, the rule, and the way out."""
+"""Error messages about settings: the setting, its value, the rule and the fix."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,45 +39,41 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Given:
-    """A value as someone gave it, usually text, and where: `--steps`, `OSORA_SAMPLING__SEED`, `my.yaml`."""
+    """A value from the user, usually text, and its source: `--steps`, `OSORA_SAMPLING__SEED` or `my.yaml`."""
 
     value: object
     source: str
 
 
 def explain(error: ValidationError, given: Mapping[str, Given] | None = None) -> list[str]:
-    """Return one line per broken rule; `given`, by dotted key, lets a line name where its value came from."""
+    """Return one line for each broken rule, with the source of the value where `given` has its key."""
     lines: list[str] = []
     for details in error.errors(include_url=False):
         for line in _lines(details):
             key = _LEADING_KEY.match(line)
-            origin = _origin(key.group(), given or {}) if key else None
-            lines.append(f"{line} (from {origin.source})" if origin else line)
+            origin = key.group() if key and given else ""
+            # An item of a list has the source of the list.
+            while origin and given and origin not in given:
+                origin = origin.rpartition(".")[0]
+            lines.append(f"{line} (from {given[origin].source})" if origin and given else line)
     return lines
 
 
-def _origin(key: str, given: Mapping[str, Given]) -> Given | None:
-    """Return where the value of a key came from; a part of a list came with the list."""
-    while key and key not in given:
-        key = key.rpartition(".")[0]
-    return given.get(key)
-
-
 def either(choices: Sequence[str]) -> str:
-    """Return choices as a sentence has them: `a, b or c`."""
+    """Return choices as a phrase: `a, b or c`."""
     return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
 
 
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the choice that looks most like `word`, or None when none does."""
+    """Return the choice most similar to `word`, or None if none is similar."""
     close = get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """Return the dotted key that `key` was probably meant to be.
+    """Return the known key most similar to `key`, or None if none is similar.
 
-    A right name in the wrong section counts, and so does one with a word left out: `num_steps` is
+    The name counts more than the section, and missing words are allowed: `num_steps` finds
     `sampling.num_inference_steps`.
     """
     name = key.rpartition(".")[2]
@@ -95,7 +91,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
 def _lines(details: Any) -> list[str]:
     kind, context = details["type"], details.get("ctx", {})
     if kind == "value_error":
-        # Our own validators write whole lines.
+        # Validators of this package write whole lines.
         return str(context["error"]).splitlines()
     key = ".".join(part for part in details["loc"] if isinstance(part, str))
     if kind == "extra_forbidden":

@@ -1,7 +1,7 @@
-"""Files of settings: where the presets are, and YAML read the strict way.
+"""Files of settings: the packaged presets, and a strict reader of YAML.
 
-YAML 1.1 reads `16:9` as 969, `1e-4` as text and `no` as false, and drops duplicate keys in silence. Here every scalar
-stays text, for the settings to type, and a duplicate key is an error.
+YAML 1.1 reads `16:9` as 969, `1e-4` as text and `no` as false, and it drops duplicate keys silently. This reader keeps
+every scalar as text for the settings to convert, and refuses duplicate keys.
 """
 
 import itertools
@@ -24,29 +24,29 @@ _PRESETS = {
     ModelName.OPEN_SORA_V2_DC_AE: ("high_compression",),
     ModelName.FLUX1_DEV: ("flux1_dev",),
 }
-"""The presets that each model's settings start from: one of each resolution, or one for all."""
+"""Presets of each model: one for each resolution, or one for all."""
 _EXTENDED = ("train", "hardware")
-"""Presets that a file of one's own may extend by name."""
+"""Kinds of presets that a user's file may extend by name."""
 MAX_SETTINGS_BYTES = 500_000
-"""Of a file of settings: those written by hand have a few kB, and some 500 kB are read in a second."""
-_MOST_VALUES = 100_000
-"""In a piece of YAML, after its aliases are followed."""
+"""Largest file of settings. Files written by hand have a few kB, and 500 kB take about a second to read."""
+_MAX_VALUES = 100_000
+"""Largest number of values in a piece of YAML, with its aliases expanded."""
 
 
 def presets_folder() -> Path:
-    """Return the folder of all presets: inside an installed package, or beside it in a source checkout."""
+    """Return the folder of all presets, in an installed package or a source checkout."""
     package = Path(opensora_cli.__file__).parent
     packaged = package / "configs"
     return packaged if packaged.is_dir() else package.parent / "configs"
 
 
 def list_presets(kind: str) -> list[str]:
-    """Return the names of the presets of a `kind`, which is a command such as `generate`."""
+    """Return the names of the presets of a `kind`: a command such as `generate`, or `hardware`."""
     return sorted(path.stem for path in (presets_folder() / kind).glob("*.yaml"))
 
 
 def describe_preset(kind: str, name: str) -> str:
-    """Return what a preset's file says of itself, in one line: the comment that it begins with, without the command."""
+    """Return the description of a preset: the first comment of its file, without command lines."""
     lines = preset_path(name, kind).read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     words = [line.removeprefix("#").strip() for line in comment]
@@ -54,35 +54,32 @@ def describe_preset(kind: str, name: str) -> str:
 
 
 def settings_path(name: Path, *kinds: str) -> Path:
-    """Return the file that `name` means: itself, or the preset of that name, of the first of `kinds` that has it.
-    Raises RequestError if it looks like the name of a preset, and there is none.
-    """
+    """Return the file `name`, or the preset of that name. Errors are those of `preset_path`."""
     return name if name.suffix or name.is_file() else preset_path(str(name), *kinds)
 
 
 def preset_path(name: str, *kinds: str) -> Path:
-    """Return the file of a preset, of the first of `kinds` that has it; a RequestError if none has."""
+    """Return the file of the preset `name` in the first of `kinds` that has it.
+
+    Raises:
+        RequestError: There is no such preset. The hint has the nearest name.
+    """
     names = {preset: kind for kind in reversed(kinds) for preset in list_presets(kind)}
     if name not in names:
         close = nearest(name, names)
-        raise RequestError(
-            f"preset {name!r} is not one of {', '.join(sorted(names))}",
-            hint=f"did you mean {close}?" if close else None,
-        )
+        hint = f"did you mean {close}?" if close else None
+        raise RequestError(f"preset {name!r} is not one of {', '.join(sorted(names))}", hint=hint)
     return presets_folder() / names[name] / f"{name}.yaml"
 
 
 def generate_preset(model: ModelName, *, resolution: str | None) -> str:
-    """Return the name of the preset to start from.
-
-    An unknown resolution gets the model's first preset, whose settings then list the known ones in their error.
-    """
+    """Return the name of a model's preset for a resolution, or of its first preset for an unknown resolution."""
     presets = _PRESETS[model]
     return resolution if resolution in presets else presets[0]
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Leaves scalars as text, and refuses duplicate keys and aliases that mean more than anyone wrote."""
+    """Loader that keeps scalars as text, and refuses duplicate keys and aliases that expand to too many values."""
 
     def construct_document(self, node: yaml.Node) -> object:
         _count_values(node, {})
@@ -100,17 +97,17 @@ class _TextLoader(yaml.BaseLoader):
 
 
 def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Return how many values a node means with its aliases followed; `known` has those of nodes met before."""
+    """Return the number of values in a node with its aliases expanded. `known` has the counts of earlier nodes."""
     if id(node) in known:
         count = known[id(node)]
         if count is None:
-            raise _wrong_value("an alias stands for what it is in", node)
+            raise _wrong_value("an alias refers to a value that contains it", node)
         return count
     known[id(node)] = None
     inside = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
     count = 1 + (sum(_count_values(each, known) for each in inside) if isinstance(node, yaml.CollectionNode) else 0)
-    if count > _MOST_VALUES:
-        raise _wrong_value(f"it means more than {_MOST_VALUES:,} values", node)
+    if count > _MAX_VALUES:
+        raise _wrong_value(f"it means more than {_MAX_VALUES:,} values", node)
     known[id(node)] = count
     return count
 
@@ -119,62 +116,54 @@ def _wrong_value(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorE
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-def read_yaml(path: Path) -> dict[str, object]:
-    """Return the mapping in the YAML file at `path`, laid over the file that it `extends`, if any.
-
-    A relative `extends` starts from the folder of the file it is in; `train/NAME` and `hardware/NAME` are the recipe
-    and the hardware of that name that come with osora. Lists are replaced, not joined.
-    Raises FileProblem if a file is missing, unreadable, not a mapping, not YAML, or extends itself.
-    """
-    return _read(path, chain=())
-
-
 def parse_yaml_text(text: str) -> object:
-    """Return the value that a piece of YAML means, read as strictly as `read_yaml` reads files.
+    """Return the value of a piece of YAML with scalars as text.
 
     Raises:
-        yaml.YAMLError: it is not YAML, nested too deeply, or means too many values.
+        yaml.YAMLError: The text is not YAML, is nested too deeply, or has too many values.
     """
-    # The loader is a subclass of the one that builds nothing but text, lists and mappings.
+    # The loader is a subclass of the one that builds only text, lists and mappings.
     try:
         return yaml.load(text, Loader=_TextLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
 
 
-def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, object]:
+def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:
+    """Return the mapping in a YAML file, merged over the file that it `extends`. Lists are replaced, not joined.
+
+    A relative `extends` starts from the folder of its file. `train/NAME` and `hardware/NAME` are packaged presets.
+    `chain` has the files that extend this one.
+
+    Raises:
+        FileProblem: A file is missing, unreadable, not YAML or not a mapping, or extends itself.
+    """
     with reading(path):
         here = Path(os.path.realpath(path))
     if here in chain:
         loop = " -> ".join(link.name for link in (*chain[chain.index(here) :], here))
         raise FileProblem(f"{path} extends itself: {loop}", hint=f"take one `{EXTENDS}:` out")
-    values = _parse(path)
+    text = read_text(path, max_bytes=MAX_SETTINGS_BYTES, hint="settings are a file of YAML: check its name")
+    try:
+        values = parse_yaml_text(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise FileProblem(f"{path}{f', line {mark.line + 1},' if mark else ''} is not valid YAML: {problem}") from None
+    if values is None or values == "":
+        return {}
+    if not isinstance(values, dict):
+        raise FileProblem(f"{path} must hold `key: value` lines")
     parent = values.pop(EXTENDS, None)
     if parent is None:
         return values
     if not isinstance(parent, str) or not parent.strip():
         raise FileProblem(f"{path}: `{EXTENDS}:` must name one file")
-    return _merged(_read(_extended(path, Path(parent)), chain=(*chain, here)), values)
-
-
-def _extended(path: Path, parent: Path) -> Path:
-    kind = str(parent.parent)
-    if kind in _EXTENDED and not parent.suffix and not (path.parent / parent).exists():
-        return preset_path(parent.name, kind)
-    return path.parent / parent
-
-
-def _parse(path: Path) -> dict[str, object]:
-    text = read_text(path, max_bytes=MAX_SETTINGS_BYTES, hint="settings are a file of YAML: check its name")
-    try:
-        values = parse_yaml_text(text)
-    except yaml.YAMLError as error:
-        raise FileProblem(f"{path}{_place(error)} is not valid YAML: {_problem(error)}") from None
-    if values is None or values == "":
-        return {}
-    if not isinstance(values, dict):
-        raise FileProblem(f"{path} must hold `key: value` lines")
-    return values
+    extended = path.parent / parent
+    kind, name = str(Path(parent).parent), Path(parent)
+    if kind in _EXTENDED and not name.suffix and not extended.exists():
+        extended = preset_path(name.name, kind)
+    return _merged(read_yaml(extended, chain=(*chain, here)), values)
 
 
 def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
@@ -183,12 +172,3 @@ def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[st
         under = merged.get(key)
         merged[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _place(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f", line {mark.line + 1}," if mark else ""
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    return getattr(error, "problem", None) or str(error).splitlines()[0]

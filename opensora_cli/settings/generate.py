@@ -1,14 +1,17 @@
-"""Settings of `osora generate`, and the rules that hold between them.
+"""Settings of `osora generate`, and the rules between them.
 
-Rules that need no file and no hardware live here, so that `--dry-run` and the library see the same ones.
+These rules need no files and no hardware, so that `--dry-run` and the library share them.
 """
 
-from typing import Self
+from collections.abc import Iterator
+from itertools import pairwise
 
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, Source
+from opensora_cli.core.media_choices import MediaFormat
+from opensora_cli.settings.applies import GENERATE
 from opensora_cli.settings.base import Section, Words
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
@@ -19,44 +22,31 @@ from opensora_cli.settings.components import (
     TextSettings,
     VAESettings,
 )
-from opensora_cli.settings.condition import ConditionSettings
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
-from opensora_cli.settings.enums import (
-    DType,
-    ModelChoice,
-    ModelName,
-    OutputFormat,
-    VAEKind,
-)
+from opensora_cli.settings.enums import DType, ModelName, VAEKind
 from opensora_cli.settings.explain import either
-from opensora_cli.settings.lengthened import draft_problems, extension_problems, time_problems
 from opensora_cli.settings.output import OutputSettings
-from opensora_cli.settings.picture import PictureSettings
-from opensora_cli.settings.prompts import (
-    PromptAt,
-    PromptSuffixSettings,
-    RefineSettings,
-    with_asked_score,
-    with_first_prompt,
-)
+from opensora_cli.settings.prompts import PromptAt, PromptSuffixSettings, RefineSettings, expand_short_forms
 from opensora_cli.settings.sampling import AUTO, MAX_SEED, SamplingSettings
-from opensora_cli.settings.video import DraftSettings, VideoSettings
+from opensora_cli.settings.video import ConditionSettings, DraftSettings, PictureSettings, VideoSettings
 
 
 class GenerateSettings(Section):
-    """Everything that decides what `osora generate` makes."""
+    """Settings of `osora generate`."""
 
-    prompt: Words = Field(default="", description="what the video shows")
+    applies = GENERATE
+
+    prompt: Words = Field(default="", description="Description of the video.")
     prompts_at: tuple[PromptAt, ...] = Field(
         default=(),
-        description="prompts of an extended video by time, each 2s=PROMPT; as text, separated by ;. A segment has the "
-        "one of the time at which its own frames begin",
+        description="Prompts of an extended video by time, each 2s=PROMPT. In text, separated by ;. A segment uses the "
+        "prompt at the time of its first new frame.",
     )
-    negative_prompt: Words = Field(default="", description="what it should not show")
-    from_latents: str | None = Field(default=None, description="saved latents to decode, instead of sampling new ones")
-    resume: str | None = Field(default=None, description="latents of a run that was stopped, which is to be finished")
+    negative_prompt: Words = Field(default="", description="Description of what the video should not show.")
+    from_latents: str | None = Field(default=None, description="File of latents to decode.")
+    resume: str | None = Field(default=None, description="File of latents of a stopped run to finish.")
     loras: tuple[LoraFile, ...] = Field(
-        default=(), description="adapters added to the transformer, each FILE or FILE:SCALE; as text, separated by ;"
+        default=(), description="Adapters of the transformer, each FILE or FILE:SCALE. In text, separated by ;."
     )
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
@@ -71,7 +61,7 @@ class GenerateSettings(Section):
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
-    compile: bool = Field(default=False, description="compile the transformer's blocks with torch.compile")
+    compile: bool = Field(default=False, description="Compile the transformer's blocks with torch.compile.")
     precision: GenerationPrecisionSettings = GenerationPrecisionSettings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()
@@ -79,7 +69,7 @@ class GenerateSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_short_forms(cls, sections: object) -> object:
-        return with_first_prompt(with_asked_score(sections))
+        return expand_short_forms(sections)
 
     @field_validator("prompts_at", mode="before")
     @classmethod
@@ -89,22 +79,21 @@ class GenerateSettings(Section):
     @field_validator("loras", mode="before")
     @classmethod
     def _read_loras(cls, value: object) -> object:
-        # The first to see the value, as that of `condition.references`.
         return LoraFile.of_list(value)
 
     @property
-    def output_format(self) -> OutputFormat:
-        """What results are written as."""
+    def output_format(self) -> MediaFormat:
+        """File format of the results."""
         return self.output.resolved_format(num_frames=self.video.num_frames)
 
     @property
     def num_latent_frames(self) -> int:
-        """Latent frames of the video."""
+        """Latent frames of a segment."""
         return (self.video.num_frames - 1) // self.vae.grid.time_compression_ratio + 1
 
     @property
     def overlap(self) -> int:
-        """Frames that a segment of a video has from the one before it, where it is extended."""
+        """Frames that a segment repeats from the previous one."""
         grid = self.vae.grid
         return self.condition.lengths.pixel_frames(
             CONTINUING, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio
@@ -112,117 +101,104 @@ class GenerateSettings(Section):
 
     @property
     def segment_starts(self) -> tuple[int, ...]:
-        """The first own frame of each segment."""
+        """First new frame of each segment."""
         clip = self.video.num_frames
         return (0, *(clip + number * (clip - self.overlap) for number in range(self.video.extend)))
 
     @property
     def segment_prompts(self) -> tuple[str, ...]:
-        """The prompt of each segment; times count to the nearest frame."""
+        """Prompt of each segment. Times are rounded to frames."""
         held = [(0, self.prompt), *((round(each.at_s * self.video.fps), each.prompt) for each in self.prompts_at)]
         return tuple([prompt for at, prompt in held if at <= start][-1] for start in self.segment_starts)
 
     @property
     def num_frames(self) -> int:
-        """Frames of the result, of all its segments."""
+        """Frames of the result, with all segments."""
         clip = self.video.num_frames
         return clip - self.condition.seamless + self.video.extend * (clip - self.overlap)
 
     @property
     def size_multiple(self) -> int:
-        """What height and width must be multiples of: the side of one token, in pixels."""
+        """Side of a token in pixels. Height and width are multiples of it."""
         return self.vae.grid.spatial_compression_ratio * self.model.patch_size
 
-    @model_validator(mode="after")
-    def _rules_hold(self) -> Self:
-        problems = [
-            *_prompt_problems(self),
-            *_model_problems(self),
-            *_size_problems(self),
-            *_length_problems(self),
-            *_seed_problems(self),
-            *_stop_problems(self),
-            *_condition_problems(self),
-            *extension_problems(self),
-            *time_problems(self),
-            *_picture_problems(self),
-            *draft_problems(self),
-            *_parallel_problems(self),
-            *self.precision.tf32_problems(key="runtime.device", device=self.runtime.device),
-            *attention_problems(
-                self.runtime.attention,
-                setting="runtime.attention",
-                ring_degree=self.parallel.ring_degree,
-                is_fp32=self.runtime.dtype is DType.FLOAT32,
-            ),
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        yield from _prompt_problems(self)
+        yield from _model_problems(self)
+        yield from _size_problems(self)
+        yield from _length_problems(self)
+        yield from _sampling_problems(self)
+        yield from _condition_problems(self)
+        yield from _extension_problems(self)
+        yield from _time_problems(self)
+        yield from _picture_problems(self)
+        yield from _draft_problems(self)
+        yield from _parallel_problems(self)
+        yield from attention_problems(
+            self.runtime.attention,
+            setting="runtime.attention",
+            ring_degree=self.parallel.ring_degree,
+            is_fp32=self.runtime.dtype is DType.FLOAT32,
+        )
 
 
-def _prompt_problems(settings: GenerateSettings) -> list[str]:
+def _prompt_problems(settings: GenerateSettings) -> Iterator[str]:
     if settings.resume is not None and settings.from_latents is not None:
-        return ["resume goes on with sampling, and from_latents leaves it out: drop one of them"]
-    if settings.prompt.strip() or settings.from_latents:
-        return []
-    return [
-        'prompt is empty: say what the video shows, as in osora generate "raining, sea"; a plan (--dry-run) needs it '
-        "too, since results are named after it"
-    ]
+        yield "resume continues sampling, and from_latents skips it: drop one of them"
+    elif not settings.prompt.strip() and not settings.from_latents:
+        yield (
+            'prompt is empty: describe the video, as in osora generate "raining, sea"; a plan (--dry-run) needs it '
+            "too, since results are named after it"
+        )
 
 
-def _model_problems(settings: GenerateSettings) -> list[str]:
+def _model_problems(settings: GenerateSettings) -> Iterator[str]:
     model, vae = settings.model, settings.vae
-    problems = []
     if not vae.kind.makes_videos and settings.video.num_frames > 1 and settings.video.max_frames > 1:
-        problems.append(
+        yield (
             f"vae.kind={vae.kind} makes pictures, and video.num_frames={settings.video.num_frames}: "
             f"use video.num_frames=1, or vae.kind={either([kind.value for kind in VAEKind if kind.makes_videos])}"
         )
     channels = vae.grid.latent_channels * model.patch_size**2
     if model.in_channels != channels:
-        problems.append(
+        yield (
             f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.grid.latent_channels} x "
             f"model.patch_size={model.patch_size} squared: use {channels}"
         )
     chosen = settings.runtime.model_choice
-    if chosen not in (ModelChoice.AUTO, model.name):
-        problems.append(f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them")
-    return problems
+    if chosen not in (ModelName.AUTO, model.name):
+        yield f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them"
 
 
-def _size_problems(settings: GenerateSettings) -> list[str]:
-    video = settings.video
-    multiple = settings.size_multiple
+def _size_problems(settings: GenerateSettings) -> Iterator[str]:
+    video, multiple, name = settings.video, settings.size_multiple, settings.model.name
     if video.height is not None and video.width is not None:
-        return [
-            f"video.{name}={value} must be a multiple of {multiple}: use {either(_near_multiples(value, multiple))}"
-            for name, value in (("height", video.height), ("width", video.width))
-            if value % multiple
-        ]
-    problems = []
+        for side, value in (("height", video.height), ("width", video.width)):
+            below = value // multiple * multiple
+            if value != below:
+                fitting = [str(size) for size in (below, below + multiple) if size]
+                yield f"video.{side}={value} must be a multiple of {multiple}: use {either(fitting)}"
+        return
     if video.resolution not in video.resolutions:
-        fix = f"use {either(video.resolutions)}"
-        if settings.model.name is ModelName.DEMO:
-            fix += f", or get the released model: {DOWNLOAD_COMMAND}"
-        problems.append(f"video.resolution={video.resolution} is not a size of the {settings.model.name} model: {fix}")
-    if video.aspect_ratio not in video.aspect_ratios:
-        problems.append(
-            f"video.aspect_ratio={video.aspect_ratio} is not one of the {settings.model.name} model: "
-            f"use {either(video.aspect_ratios)}"
+        fix = f", or get the released model: {DOWNLOAD_COMMAND}" if name is ModelName.DEMO else ""
+        yield (
+            f"video.resolution={video.resolution} is not a size of the {name} model: use {either(video.resolutions)}"
+            f"{fix}"
         )
-    return problems
+    if video.aspect_ratio not in video.aspect_ratios:
+        yield (
+            f"video.aspect_ratio={video.aspect_ratio} is not one of the {name} model: use {either(video.aspect_ratios)}"
+        )
 
 
-def _length_problems(settings: GenerateSettings) -> list[str]:
-    video, grid = settings.video, settings.vae.grid
-    ratio, end = grid.time_compression_ratio, video.max_frames + 1
-    if video.max_frames == 1:
-        makes = f"video.num_frames={video.num_frames} must be 1 with the {settings.model.name} model"
-        return [] if video.num_frames == 1 else [f"{makes}, which makes pictures"]
-    if grid.is_causal and video.causal_lengths:
-        return [f"video.causal_lengths=true has no effect with vae.kind={settings.vae.kind}, which is causal: drop it"]
+def _length_problems(settings: GenerateSettings) -> Iterator[str]:
+    video, grid, name = settings.video, settings.vae.grid, settings.model.name
+    ratio, end, frames = grid.time_compression_ratio, video.max_frames + 1, video.num_frames
+    if video.max_frames == 1 and frames != 1:
+        yield f"video.num_frames={frames} must be 1 with the {name} model, which makes pictures"
+    if frames == 1 or video.max_frames == 1:
+        return
     if grid.is_causal:
         lengths, rule = range(1, end, ratio), f"a multiple of {ratio}, plus 1,"
     elif video.causal_lengths:
@@ -230,135 +206,178 @@ def _length_problems(settings: GenerateSettings) -> list[str]:
     else:
         # A single latent frame is decoded to a picture.
         lengths, rule = range(2 * ratio, end, ratio), f"1, or a multiple of {ratio} from {2 * ratio} on,"
-    if video.num_frames == 1 or video.num_frames in lengths:
-        return []
-    longest = lengths[-1] if lengths else 1
-    nearest = lengths.start + round((video.num_frames - lengths.start) / lengths.step) * lengths.step
-    return [
-        f"video.num_frames={video.num_frames} must be {rule} and at most {longest} with the {settings.model.name} "
-        f"model: use {min(max(nearest, lengths.start), longest)}"
-    ]
+    if frames not in lengths:
+        longest = lengths[-1] if lengths else 1
+        nearest = lengths.start + round((frames - lengths.start) / lengths.step) * lengths.step
+        yield (
+            f"video.num_frames={frames} must be {rule} and at most {longest} with the {name} model: "
+            f"use {min(max(nearest, lengths.start), longest)}"
+        )
 
 
-def _seed_problems(settings: GenerateSettings) -> list[str]:
-    seed, samples = settings.sampling.seed, settings.sampling.num_samples
-    if seed + samples - 1 <= MAX_SEED:
-        return []
-    return [
-        f"sampling.seed={seed} must leave room for the seeds of sampling.num_samples={samples}: "
-        f"use at most {MAX_SEED - samples + 1}"
-    ]
+def _sampling_problems(settings: GenerateSettings) -> Iterator[str]:
+    sampling, explores = settings.sampling, settings.output.explore
+    seed, samples, stop = sampling.seed, sampling.num_samples, sampling.stop_at
+    if seed + samples - 1 > MAX_SEED:
+        yield (
+            f"sampling.seed={seed} must leave room for the seeds of sampling.num_samples={samples}: "
+            f"use at most {MAX_SEED - samples + 1}"
+        )
+    if explores and stop is None:
+        yield "output.explore=true needs sampling.stop_at, after which seeds are compared: give --explore-steps"
+    elif explores and (settings.resume is not None or settings.from_latents is not None):
+        yield "output.explore=true starts samples, and resume and from_latents continue one: drop one of them"
+    elif stop is not None and stop >= sampling.num_inference_steps:
+        yield (
+            f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={sampling.num_inference_steps}: "
+            "drop it, or use fewer"
+        )
 
 
-def _stop_problems(settings: GenerateSettings) -> list[str]:
-    stop, steps = settings.sampling.stop_at, settings.sampling.num_inference_steps
-    if settings.output.explore and stop is None:
-        return ["output.explore=true needs sampling.stop_at, after which seeds are compared: give --explore-steps"]
-    if settings.output.explore and (settings.resume is not None or settings.from_latents is not None):
-        return ["output.explore=true begins samples, and resume and from_latents go on with one: drop one of them"]
-    if stop is None or stop < steps:
-        return []
-    return [f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={steps}: drop it, or use fewer"]
-
-
-def _condition_problems(settings: GenerateSettings) -> list[str]:
-    condition = settings.condition
+def _condition_problems(settings: GenerateSettings) -> Iterator[str]:
+    condition, grid, video = settings.condition, settings.vae.grid, settings.video
     if condition.mode is None:
-        return []
-    if condition.seamless and condition.mode != "i2v_loop":
-        return [f"condition.seamless=true has no effect with condition.mode={condition.mode}: use i2v_loop, or drop it"]
+        return
     mode, references = CONDITION_MODES[condition.mode], len(condition.references)
+    named = f"condition.mode={mode.name}"
     if not mode.needs_reference and references:
-        return [f"condition.mode={mode.name} takes no reference, and {_files(references)} given: drop --cond or --ref"]
+        yield f"{named} takes no reference, and {_files(references)} given: drop --cond or --ref"
+        return
     if mode.needs_reference and not references and not settings.picture.first:
         kind = "video" if mode.source is Source.VIDEO else "picture"
-        return [f"condition.mode={mode.name} needs a reference: give the {kind} with --ref FILE"]
-    problems = []
+        yield f"{named} needs a reference: give the {kind} with --ref FILE"
+        return
     if references > mode.max_references:
-        problems.append(
-            f"condition.mode={mode.name} takes {either([str(n + 1) for n in range(mode.max_references)])} "
+        yield (
+            f"{named} takes {either([str(n + 1) for n in range(mode.max_references)])} "
             f"reference{'s' if mode.max_references > 1 else ''}, and {_files(references)} given: drop some"
         )
     if mode.needs_reference and not settings.model.cond_embed:
-        problems.append(
-            f"condition.mode={mode.name} needs a model that takes references (model.cond_embed=true): use t2v"
-        )
-    grid = settings.vae.grid
-    if mode.source is Source.VIDEO and settings.video.causal_lengths and not grid.is_causal:
-        problems.append(
-            f"condition.mode={mode.name} would give frames that vae.kind={settings.vae.kind} cannot encode, 1 more "
+        yield f"{named} needs a model that takes references (model.cond_embed=true): use t2v"
+    if mode.source is Source.VIDEO and video.causal_lengths and not grid.is_causal:
+        yield (
+            f"{named} would give frames that vae.kind={settings.vae.kind} cannot encode, 1 more "
             f"than a multiple of {grid.time_compression_ratio}: use video.causal_lengths=false"
         )
     given = condition.lengths.given_latent_frames(mode, causal=grid.is_causal)
     if given >= settings.num_latent_frames:
         shortest = grid.num_frames(given + 1)
-        problems.append(
-            f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode.name} "
+        yield (
+            f"video.num_frames={video.num_frames} leaves nothing to make, since {named} "
             f"gives {given} latent frames: use at least {shortest}"
-            + (" or another mode" if shortest > settings.video.max_frames else "")
+            + (" or another mode" if shortest > video.max_frames else "")
         )
-    return problems
 
 
-def _picture_problems(settings: GenerateSettings) -> list[str]:
-    picture, condition = settings.picture, settings.condition
-    if not picture.first:
-        return ["picture.save=true has no effect without picture.first=true: give --t2i2v, too"] if picture.save else []
-    problems = []
+def _extension_problems(settings: GenerateSettings) -> Iterator[str]:
+    video, condition, grid = settings.video, settings.condition, settings.vae.grid
+    asked = f"video.extend={video.extend}"
+    if not video.extend:
+        return
+    if video.num_frames == 1:
+        yield f"{asked} continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask for more"
+        return
+    if not settings.model.cond_embed:
+        yield f"{asked} needs a model that takes references (model.cond_embed=true): drop --extend"
+        return
+    if video.causal_lengths and not grid.is_causal:
+        yield f"{asked} gives frames that vae.kind={settings.vae.kind} cannot encode: use video.causal_lengths=false"
+    given = condition.lengths.latent_frames(CONTINUING, causal=grid.is_causal)
+    if given >= settings.num_latent_frames:
+        yield (
+            f"video.num_frames={video.num_frames} leaves no new frames to {asked}, which gives the last "
+            f"{settings.overlap} to the next segment: use at least {grid.num_frames(given + 1)}"
+        )
+    if condition.seamless:
+        yield f"condition.seamless=true drops the last frame, and {asked} continues after it: drop one of them"
+    if settings.sampling.stop_at is not None:
+        yield (
+            f"sampling.stop_at={settings.sampling.stop_at} stops a run in its first segment, and {asked} makes more: "
+            "drop one of them"
+        )
+    if settings.sampling.batch_size not in (1, AUTO):
+        yield f"sampling.batch_size={settings.sampling.batch_size} is for videos of one segment, and {asked}: use 1"
+
+
+def _time_problems(settings: GenerateSettings) -> Iterator[str]:
+    """Yield the first problem of prompts by time. Others may follow from it."""
+    prompts, fps, starts = settings.prompts_at, settings.video.fps, settings.segment_starts
+    if not prompts or not settings.video.extend:
+        return
+    if settings.refine.prompt:
+        yield "refine.prompt=true rewrites one prompt, and prompts_at has more: drop one of them"
+        return
+    if not prompts[0].at_s and prompts[0].prompt != settings.prompt:
+        yield f"prompt={settings.prompt} and prompts_at={prompts[0].shown} are both of the beginning: drop one of them"
+        return
+    for earlier, later in pairwise(prompts):
+        if later.at_s <= earlier.at_s:
+            yield f"prompts_at={later.shown} must come after {earlier.at_s:g}s: give them in the order of their times"
+            return
+    frames = [round(each.at_s * fps) for each in prompts]
+    for each, frame, next_frame in zip(prompts, frames, (*frames[1:], settings.num_frames), strict=True):
+        if not any(frame <= start < next_frame for start in starts):
+            end = "the next prompt" if frame < frames[-1] else "the end"
+            yield (
+                f"prompts_at={each.shown} has no effect, since no segment begins between then and {end}: "
+                f"segments begin at {', '.join(f'{start / fps:.3g}s' for start in starts)}"
+            )
+            return
+
+
+def _picture_problems(settings: GenerateSettings) -> Iterator[str]:
+    condition = settings.condition
+    if not settings.picture.first:
+        return
     if condition.references:
-        problems.append(
+        yield (
             f"picture.first=true makes the reference, and {_files(len(condition.references))} given: drop --t2i2v "
             "or --ref"
         )
     if condition.mode is not None and not CONDITION_MODES[condition.mode].gives_pictures:
         fitting = [mode.name for mode in CONDITION_MODES.values() if mode.gives_pictures]
-        problems.append(
+        yield (
             f"condition.mode={condition.mode} takes no picture, and picture.first=true makes one: use {either(fitting)}"
         )
-    return problems
 
 
-def _parallel_problems(settings: GenerateSettings) -> list[str]:
-    parallel, model, batch = settings.parallel, settings.model, settings.sampling.batch_size
-    problems = []
-    if batch not in (1, AUTO) and settings.video.extend:
-        problems.append(
-            f"sampling.batch_size={batch} is for videos of one segment, and video.extend={settings.video.extend}: use 1"
-        )
-    if parallel.devices is not None and settings.runtime.device != "auto":
-        problems.append(
-            f"parallel.devices and runtime.device={settings.runtime.device} both name devices: drop one of them"
-        )
-    if parallel.world_size > 1 and settings.runtime.device.startswith("cuda:"):
-        problems.append(
-            f"runtime.device={settings.runtime.device} is one GPU, and parallel.gpus asks for more: use --devices"
-        )
+def _draft_problems(settings: GenerateSettings) -> Iterator[str]:
+    video, asked = settings.video, f"draft.resolution={settings.draft.resolution}"
+    if settings.draft.resolution is None:
+        return
+    if settings.draft.resolution not in video.resolutions:
+        yield f"{asked} is not a size of the {settings.model.name} model: use {either(video.resolutions)}"
+    elif settings.sampling.num_inference_steps == 1:
+        yield f"{asked} leaves nothing to sampling.num_inference_steps=1: use 2 or more"
+    else:
+        if video.extend:
+            yield f"{asked} is for one clip, and video.extend={video.extend} makes more: drop one of them"
+        if settings.picture.first:
+            yield (f"{asked} and picture.first=true both come first: make the picture alone, and give it with --ref")
+
+
+def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
+    parallel, heads, device = settings.parallel, settings.model.num_heads, settings.runtime.device
+    if parallel.devices is not None and device != "auto":
+        yield f"parallel.devices and runtime.device={device} both name devices: drop one of them"
+    if parallel.world_size > 1 and device.startswith("cuda:"):
+        yield f"runtime.device={device} is one GPU, and parallel.gpus asks for more: use --devices"
     tensor = parallel.tensor_parallel_degree or 1
     if settings.compile and parallel.watch:
-        problems.append("parallel.watch=true does not go with compile=true, which would compile nothing: use one")
+        yield "parallel.watch=true does not go with compile=true, which would compile nothing: use one"
     if settings.compile and tensor > 1:
-        problems.append(
+        yield (
             f"compile=true does not go with parallel.tensor_parallel_degree={tensor}, whose layers talk to other "
             "devices: use parallel.ulysses_degree, or compile=false"
         )
-    if model.num_heads % tensor:
-        fitting = [str(degree) for degree in range(1, model.num_heads + 1) if model.num_heads % degree == 0]
-        problems.append(
-            f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={model.num_heads}: "
-            f"use {either(fitting)}"
+    if heads % tensor:
+        fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
+        yield f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={heads}: use {either(fitting)}"
+    if parallel.ulysses_degree is not None and parallel.ulysses_degree > heads // tensor:
+        yield (
+            f"parallel.ulysses_degree={parallel.ulysses_degree} must be at most the {heads // tensor} heads of a "
+            "device: use parallel.ring_degree for more"
         )
-    heads = model.num_heads // tensor
-    if parallel.ulysses_degree is not None and parallel.ulysses_degree > heads:
-        problems.append(
-            f"parallel.ulysses_degree={parallel.ulysses_degree} must be at most the {heads} heads of a device: "
-            "use parallel.ring_degree for more"
-        )
-    return problems
-
-
-def _near_multiples(value: int, multiple: int) -> list[str]:
-    below = value // multiple * multiple
-    return [str(size) for size in (below, below + multiple) if size]
 
 
 def _files(count: int) -> str:

@@ -1,19 +1,19 @@
-"""Machines that are planned for and need not be here: the figures of their GPUs and links, and how they are named.
+"""Machines to plan for: figures of GPUs and links, and the names that `--on` takes.
 
-Predicted times come from these figures alone: nothing is measured.
+Predicted times come from these figures. Nothing is measured.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.base import ByteSize, FileName, Section
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_yaml
 from opensora_cli.settings.layers import all_keys, read_sections, validate
@@ -21,93 +21,81 @@ from opensora_cli.settings.layers import all_keys, read_sections, validate
 PRODUCT_EFFICIENCY = 0.489
 ATTENTION_EFFICIENCY = 0.644
 AUTOENCODER_EFFICIENCY = 0.149
-"""The parts of the peak that products of matrices, attention and the autoencoder reach, fitted to evaluations and
-decodes of 256px and 768px, timed on an H100 (`benchmarks/predict.py`); of other GPUs, assumed to be the same."""
+"""Shares of the peak that matrix products, attention and the autoencoder reach. They are fitted to times of 256px and
+768px on an H100 (`benchmarks/predict.py`), and assumed for other GPUs."""
 
 _GIVEN = re.compile(r"(?:(?P<count>\d*)x)?(?P<name>.*)", re.DOTALL)
-_MOST = 1024
+_MAX_DEVICES = 1024
+_KIND = "hardware"
 
 _Figure = Annotated[float, Field(ge=1e-6, le=10**9)]
-_KIND = "hardware"
+_Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
 
 
 class Rate(Section):
-    """How fast bytes go one way: by the data sheet, and in practice."""
+    """Bandwidth in one direction."""
 
-    peak_gb_per_s: _Figure = Field(description="1e9 bytes a second, in one direction")
-    attainable_gb_per_s: _Figure = Field(description="what large transfers reach of it")
+    peak_gb_per_s: _Figure = Field(description="Bandwidth of the data sheet in 1e9 bytes a second.")
+    attainable_gb_per_s: _Figure = Field(description="Bandwidth of large transfers in 1e9 bytes a second.")
 
-    @model_validator(mode="after")
-    def _peak_is_most(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
         if self.attainable_gb_per_s > self.peak_gb_per_s:
-            raise ValueError(
+            yield (
                 f"attainable_gb_per_s={self.attainable_gb_per_s:g} must be at most peak_gb_per_s={self.peak_gb_per_s:g}"
             )
-        return self
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long so many bytes take."""
+        """Return the time of a transfer."""
         return num_bytes / (self.attainable_gb_per_s * 1e9)
 
 
 class GpuSettings(Section):
-    """A kind of GPU, and the machine around it."""
+    """GPU model and its machine."""
 
-    name: str = Field(min_length=1, description="what --on calls it")
-    cuda_name: str = Field(min_length=1, description="what CUDA calls it")
-    memory: ByteSize = Field(description="of one GPU")
-    reserved: ByteSize = Field(default=2**30, description="of that, what is not free for weights and tensors")
-    bf16_tflops: _Figure = Field(description="peak of dense products with sums in fp32, 1e12 operations a second")
+    name: FileName = Field(description="Name for --on.")
+    cuda_name: FileName = Field(description="Name in CUDA.")
+    memory: ByteSize = Field(description="Memory of one GPU.")
+    reserved: ByteSize = Field(default=2**30, description="Memory that weights and tensors cannot use.")
+    bf16_tflops: _Figure = Field(description="Peak of dense bfloat16 products with fp32 sums, in 1e12 a second.")
     fp16_tflops: _Figure
     fp32_tflops: _Figure
-    fp8_tflops: _Figure | None = Field(default=None, description="none: it has no products in 8 bits")
-    int8_tops: _Figure | None = Field(
-        default=None, description="peak of dense products of int8, 1e12 operations a second; none: not known"
-    )
-    memory_rate: Rate = Field(description="of the GPU's own memory")
-    host_link: Rate = Field(description="between a GPU and page-locked memory of the host")
-    gpu_link: Rate = Field(description="between two GPUs of a machine")
-    node_link: Rate = Field(description="between machines, for each GPU")
-    gpus_per_node: PositiveInt = Field(default=8, le=_MOST, description="of a machine")
-    host_memory: ByteSize = Field(description="of a machine, for all of its GPUs")
-    product_efficiency: float = Field(
-        default=PRODUCT_EFFICIENCY, ge=1e-6, le=1, description="part of the peak that products of matrices reach"
-    )
-    attention_efficiency: float = Field(
-        default=ATTENTION_EFFICIENCY, ge=1e-6, le=1, description="part of the peak that fused attention reaches"
-    )
-    autoencoder_efficiency: float = Field(
-        default=AUTOENCODER_EFFICIENCY,
-        ge=1e-6,
-        le=1,
-        description="part of the peak that the autoencoder's convolutions reach, all else that it does included",
-    )
-    launch_us: _Figure = Field(default=5.0, description="the host's time to start a kernel, in 1e-6 s: assumed")
+    fp8_tflops: _Figure | None = Field(default=None, description="Peak of 8-bit products. None means unsupported.")
+    int8_tops: _Figure | None = Field(default=None, description="Peak of dense int8 products. None means unknown.")
+    memory_rate: Rate = Field(description="Bandwidth of the GPU's memory.")
+    host_link: Rate = Field(description="Bandwidth between a GPU and pinned host memory.")
+    gpu_link: Rate = Field(description="Bandwidth between two GPUs of a machine.")
+    node_link: Rate = Field(description="Bandwidth between machines, for each GPU.")
+    gpus_per_node: int = Field(default=8, ge=1, le=_MAX_DEVICES, description="GPUs of a machine.")
+    host_memory: ByteSize = Field(description="Host memory of a machine.")
+    product_efficiency: _Efficiency = Field(default=PRODUCT_EFFICIENCY, description="Share for matrix products.")
+    attention_efficiency: _Efficiency = Field(default=ATTENTION_EFFICIENCY, description="Share for fused attention.")
+    autoencoder_efficiency: _Efficiency = Field(default=AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
+    launch_us: _Figure = Field(default=5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
 
-    @model_validator(mode="after")
-    def _some_memory_is_free(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
         if self.reserved >= self.memory:
-            raise ValueError(f"reserved={self.reserved} must be under memory={self.memory}")
-        return self
+            yield f"reserved={self.reserved} must be under memory={self.memory}"
 
     @property
     def free_bytes(self) -> int:
-        """What weights and tensors may take."""
+        """Memory for weights and tensors."""
         return self.memory - self.reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMachine:
-    """GPUs that are planned for."""
+    """GPUs to plan for."""
 
     gpu: GpuSettings
     count: int | None
-    """None: as many as the settings ask for."""
+    """Number of GPUs. None means as many as the settings ask for."""
     given: str
-    """What names them, as in `8xH100`."""
+    """Name that was given, as in `8xH100`."""
 
     def counts(self, given: Collection[str]) -> dict[str, Given]:
-        """Return the numbers of devices and machines as settings, unless the dotted keys in `given` set them."""
+        """Return the numbers of devices and machines as settings, unless keys in `given` set them."""
         keys = ("parallel.gpus", "parallel.nnodes")
         if self.count is None or not {*keys, "parallel.devices"}.isdisjoint(given):
             return {}
@@ -128,13 +116,13 @@ class PlannedMachine:
 
 
 def read_machine(text: str) -> PlannedMachine:
-    """Return what `--on` names: `H100`, `8xH100`, or a YAML file of one's own, as in `rig.yaml` or `2xrig.yaml`.
+    """Return the machine of `--on`: `H100`, `8xH100`, or a YAML file as in `rig.yaml` or `2xrig.yaml`.
 
     Raises:
-        RequestError: there is no hardware of that name, a number of devices is wrong, or a figure in the file is.
-        FileProblem: the file is missing, or no YAML.
+        RequestError: There is no such hardware, or a number of devices or a figure in the file is wrong.
+        FileProblem: The file is missing, or not YAML.
     """
-    # A file may have an x in its name.
+    # The name of a file may have an x.
     if Path(text).is_file():
         return PlannedMachine(gpu=_read_gpu(text), count=None, given=text)
     match = _GIVEN.fullmatch(text)
@@ -145,9 +133,9 @@ def read_machine(text: str) -> PlannedMachine:
     gpu = _read_gpu(name)
     if count is None:
         return PlannedMachine(gpu=gpu, count=None, given=text)
-    number = int(count) if len(count) < 9 else _MOST + 1
-    if not 1 <= number <= _MOST:
-        raise RequestError(f"--on {text} must name 1 to {_MOST} devices")
+    number = int(count) if len(count) < 9 else _MAX_DEVICES + 1
+    if not 1 <= number <= _MAX_DEVICES:
+        raise RequestError(f"--on {text} must name 1 to {_MAX_DEVICES} devices")
     if number > gpu.gpus_per_node and number % gpu.gpus_per_node:
         below = number - number % gpu.gpus_per_node
         raise RequestError(
@@ -164,7 +152,7 @@ def _read_gpu(name: str) -> GpuSettings:
     elif Path(name).suffix.lower() in (".yaml", ".yml") or Path(name).is_file():
         path = Path(name)
     else:
-        # `A100` and `RTX4090` are parts of a name, or have one in them.
+        # `A100` is part of a name, and `RTX4090` contains one.
         parts = [each for low, each in known.items() if low.startswith(name.lower()) or name.lower().endswith(low)]
         close = parts[0] if parts else nearest(name, known.values(), cutoff=0.5)
         hint = f"did you mean {close}?" if close else "or name a YAML file of your own, as configs/hardware/ has them"

@@ -1,6 +1,6 @@
-"""Layers of settings, for any command: each is a flat mapping of dotted keys to what was given, and where.
+"""Layers of settings for any command. A layer maps dotted keys to values and their sources.
 
-Keys are checked against the schema while a layer is read, so that an error can name the layer.
+Keys are checked while a layer is read so that an error can name its source.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,15 +20,32 @@ S = TypeVar("S", bound=Section)
 
 ENVIRONMENT_PREFIX = "OSORA_"
 SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL")
-"""Of the server that rewrites prompts: settings are saved beside every result, and its key must not be."""
-_SHORT_VARIABLES = {"OSORA_WEIGHTS": "runtime.weights"}
+"""Variables of the language model server. They are no settings: settings are saved, and its key must not be."""
+_WEIGHTS = "runtime.weights"
 
 
 def read_sections(schema: type[Section], values: Mapping[str, object], *, source: str) -> dict[str, Given]:
-    """Return nested sections, as YAML and JSON have them, as a layer.
-    Raises RequestError if a key is not one of the schema, or a section is not a mapping.
+    """Return nested sections, as read from YAML or JSON, as a layer.
+
+    Raises:
+        RequestError: A key is unknown, or a section is not a mapping.
     """
-    return dict(_leaves(schema, schema, values, source=source, prefix=""))
+    return dict(_leaves(schema, schema, values, source, ""))
+
+
+def _leaves(
+    root: type[Section], schema: type[Section], values: Mapping[str, object], source: str, prefix: str
+) -> Iterator[tuple[str, Given]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        section = _section(schema, name)
+        if section is None:
+            check_key(root, key, source=source)
+            yield key, Given(value, source)
+        elif isinstance(value, Mapping):
+            yield from _leaves(root, section, value, source, f"{key}.")
+        elif value not in (None, ""):
+            raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
 
 
 def read_environment(
@@ -36,35 +53,36 @@ def read_environment(
 ) -> dict[str, Given]:
     """Return the settings in the environment as a layer.
 
-    The variable of `section.key` is `OSORA_<SECTION>__<KEY>`, as in `OSORA_SAMPLING__SEED=1`; `OSORA_WEIGHTS` is short
-    for `OSORA_RUNTIME__WEIGHTS`. An empty variable counts as unset. Variables of `others`, the settings of other
-    commands, are left alone. Raises RequestError if a variable is of this form, or nearly, and names no setting.
+    `OSORA_SAMPLING__SEED=1` sets `sampling.seed`, and `OSORA_WEIGHTS` is short for `OSORA_RUNTIME__WEIGHTS`. Empty
+    variables count as unset. Variables of `others`, the settings of other commands, are ignored.
+
+    Raises:
+        RequestError: A variable has this form, or nearly, and names no setting.
     """
     variables = _variables(schema)
-    foreign = {name for other in others for name in _variables(other)}
+    ignored = {*SERVER_VARIABLES, *(name for other in others for name in _variables(other))}
     layer = {}
     for name, value in sorted(environment.items()):
-        if not name.startswith(ENVIRONMENT_PREFIX) or not value:
+        if not name.startswith(ENVIRONMENT_PREFIX) or not value or name in ignored - variables.keys():
             continue
         if name in variables:
             layer[variables[name]] = Given(value, name)
             continue
-        if name in foreign or name in SERVER_VARIABLES:
-            continue
-        # The prefix is not ours alone: what has no __ and looks like none of ours is left in peace.
+        # Other programs may use the prefix. A name without __ that resembles no setting is theirs.
         close = nearest(name, [*variables, *SERVER_VARIABLES], cutoff=0.6 if "__" in name else 0.85)
         if close or "__" in name:
-            raise RequestError(
-                f"{name} in the environment is not a setting", hint=f"did you mean {close}?" if close else "unset it"
-            )
+            hint = f"did you mean {close}?" if close else "unset it"
+            raise RequestError(f"{name} in the environment is not a setting", hint=hint)
     return layer
 
 
 def collect_overrides(
     schema: type[Section], flags: Layer, assignments: Iterable[str] | Mapping[str, object]
 ) -> dict[str, Given]:
-    """Return named flags and assignments, of `--set` or by key, as one layer; of two to a key the last counts.
-    Raises RequestError if a text is not `section.key=value`, a key is unknown, or an assignment contradicts a flag.
+    """Return named flags and assignments, from `--set` or by key, as one layer. The last assignment of a key wins.
+
+    Raises:
+        RequestError: A text is not `section.key=value`, a key is unknown, or an assignment contradicts a flag.
     """
     overrides = dict(flags)
     pairs: Iterable[tuple[str, object]]
@@ -76,9 +94,8 @@ def collect_overrides(
         check_key(schema, key, source=source)
         flag = flags.get(key)
         if flag and str(flag.value) != str(value):
-            raise RequestError(
-                f"{source} {key}={value} contradicts {flag.source}, which is {flag.value}", hint="drop one of them"
-            )
+            message = f"{source} {key}={value} contradicts {flag.source}, which is {flag.value}"
+            raise RequestError(message, hint="drop one of them")
         overrides[key] = Given(value, source)
     return overrides
 
@@ -91,10 +108,10 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
-    """Return the settings that layers add up to; errors do not speak of the preset `below`.
+    """Return the settings from `given` over the preset `below`. Errors do not name the preset as a source.
 
     Raises:
-        RequestError: a rule is broken; one line for each.
+        RequestError: Rules are broken. The message has one line for each.
     """
     values = {key: at.value for key, at in {**(below or {}), **given}.items()}
     try:
@@ -102,28 +119,21 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
     except ValidationError as error:
         raise RequestError("\n".join(explain(error, given))) from error
     except UnicodeEncodeError as error:
-        # pydantic cannot even say what is wrong with such text.
-        raise RequestError("\n".join(_without_unicode(given)) or "some text is not valid Unicode") from error
-
-
-def _without_unicode(given: Layer) -> Iterator[str]:
-    for key, at in given.items():
-        text = str(at.value)
-        if not is_unicode(text):
-            yield f"{key}={plain(as_unicode(text))} must be valid Unicode text (from {at.source})"
+        # pydantic cannot report such text.
+        lines = [
+            f"{key}={plain(as_unicode(str(at.value)))} must be valid Unicode text (from {at.source})"
+            for key, at in given.items()
+            if not is_unicode(str(at.value))
+        ]
+        raise RequestError("\n".join(lines) or "some text is not valid Unicode") from error
 
 
 def check_key(schema: type[Section], key: str, *, source: str) -> None:
-    """Accept a dotted key of the schema.
-
-    Raises:
-        RequestError: it is none, or only a section; the nearest key is named.
-    """
+    """Raise RequestError, with the nearest key, unless `key` is the dotted key of a setting."""
     keys = all_keys(schema)
     if key in keys:
         return
-    inside = [known for known in keys if known.startswith(f"{key}.")]
-    if inside:
+    if inside := [known for known in keys if known.startswith(f"{key}.")]:
         raise RequestError(f"{key} (from {source}) is a section", hint=f"set one of its keys: {', '.join(inside)}")
     close = nearest_key(key, keys if "." in key else [*schema.model_fields, *keys])
     siblings = [known for known in keys if "." in known and known.partition(".")[0] == key.partition(".")[0]]
@@ -136,41 +146,21 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
 @cache
 def all_keys(schema: type[Section]) -> tuple[str, ...]:
     """Return the dotted keys of all settings."""
-    return tuple(_keys(schema))
-
-
-def _keys(schema: type[Section], prefix: str = "") -> Iterator[str]:
+    keys: list[str] = []
     for name in schema.model_fields:
         section = _section(schema, name)
-        if section is None:
-            yield f"{prefix}{name}"
-        else:
-            yield from _keys(section, f"{prefix}{name}.")
+        keys += [name] if section is None else [f"{name}.{key}" for key in all_keys(section)]
+    return tuple(keys)
 
 
 def _variables(schema: type[Section]) -> dict[str, str]:
-    """Return the dotted key of each variable."""
+    """Return the dotted key of each environment variable."""
     variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
-    return variables | {name: key for name, key in _SHORT_VARIABLES.items() if key in variables.values()}
-
-
-def _leaves(
-    root: type[Section], schema: type[Section], values: Mapping[str, object], *, source: str, prefix: str
-) -> Iterator[tuple[str, Given]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        section = _section(schema, name)
-        if section is None:
-            check_key(root, key, source=source)
-            yield key, Given(value, source)
-        elif isinstance(value, Mapping):
-            yield from _leaves(root, section, value, source=source, prefix=f"{key}.")
-        elif value not in (None, ""):
-            raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
+    return variables | ({"OSORA_WEIGHTS": _WEIGHTS} if _WEIGHTS in variables.values() else {})
 
 
 def _section(schema: type[Section], name: str) -> type[Section] | None:
-    """Return the class of a field that is a section itself, or may be one."""
+    """Return the class of a field whose value is, or may be, a section."""
     details = schema.model_fields.get(name)
     kinds = alternatives(details.annotation) if details else ()
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)

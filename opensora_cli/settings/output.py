@@ -1,82 +1,71 @@
-"""Settings of where the results of `osora generate` go."""
+"""Settings of the results of `osora generate`."""
 
+from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import NameFrom, OutputFormat
+from opensora_cli.core.media_choices import MediaFormat
+from opensora_cli.settings.base import Count, FileName, Section
+from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.explain import either
 
-# Endings that people type and that would otherwise quietly become the name of a folder.
-_FOREIGN_ENDINGS = frozenset({"apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"})
+_OTHER_ENDINGS = frozenset(["apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"])
+"""Endings that would otherwise become the name of a folder."""
 
 
 class OutputSettings(Section):
-    """Where results go."""
+    """Files of results."""
 
-    path: str = Field(default="samples", min_length=1, description="a folder, or a file name with a known ending")
-    format: OutputFormat | None = Field(
-        default=None, description="none: from the file's ending, else mp4, and png of a picture"
+    path: FileName = Field(default="samples", description="Folder, or file name with a known ending.")
+    format: MediaFormat | None = Field(
+        default=None, description="File format. None means by the ending of the path, or mp4, or png for a picture."
     )
     name_from: NameFrom = Field(
         default=NameFrom.SEED,
-        description="of results in a folder: seed for the prompt, shortened, and the seed; prompt for the prompt as it "
-        "is, and the number of the sample",
+        description="Names of results in a folder: seed (short prompt and seed) or prompt (full prompt and number).",
     )
-    overwrite: bool = Field(default=False, description="replace existing files")
-    metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")
-    last_frame: bool = Field(default=False, description="keep the last frame beside a video, as NAME.last.png")
-    save_latents: bool = Field(default=True, description="save the latents before decoding, and where a run is stopped")
-    save_state_every: int | None = Field(
+    overwrite: bool = Field(default=False, description="Replace existing files.")
+    metadata: bool = Field(default=True, description="Write prompt, seed and settings into and beside the file.")
+    last_frame: bool = Field(default=False, description="Keep the last frame of a video as NAME.last.png.")
+    save_latents: bool = Field(default=True, description="Save latents before decoding and when a run is stopped.")
+    save_state_every: Count | None = Field(
+        default=None, description="Steps between saves of latents. None: at the end."
+    )
+    preview_every: Count | None = Field(
         default=None,
-        ge=1,
-        le=10**9,
-        description="steps after which the latents are saved, to go on from; none: only at the end",
+        description="Steps between previews of the predicted video, NAME.preview.gif. None means no previews.",
     )
-    preview_every: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**9,
-        description="steps between previews of the predicted video, NAME.preview.gif; none: no previews",
-    )
-    explore: bool = Field(
-        default=False,
-        description="begin all samples to choose from: leave them stopped early and not decoded, with a sheet of them",
-    )
+    explore: bool = Field(default=False, description="Stop all samples early and make a contact sheet of them.")
 
     @property
     def makes_previews(self) -> bool:
-        """Whether what is predicted on the way is shown and kept."""
+        """Whether predicted videos are shown and kept during sampling."""
         return self.preview_every is not None or self.explore
 
     @property
-    def named_format(self) -> OutputFormat | None:
-        """The format that the ending of `path` names; None where `path` is a folder."""
-        ending = PurePath(self.path).suffix.lower().removeprefix(".")
-        return OutputFormat(ending) if ending in list(OutputFormat) else None
+    def named_format(self) -> MediaFormat | None:
+        """Format that the ending of `path` names, or None for a folder."""
+        return MediaFormat(self._ending) if self._ending in list(MediaFormat) else None
 
-    def resolved_format(self, *, num_frames: int) -> OutputFormat:
+    @property
+    def _ending(self) -> str:
+        return PurePath(self.path).suffix.lower().removeprefix(".")
+
+    def resolved_format(self, *, num_frames: int) -> MediaFormat:
         """Return the format to write."""
-        return self.format or self.named_format or (OutputFormat.PNG if num_frames == 1 else OutputFormat.MP4)
+        return self.format or self.named_format or (MediaFormat.PNG if num_frames == 1 else MediaFormat.MP4)
 
-    @model_validator(mode="after")
-    def _ending_agrees(self) -> Self:
-        named = self.named_format
-        if named and self.format and named is not self.format:
-            raise ValueError(
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        if self.named_format and self.format and self.named_format is not self.format:
+            yield (
                 f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
             )
-        if self.save_state_every is not None and not self.save_latents:
-            raise ValueError(
-                f"output.save_state_every={self.save_state_every} has no effect with output.save_latents=false: drop it"
-            )
         if self.explore and not self.save_latents:
-            raise ValueError("output.explore=true leaves latents to go on from: drop output.save_latents=false")
-        if PurePath(self.path).suffix.lower().removeprefix(".") in _FOREIGN_ENDINGS:
-            raise ValueError(
-                f"output.path={self.path} must end in {either([f'.{known}' for known in OutputFormat])} to be a file: "
+            yield "output.explore=true saves latents to continue from: drop output.save_latents=false"
+        if self._ending in _OTHER_ENDINGS:
+            yield (
+                f"output.path={self.path} must end in {either([f'.{known}' for known in MediaFormat])} to be a file: "
                 "use one of these, or name a folder"
             )
-        return self

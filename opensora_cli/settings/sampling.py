@@ -1,4 +1,4 @@
-"""Settings of how a video is sampled."""
+"""Settings of sampling."""
 
 from itertools import pairwise
 from typing import Annotated, Final, Literal, Self
@@ -6,82 +6,68 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from opensora_cli.core.solvers import Solver
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import Section, Share
 
 MAX_SEED = 2**62
 AUTO: Final = "auto"
-"""`sampling.batch_size` by what fits and is faster."""
-_MOST_TOGETHER = 64
+"""`sampling.batch_size` that is chosen by memory and speed."""
+_MAX_BATCH = 64
 
-_Time = Annotated[float, Field(ge=0, le=1)]
+_Steps = Annotated[int, Field(ge=1, le=1000)]
+_Guidance = Annotated[float, Field(ge=0, le=100)]
 
 
 class SamplingSettings(Section):
-    """How the video is sampled."""
+    """Sampling from noise to video."""
 
-    num_inference_steps: int = Field(default=50, ge=1, le=1000, description="steps from noise to video")
+    num_inference_steps: _Steps = Field(default=50, description="Number of steps.")
     solver: Solver = Field(
         default=Solver.EULER,
-        description="how a step gets on: euler as the reference does; ab2 also looks back at the step before; heun "
-        "looks ahead, for twice the evaluations",
+        description="ODE solver: euler (reference), ab2 (uses the previous step) or heun (two evaluations a step).",
     )
     fast: bool = Field(
         default=False,
-        description="sample in few evaluations: what is not set of sampling.solver, num_inference_steps, "
-        "mean_guidance_of and step_cache is ab2, 15, the steps of the preset, and 0.15",
+        description="Sample in few evaluations. Unless they are set: solver=ab2, num_inference_steps=15, "
+        "step_cache=0.15 and mean_guidance_of=the preset's steps.",
     )
-    timesteps: tuple[_Time, ...] | None = Field(
+    timesteps: tuple[Share, ...] | None = Field(
+        default=None, description="Times between the steps, from 1 (noise) to 0 (video). None means by flow_shift."
+    )
+    stop_at: _Steps | None = Field(
         default=None,
-        description="times between which the steps lead, from 1 (noise) down to 0 (video): 1,0.9,0.6,0; "
-        "none: by flow_shift",
+        description="Stop after this many steps, decode the predicted video, and save the latents to continue from. "
+        "None means the last step.",
     )
-    stop_at: int | None = Field(
+    guidance_scale: _Guidance = Field(default=7.5, description="Guidance scale of the prompt. 1 disables it.")
+    image_guidance_scale: _Guidance = Field(default=3.0, description="Guidance scale of the reference. 1 disables it.")
+    text_oscillation: bool = Field(default=True, description="Drop prompt guidance at odd steps from step 10 on.")
+    image_oscillation: bool = Field(default=True, description="Drop reference guidance at odd steps from step 10 on.")
+    mean_guidance_of: _Steps | None = Field(
         default=None,
-        ge=1,
-        le=1000,
-        description="steps after which to stop: what is predicted by then becomes the video, and the latents are "
-        "saved, to go on from; none: at the end",
-    )
-    guidance_scale: float = Field(default=7.5, ge=0, le=100, description="weight of the prompt; 1 turns guidance off")
-    image_guidance_scale: float = Field(
-        default=3.0, ge=0, le=100, description="weight of the reference; 1 turns it off"
-    )
-    text_oscillation: bool = Field(default=True, description="drop the prompt guidance at odd steps from step 10 on")
-    image_oscillation: bool = Field(default=True, description="likewise for the reference guidance")
-    mean_guidance_of: int | None = Field(
-        default=None,
-        ge=1,
-        le=1000,
-        description="steps of a run, to whose oscillating guidance each step takes the mean: nearly the same video "
-        "with any number of steps; none: it oscillates",
+        description="Use the mean of oscillating guidance over a run of this many steps, which gives a similar video "
+        "with any number of steps. None means oscillating guidance.",
     )
     step_cache: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="largest change of the latents, of their norm, since a step whose blocks' result is used again in "
-        "place of computing them; 0: all are computed",
+        description="Reuse block outputs while the relative L2 change of the latents stays below this. 0: never.",
     )
-    temporal_image_scaling: bool = Field(
-        default=True, description="let the reference guidance grow along the video (i2v)"
-    )
-    guidance_interval: tuple[_Time, _Time] = Field(
-        default=(0.0, 1.0),
-        description="lowest and highest time, 0 (video) to 1 (noise), of the steps that are guided; others evaluate "
-        "one branch",
+    temporal_image_scaling: bool = Field(default=True, description="Increase reference guidance along i2v videos.")
+    guidance_interval: tuple[Share, Share] = Field(
+        default=(0.0, 1.0), description="Lowest and highest time, from 0 (video) to 1 (noise), of guided steps."
     )
     flow_shift: float | None = Field(
-        default=None, ge=0.001, le=1000, description="shift of the timesteps; none: from the video's size"
+        default=None, ge=0.001, le=1000, description="Shift of the timesteps. None means by the size of the video."
     )
-    seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the noise; sample i takes seed + i")
-    num_samples: int = Field(default=1, ge=1, le=10_000, description="videos to make")
-    batch_size: Annotated[int, Field(ge=1, le=_MOST_TOGETHER)] | Literal["auto"] = Field(
+    seed: int = Field(default=42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
+    num_samples: int = Field(default=1, ge=1, le=10_000, description="Number of videos.")
+    batch_size: Annotated[int, Field(ge=1, le=_MAX_BATCH)] | Literal["auto"] = Field(
         default=1,
-        description="videos of num_samples, and of the rows of --prompts, that are computed together; auto: as many as "
-        "fit, and are faster than one at a time. With 1 the bits of a video depend on its own request alone, with more "
-        "they differ by rounding",
+        description="Videos that are computed together. auto means as many as fit and save time. Batches change "
+        "results by rounding.",
     )
-    embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="guidance input of a distilled model")
+    embedded_guidance: _Guidance = Field(default=4.0, description="Guidance input of a distilled model.")
 
     @field_validator("batch_size", mode="wrap")
     @classmethod
@@ -90,27 +76,22 @@ class SamplingSettings(Section):
             size = read(value)
         except ValidationError:
             size = 0
-        if size != AUTO and not 1 <= size <= _MOST_TOGETHER:
-            raise ValueError(f"sampling.batch_size={value} must be auto, or a number from 1 to {_MOST_TOGETHER}")
+        if size != AUTO and not 1 <= size <= _MAX_BATCH:
+            raise ValueError(f"sampling.batch_size={value} must be auto, or a number from 1 to {_MAX_BATCH}")
         return size
 
     @property
     def oscillates(self) -> bool:
-        """Whether guidance depends on whether a step is odd or even, or is the mean of that."""
+        """Whether guidance oscillates, or is the mean of oscillating guidance."""
         return self.text_oscillation or self.image_oscillation
 
     @model_validator(mode="after")
-    def _times_fit(self) -> Self:
+    def _times_agree(self) -> Self:
         lowest, highest = self.guidance_interval
-        if not 0 <= lowest < highest <= 1:
+        if lowest >= highest:
             raise ValueError(
                 f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
                 "lower one first: 0.2,0.9"
-            )
-        if self.mean_guidance_of is not None and not self.oscillates:
-            raise ValueError(
-                f"sampling.mean_guidance_of={self.mean_guidance_of} has no effect on guidance that does not oscillate: "
-                "drop it, or set sampling.text_oscillation=true"
             )
         if self.step_cache and self.solver is Solver.HEUN:
             raise ValueError(f"sampling.step_cache={self.step_cache:g} does not go with sampling.solver=heun: use ab2")
@@ -120,8 +101,6 @@ class SamplingSettings(Section):
         if len(times) < 2 or (times[0], times[-1]) != (1.0, 0.0) or any(later >= t for t, later in pairwise(times)):
             shown = ",".join(f"{t:g}" for t in times)
             raise ValueError(f"sampling.timesteps={shown} must fall from 1 (noise) to 0 (video): 1,0.9,0.6,0")
-        if self.flow_shift is not None:
-            raise ValueError(f"sampling.flow_shift={self.flow_shift:g} has no effect on sampling.timesteps: drop one")
         if len(times) != self.num_inference_steps + 1:
             raise ValueError(
                 f"sampling.timesteps has {len(times)} times, between which are {len(times) - 1} steps, and "

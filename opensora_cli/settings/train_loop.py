@@ -1,138 +1,101 @@
-"""How a training run goes: its steps and checkpoints, optimizer, precision and memory."""
+"""Settings of the training loop: steps, checkpoints, optimizer, precision and memory."""
 
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.base import ByteSize, Count, CountOrZero, Section, Share
 from opensora_cli.settings.components import Tf32Settings
+from opensora_cli.settings.devices import Blocks
 from opensora_cli.settings.enums import HostWeights
 
 
 class LoopSettings(Section):
-    """How long to train, and what a step is."""
+    """Length of training, and batches of a step."""
 
-    steps: PositiveInt = Field(default=1000, le=10**9, description="updates in all")
-    micro_batches: PositiveInt | None = Field(
+    steps: Count = Field(default=1000, description="Number of updates.")
+    micro_batches: Count | None = Field(
         default=None,
-        le=10**9,
-        description="batches whose mean gradient makes one update, over all devices: a multiple of the devices with "
-        "batches of their own; none: one for each of them",
+        description="Batches of an update over all devices, a multiple of the data-parallel devices. None means "
+        "one for each of them.",
     )
     ema_decay: float | None = Field(
-        default=0.999, ge=0, lt=1, description="of the averaged weights, which are exported; none: no average"
+        default=0.999, ge=0, lt=1, description="Decay of the averaged weights, which are exported. None: no average."
     )
-    log_every: PositiveInt = Field(default=20, le=10**9, description="updates between two lines of the log")
-    seed: NonNegativeInt = Field(
-        default=0, le=2**31, description="of the first weights, and of every batch and its noise"
-    )
+    log_every: Count = Field(default=20, description="Updates between lines of the log.")
+    seed: int = Field(default=0, ge=0, le=2**31, description="Seed of first weights, batches and noise.")
 
 
 class CheckpointSettings(Section):
-    """When to save, and what to keep. An interruption and the end of a run are saved in any case."""
+    """Checkpoints. A run also saves one at its end and when it is interrupted."""
 
-    every: PositiveInt = Field(default=200, le=10**9, description="updates between two checkpoints")
-    keep: PositiveInt = Field(default=3, le=10**9, description="newest checkpoints that are kept")
+    every: Count = Field(default=200, description="Updates between checkpoints.")
+    keep: Count = Field(default=3, description="Newest checkpoints to keep.")
     keep_best: bool = Field(
         default=True,
-        description="keep the best one, too: that with the lowest validation loss or, without validation, the lowest "
-        "mean training loss since the checkpoint before",
+        description="Also keep the checkpoint with the lowest validation loss or, without validation, the lowest mean "
+        "training loss since the previous checkpoint.",
     )
 
 
 class OptimizerName(StrEnum):
-    """How gradients become updates."""
+    """Optimizer."""
 
     ADAMW = "adamw"
     MUON = "muon"
 
 
 class ScheduleName(StrEnum):
-    """How the learning rate falls after its warm-up."""
+    """Decay of the learning rate after its warm-up."""
 
     LINEAR = "linear"
-    """Level, and then straight down over the last steps, if any."""
+    """Constant, then linear decay over the last steps."""
     COSINE = "cosine"
-    """Along half a cosine, from the end of the warm-up to the end of the run."""
+    """Half a cosine from the end of the warm-up to the end of the run."""
 
 
 class OptimizerSettings(Section):
-    """The optimizer and its learning rate over time."""
+    """Optimizer and learning rate."""
 
     name: OptimizerName = Field(
         default=OptimizerName.ADAMW,
-        description="muon orthogonalises the updates of matrices inside blocks, adamw does the rest; adamw does all",
+        description="adamw, or muon for the matrices inside blocks with adamw for other weights.",
     )
-    learning_rate: float = Field(default=1e-3, gt=0, le=1, description="of adamw, between warm-up and decay")
+    learning_rate: float = Field(default=1e-3, gt=0, le=1, description="Peak learning rate of adamw.")
     muon_learning_rate: float = Field(
-        default=0.02, gt=0, le=10, description="of muon, between warm-up and decay; it rises and falls with adamw's"
+        default=0.02, gt=0, le=10, description="Peak learning rate of muon. It follows the schedule of adamw."
     )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of adamw's mean gradient")
-    beta2: float = Field(default=0.98, ge=0, lt=1, description="decay of adamw's mean squared gradient")
-    eps: float = Field(default=1e-8, gt=0, le=1, description="added to the root of adamw's mean squared gradient")
-    weight_decay: float = Field(
-        default=0.0, ge=0, le=1000, description="share of a weight that a step at rate 1 takes away"
-    )
-    max_grad_norm: float = Field(
-        default=1.0, gt=0, le=1e12, description="larger gradients are scaled down to this norm"
-    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment of adamw.")
+    beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of the second moment of adamw.")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="Epsilon of adamw.")
+    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="Weight decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1e12, description="Gradients are clipped to this norm.")
     schedule: ScheduleName = Field(
-        default=ScheduleName.LINEAR,
-        description="how the rate falls: linear over the last decay_steps, cosine from the end of the warm-up on",
+        default=ScheduleName.LINEAR, description="linear over the last decay_steps, or cosine after the warm-up."
     )
-    warmup_steps: NonNegativeInt = Field(default=100, le=10**9, description="first steps, over which the rate rises")
-    decay_steps: NonNegativeInt = Field(
-        default=0, le=10**9, description="with linear: last steps, over which the rate falls"
-    )
-    initial_learning_rate: float = Field(
-        default=0.0, ge=0, le=1, description="where the warm-up of learning_rate starts"
-    )
-    final_learning_rate: float = Field(default=0.0, ge=0, le=1, description="where the fall of learning_rate ends")
+    warmup_steps: CountOrZero = Field(default=100, description="First steps, over which the learning rate rises.")
+    decay_steps: CountOrZero = Field(default=0, description="Last steps, over which a linear learning rate falls.")
+    initial_learning_rate: Share = Field(default=0.0, description="Learning rate at the start of the warm-up.")
+    final_learning_rate: Share = Field(default=0.0, description="Learning rate at the end of the decay.")
     offload_states: bool = Field(
         default=False,
-        description="keep adamw's two moments in host memory and update there: 8 bytes a weight less on the device, "
-        "for three copies of the weights over its bus in every step",
+        description="Keep the moments of adamw in host memory and update there. It saves 8 bytes a weight on the "
+        "device and costs three transfers of the weights a step.",
     )
 
-    @model_validator(mode="after")
-    def _everything_has_an_effect(self) -> Self:
-        problems = []
-        if self.schedule is ScheduleName.COSINE and self.decay_steps:
-            problems.append(
-                f"optimizer.decay_steps={self.decay_steps} has no effect with optimizer.schedule=cosine, which falls "
-                "from the end of the warm-up on: use 0"
-            )
-        for name, steps in (("initial", self.warmup_steps), ("final", self.decay_steps)):
-            rate = getattr(self, f"{name}_learning_rate")
-            if rate > self.learning_rate:
-                problems.append(
-                    f"optimizer.{name}_learning_rate={rate} must be at most "
-                    f"optimizer.learning_rate={self.learning_rate}"
-                )
-            if rate and not steps and not (name == "final" and self.schedule is ScheduleName.COSINE):
-                missing = "warmup_steps" if name == "initial" else "decay_steps"
-                problems.append(
-                    f"optimizer.{name}_learning_rate={rate} has no effect with optimizer.{missing}=0: use 0, or more "
-                    f"{missing}"
-                )
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        for name in ("initial_learning_rate", "final_learning_rate"):
+            if (rate := getattr(self, name)) > self.learning_rate:
+                yield f"optimizer.{name}={rate} must be at most optimizer.learning_rate={self.learning_rate}"
         if self.offload_states and self.name is not OptimizerName.ADAMW:
-            problems.append(f"optimizer.offload_states=true needs optimizer.name=adamw, not {self.name}")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+            yield f"optimizer.offload_states=true needs optimizer.name=adamw, not {self.name}"
 
 
 class Compute(StrEnum):
-    """The numbers that layers compute with; weights, gradients and moments are in fp32."""
+    """Floating point type of layers. Weights, gradients and moments are in fp32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -140,135 +103,88 @@ class Compute(StrEnum):
 
 
 class PrecisionSettings(Tf32Settings):
-    """What training computes with. The weights themselves are kept in fp32, which are what mixed precision calls
-    master weights.
-    """
+    """Precision of training. The weights stay in fp32, as master weights of mixed precision."""
 
-    compute: Compute = Field(
-        default=Compute.BF16, description="numbers that layers compute with; fp16 scales the loss against underflow"
-    )
+    compute: Compute = Field(default=Compute.BF16, description="Floating point type of layers. fp16 scales the loss.")
     fp8_linears: bool = Field(
         default=False,
-        description="multiply the matrices of the blocks in 8 bits, which needs a GPU of compute capability 8.9",
+        description="Multiply the matrices of the blocks in 8 bits, on a GPU from compute capability 8.9.",
     )
     initial_loss_scale: float = Field(
         default=65536.0,
         ge=1,
         le=2.0**126,
-        description="with fp16: factor of the loss at first; it halves when a gradient overflows",
+        description="First scale of the loss in fp16. It halves when a gradient overflows.",
     )
-    loss_scale_window: PositiveInt = Field(
-        default=2000, le=10**9, description="with fp16: updates without overflow after which the factor doubles"
-    )
+    loss_scale_window: Count = Field(default=2000, description="Updates without overflow that double the scale.")
 
-    def problems(self, *, trains_transformer: bool) -> list[str]:
-        """Return what contradicts the target of a training, which is the transformer or something else."""
-        if self.fp8_linears and not trains_transformer:
-            return ["precision.fp8_linears=true is for target=mmdit alone: use false"]
-        return []
-
-    @model_validator(mode="after")
-    def _everything_has_an_effect(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
         if self.fp8_linears and self.compute is not Compute.BF16:
-            raise ValueError(
-                f"precision.fp8_linears=true needs precision.compute=bf16, not {self.compute}: everything but the "
-                "products of matrices stays in it"
+            yield (
+                f"precision.fp8_linears=true needs precision.compute=bf16, not {self.compute}: everything except the "
+                "matrix products stays in it"
             )
-        if self.compute is not Compute.FP16:
-            for name in ("initial_loss_scale", "loss_scale_window"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"precision.{name}={value} has no effect with precision.compute={self.compute}: use fp16"
-                    )
-        return self
 
 
 class ActivationOffload(StrEnum):
-    """Which inputs of checkpointed blocks are in host memory between forward and backward."""
+    """Inputs of checkpointed blocks that are in host memory between forward and backward."""
 
     NONE = "none"
     ALL = "all"
     DYNAMIC = "dynamic"
-    """Those that come when more than a share of the device's memory is in use."""
+    """Inputs that are computed while more than a share of the device's memory is in use."""
 
 
 class WeightOffload(StrEnum):
-    """Which frozen weights beside an adapter wait in host memory until they are needed."""
+    """Frozen weights beside an adapter that are in host memory until they are needed."""
 
     NONE = "none"
     BLOCKS = "blocks"
-    """Those of the transformer's blocks: they come to the device for forward, and again for backward."""
+    """Weights of the transformer's blocks. They are copied to the device for forward and again for backward."""
 
 
 AUTO: Final = "auto"
-"""`memory.checkpointing` by what the device's memory asks for."""
+"""`memory.checkpointing` that is chosen by the device's memory."""
 
 
 class TrainMemorySettings(Section):
-    """How training fits into the memory of its device. Only `fp8_storage` changes what is learnt."""
+    """Memory use of training. Only `fp8_storage` changes the trained weights."""
 
     checkpointing: bool | Literal["auto"] = Field(
         default=False,
-        description="compute blocks again in backward, instead of keeping what they computed; auto: as little as the "
-        "device's memory asks for, and what costs most for its bytes last",
+        description="Recompute blocks in backward. auto recomputes as little as the device's memory requires.",
     )
-    checkpoint_double_blocks: NonNegativeInt | None = Field(
-        default=None, le=10_000, description="how many double-stream blocks, from the first; none: all"
+    checkpoint_double_blocks: int | None = Field(
+        default=None, ge=0, le=10_000, description="Number of first double-stream blocks to recompute. None means all."
     )
-    checkpoint_single_blocks: NonNegativeInt | None = Field(
-        default=None, le=10_000, description="how many single-stream blocks, from the first; none: all"
+    checkpoint_single_blocks: int | None = Field(
+        default=None, ge=0, le=10_000, description="Number of first single-stream blocks to recompute. None means all."
     )
     activation_offload: ActivationOffload = Field(
         default=ActivationOffload.NONE,
-        description="which inputs of these blocks are offloaded to the host, beside a GPU: all, or with dynamic those "
-        "that come when its memory is nearly full",
+        description="Inputs of these blocks in host memory: none, all, or dynamic (while GPU memory is nearly full).",
     )
-    offload_above: float | None = Field(
-        default=None, ge=0, le=1, description="with dynamic: share of the memory from which on; none: 0.8"
+    offload_above: Share | None = Field(
+        default=None, description="Share of memory in use above which dynamic offload starts. None means 0.8."
     )
     activation_buffer: ByteSize | None = Field(
-        default=None, description="size of the buffer for them, as in 8GiB; none: what a step needs"
+        default=None, description="Host buffer for activations, as in 8GiB. None means as much as a step needs."
     )
     offload: WeightOffload = Field(
-        default=WeightOffload.NONE,
-        description="beside an adapter: which frozen weights wait in host memory, and come to the device block by "
-        "block, forward and backward",
+        default=WeightOffload.NONE, description="Frozen weights beside an adapter that are kept in host memory."
     )
-    resident_blocks: PositiveInt | None = Field(
-        default=None,
-        le=10_000,
-        description="with blocks: how many are on the device at a time, those in transit included; none: 2",
+    resident_blocks: Blocks | None = Field(
+        default=None, description="Offloaded blocks on the device, with those in transit. None means 2."
     )
     host_weights: HostWeights | None = Field(
         default=None,
-        description="with blocks: where the others wait; none: pinned where a GPU's machine has room, else mapped",
+        description="Location of offloaded blocks. None means pinned if a GPU's machine has the memory, else mapped.",
     )
     fp8_storage: bool = Field(
         default=False,
-        description="beside an adapter: keep the blocks' frozen weights in 8 bits, which halves them and changes "
-        "what is learnt a little",
+        description="Store frozen block weights beside an adapter in 8 bits, which changes them a little.",
     )
-
-    def problems(self, *, trains_adapter: bool, shards: bool, compiles: bool, device: str) -> list[str]:
-        """Return what contradicts the weights that are trained, and the devices that hold them."""
-        asked = {
-            "memory.offload=blocks": self.offload is WeightOffload.BLOCKS,
-            "memory.fp8_storage=true": self.fp8_storage,
-        }
-        problems = []
-        for named in (name for name, is_on in asked.items() if is_on):
-            if not trains_adapter:
-                problems.append(
-                    f"{named} is for the frozen weights beside an adapter, and without lora.rank all weights are "
-                    "trained: set it, as in lora.rank=16, or use strategy=zero3 and optimizer.offload_states=true"
-                )
-            elif shards:
-                problems.append(f"{named} needs whole blocks, of which a strategy other than ddp has shares: use ddp")
-        if self.offload is WeightOffload.BLOCKS and compiles:
-            problems.append("memory.offload=blocks does not go with compile=true: use one of them")
-        if self.host_weights is HostWeights.PINNED and device == "cpu":
-            problems.append("memory.host_weights=pinned has no effect with device=cpu, which reads them where they are")
-        return problems
 
     @field_validator("checkpointing", mode="wrap")
     @classmethod
@@ -278,55 +194,27 @@ class TrainMemorySettings(Section):
         except ValidationError:
             raise ValueError(f"memory.checkpointing={value} must be true, false or auto") from None
 
-    @model_validator(mode="after")
-    def _auto_chooses_alone(self) -> Self:
-        if self.checkpointing != AUTO:
-            return self
-        for name in ("checkpoint_double_blocks", "checkpoint_single_blocks"):
-            if (count := getattr(self, name)) is not None:
-                raise ValueError(
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        counts = {
+            name: count
+            for name in ("checkpoint_double_blocks", "checkpoint_single_blocks")
+            if (count := getattr(self, name)) is not None
+        }
+        if self.checkpointing == AUTO:
+            for name, count in counts.items():
+                yield (
                     f"memory.{name}={count} does not go with memory.checkpointing=auto, which chooses it: use none, or "
                     "checkpointing=true"
                 )
-        if self.activation_offload is not ActivationOffload.NONE:
-            raise ValueError(
-                f"memory.activation_offload={self.activation_offload} does not go with memory.checkpointing=auto, "
-                "which keeps on the device what fits there: use none, or checkpointing=true"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _every_streamed_block_is_checkpointed(self) -> Self:
-        if self.offload is WeightOffload.NONE:
-            for name in ("resident_blocks", "host_weights"):
-                if (value := getattr(self, name)) is not None:
-                    raise ValueError(f"memory.{name}={value} has no effect with memory.offload=none: use blocks")
-            return self
-        reason = "since the weights of each block come again when it is computed again"
-        if not self.checkpointing:
-            raise ValueError(f"memory.offload=blocks needs memory.checkpointing=true, {reason}")
-        for name in ("checkpoint_double_blocks", "checkpoint_single_blocks"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"memory.offload=blocks needs memory.{name}=none, {reason}")
-        return self
-
-    @model_validator(mode="after")
-    def _everything_has_an_effect(self) -> Self:
-        offload = self.activation_offload
-        if not self.checkpointing:
-            for name in ("checkpoint_double_blocks", "checkpoint_single_blocks"):
-                if (count := getattr(self, name)) is not None:
-                    raise ValueError(f"memory.{name}={count} has no effect without memory.checkpointing=true")
-            if offload is not ActivationOffload.NONE:
-                raise ValueError(f"memory.activation_offload={offload} has no effect without memory.checkpointing=true")
-        if self.offload_above is not None and offload is not ActivationOffload.DYNAMIC:
-            raise ValueError(
-                f"memory.offload_above={self.offload_above} has no effect with memory.activation_offload={offload}: "
-                "use dynamic"
-            )
-        if self.activation_buffer is not None and offload is ActivationOffload.NONE:
-            raise ValueError(
-                f"memory.activation_buffer={self.activation_buffer} has no effect with memory.activation_offload=none: "
-                "use all or dynamic"
-            )
-        return self
+            if self.activation_offload is not ActivationOffload.NONE:
+                yield (
+                    f"memory.activation_offload={self.activation_offload} does not go with memory.checkpointing=auto, "
+                    "which keeps on the device what fits there: use none, or checkpointing=true"
+                )
+        if self.offload is WeightOffload.BLOCKS:
+            reason = "since the weights of each block are copied again when it is recomputed"
+            if not self.checkpointing:
+                yield f"memory.offload=blocks needs memory.checkpointing=true, {reason}"
+            for name in counts:
+                yield f"memory.offload=blocks needs memory.{name}=none, {reason}"

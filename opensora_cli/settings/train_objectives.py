@@ -1,279 +1,146 @@
-"""The objectives of the transformer, the autoencoder and the text encoders."""
+"""Settings of the objectives of transformer, autoencoder and text encoders."""
 
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt, create_model, model_validator
+from pydantic import Field, create_model
 
-from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, ReferenceLengths
-from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.settings.base import Section
-from opensora_cli.settings.components import ModelSettings, VAESettings
-from opensora_cli.settings.enums import AttentionChoice, DType, VAEKind
+from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
+from opensora_cli.settings.base import CountOrZero, FileName, Section, Share, Weight
+from opensora_cli.settings.enums import AttentionChoice, DType
 
 _DEFAULT_WEIGHTS = {
-    "t2v": 10.0,
-    "i2v_head": 2.0,
-    "i2v_tail": 1.0,
-    "i2v_loop": 1.0,
-    "v2v_head": 1.0,
-    "v2v_tail": 1.0,
-    "v2v_head_easy": 0.5,
-    "v2v_tail_easy": 0.5,
+    **{"t2v": 10.0, "i2v_head": 2.0, "i2v_tail": 1.0, "i2v_loop": 1.0, "v2v_head": 1.0, "v2v_tail": 1.0},
+    **{"v2v_head_easy": 0.5, "v2v_tail_easy": 0.5},
 }
-"""Of other modes: 0, not trained unless asked for."""
-
-
-def _weight_field(mode: ConditionMode) -> Any:
-    weight = _DEFAULT_WEIGHTS.get(mode.name, 0.0)
-    return float, Field(default=weight, ge=0, le=10**6, description=mode.description)
-
-
-_FIELDS = {mode.name: _weight_field(mode) for mode in CONDITION_MODES.values()}
+"""Weights of condition modes. Other modes are not trained by default."""
+_FIELDS: dict[str, Any] = {
+    name: (Weight, Field(default=_DEFAULT_WEIGHTS.get(name, 0.0), description=mode.description))
+    for name, mode in CONDITION_MODES.items()
+}
+_LatentFrames = Annotated[int, Field(ge=1, le=1025)]
+_Size = Annotated[int, Field(ge=1, le=2**16)]
+_Layers = Annotated[int, Field(ge=1, le=1000)]
 
 
 class ModeWeights(create_model("_ModeWeights", __base__=Section, **_FIELDS)):  # type: ignore[misc]
-    """How often each condition mode is trained, compared with the others."""
+    """Relative frequency of each condition mode in training."""
 
     def by_mode(self) -> dict[str, float]:
-        """Return the weights of the modes that are trained at all."""
+        """Return the weights over 0."""
         weights = {mode: float(getattr(self, mode)) for mode in type(self).model_fields}
         return {mode: weight for mode, weight in weights.items() if weight > 0}
 
-    @model_validator(mode="after")
-    def _some_mode_is_trained(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
         if not self.by_mode():
-            raise ValueError("train_mmdit.mode_weights are all 0: give at least one mode a weight over 0")
-        return self
+            yield "train_mmdit.mode_weights are all 0: give at least one mode a weight over 0"
 
 
 class FrozenFileSettings(Section):
-    """What the frozen parts are called, below one of the folders in `weights`."""
+    """Names of the frozen parts in the folders of `weights`."""
 
-    vae: str = Field(default="vae.safetensors", min_length=1, description="autoencoder weights")
-    t5: str = Field(default="t5", min_length=1, description="T5 folder, in the transformers layout")
-    clip: str = Field(default="clip", min_length=1, description="CLIP folder, likewise")
+    vae: FileName = Field(default="vae.safetensors", description="Autoencoder weights.")
+    t5: FileName = Field(default="t5", description="T5 folder in the transformers layout.")
+    clip: FileName = Field(default="clip", description="CLIP folder in the transformers layout.")
 
 
 class MMDiTTrainSettings(Section):
-    """The transformer's objective: flow matching, conditioned by mode and text."""
+    """Objective of the transformer: flow matching with condition modes and text."""
 
     mode_weights: ModeWeights = ModeWeights()
-    video_latent_frames: PositiveInt = Field(
-        default=8,
-        le=1025,
-        description="latent frames given in the v2v modes, without the one more of a causal autoencoder",
+    video_latent_frames: _LatentFrames = Field(
+        default=8, description="Latent frames given in v2v modes, without the first one of a causal autoencoder."
     )
-    easy_latent_frames: PositiveInt = Field(default=16, le=1025, description="likewise in the easy v2v modes")
-    t5_dropout: float = Field(
-        default=0.3162, ge=0, le=1, description="how often T5 reads the empty prompt instead of the caption"
+    easy_latent_frames: _LatentFrames = Field(
+        default=16, description="Latent frames given in easy v2v modes, without the first one of a causal autoencoder."
     )
-    clip_dropout: float = Field(default=0.3162, ge=0, le=1, description="likewise CLIP, independently of T5")
-    add_fps: bool = Field(default=True, description="end captions with the clip's frame rate; pictures have none")
-    add_motion_score: bool = Field(default=True, description="end captions with the motion score, where there is one")
-    embedded_guidance: float = Field(
-        default=4.0,
-        ge=0,
-        le=100,
-        description="guidance scale as the input of a guidance-distilled model; others ignore it",
-    )
+    t5_dropout: Share = Field(default=0.3162, description="Share of captions that T5 reads as an empty prompt.")
+    clip_dropout: Share = Field(default=0.3162, description="Share of captions that CLIP reads as an empty prompt.")
+    add_fps: bool = Field(default=True, description="Add the frame rate of clips to captions.")
+    add_motion_score: bool = Field(default=True, description="Add the motion score, if there is one, to captions.")
+    embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="Guidance input of a distilled model.")
     masked_loss: bool = Field(
         default=False,
-        description="leave given first and last frames out of the loss, unless frames between them are given too",
+        description="Omit given first and last frames from the loss, unless frames between them are given too.",
     )
     thing_weight: float = Field(
-        default=1.0,
-        ge=1,
-        le=1000,
-        description="of the loss where the moving thing of a procedural scene is; elsewhere it is 1",
+        default=1.0, ge=1, le=1000, description="Weight of the loss at the moving thing of a procedural scene."
     )
-    sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="noise that is left at time 0")
+    sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="Noise that remains at time 0.")
     attention: AttentionChoice = Field(
         default=AttentionChoice.AUTO,
-        description="attention backend of the transformer; auto: the first of a fixed order that works on the device",
+        description="Attention backend. auto means the first in a fixed order that works on the device.",
     )
     frozen_dtype: DType = Field(
         default=DType.AUTO,
-        description="what autoencoder and text encoders compute in, and what their results are kept in; auto: bfloat16 "
-        "on CUDA, float32 on a CPU",
+        description="Floating point type of autoencoder, text encoders and their outputs. auto means bfloat16 on CUDA, "
+        "float32 on a CPU.",
     )
     files: FrozenFileSettings = FrozenFileSettings()
     cache: str | None = Field(
         default=None,
-        description="folder of encoded clips, as `osora data cache` makes it; what it lacks is encoded before "
-        "the first step, and videos are cut at their beginning. none: clips are encoded when their turn comes, and cut "
-        "at random",
+        description="Folder of encoded clips, as `osora data cache` makes it. Missing clips are encoded before the "
+        "first step, each from its beginning. None encodes random cuts during training.",
     )
 
     @property
     def lengths(self) -> ReferenceLengths:
-        """Latent frames that the v2v modes give."""
+        """Latent frames of v2v references."""
         return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
-
-    def problems(self, *, model: ModelSettings, grid: LatentGrid, longest: int, procedural: bool) -> list[str]:
-        """Return what contradicts the transformer, the autoencoder or the clips, of up to `longest` frames, which may
-        be those of the procedural world.
-        """
-        problems = []
-        if self.thing_weight != 1:
-            name = f"train_mmdit.thing_weight={self.thing_weight:g}"
-            if not (procedural and grid.is_causal):
-                problems.append(f"{name} is for procedural scenes and a causal autoencoder: use 1")
-            if self.masked_loss:
-                problems.append(f"{name} does not go with train_mmdit.masked_loss=true: use one of them")
-        channels = grid.latent_channels * model.patch_size**2
-        if model.in_channels != channels:
-            problems.append(
-                f"model.in_channels={model.in_channels} must be the autoencoder's latent channels "
-                f"({grid.latent_channels}) x model.patch_size={model.patch_size} squared: use {channels}"
-            )
-        modes = [CONDITION_MODES[name] for name in self.mode_weights.by_mode()]
-        if not model.cond_embed and any(mode.needs_reference for mode in modes):
-            problems.append("train_mmdit.mode_weights must be 0 but for t2v with model.cond_embed=false")
-        most = max(self.lengths.given_latent_frames(mode, causal=grid.is_causal) for mode in modes)
-        if most >= grid.latent_frames(grid.longest_clip(longest)):
-            shortest = grid.num_frames(most + 1)
-            problems.append(
-                f"the longest clip has {longest} frame{'' if longest == 1 else 's'}, which leaves nothing to learn in "
-                f"a condition mode that gives {most} latent frames: use clips of at least {shortest}, or 0 for such a "
-                "mode in train_mmdit.mode_weights"
-            )
-        return problems
 
 
 class DiscriminatorSettings(Section):
-    """The discriminator: it learns to separate decoded clips from real ones, and the autoencoder to prevent that."""
+    """Discriminator between decoded and real clips, which the autoencoder learns to deceive."""
 
-    weight: float = Field(
-        default=0.0, ge=0, le=10**6, description="of the adversarial term, beside what balances the gradients; 0: none"
-    )
-    start_step: NonNegativeInt = Field(default=0, le=10**9, description="first steps, without it")
-    learning_rate: float = Field(default=1e-4, gt=0, le=1, description="of its adamw, on the plateau")
-    width: int = Field(
-        default=64, ge=8, le=8192, multiple_of=8, description="channels of its first layer; a multiple of 8"
-    )
-    layers: int = Field(default=3, ge=1, le=8, description="its layers that halve time, height and width")
+    weight: Weight = Field(default=0.0, description="Weight of the adversarial term. 0 disables it.")
+    start_step: CountOrZero = Field(default=0, description="First steps without the discriminator.")
+    learning_rate: float = Field(default=1e-4, gt=0, le=1, description="Peak learning rate of its adamw.")
+    width: int = Field(default=64, ge=8, le=8192, multiple_of=8, description="Channels of the first layer.")
+    layers: int = Field(default=3, ge=1, le=8, description="Layers that halve time, height and width.")
 
 
 class VAETrainSettings(Section):
-    """The autoencoder's objective: mean absolute error, and terms with a weight each."""
+    """Objective of the autoencoder: mean absolute error and weighted terms."""
 
-    decoder_only: bool = Field(
-        default=False,
-        description="train the decoder alone: latents stay as they are, and so does what was trained on them",
+    decoder_only: bool = Field(default=False, description="Train the decoder alone, so that latents stay the same.")
+    picture_steps: CountOrZero = Field(default=0, description="First steps on single frames instead of clips.")
+    picture_batch_size: int = Field(default=32, ge=1, le=4096, description="Pictures of such a step.")
+    single_frame_share: Share = Field(default=0.0, description="Share of batches that are cut to single frames.")
+    crop_size: int = Field(
+        default=0, ge=0, le=2**16, description="Side of random square crops of clips, in pixels. 0 disables cropping."
     )
-    picture_steps: NonNegativeInt = Field(
-        default=0, le=10**9, description="first steps, on single frames instead of clips"
-    )
-    picture_batch_size: PositiveInt = Field(default=32, le=4096, description="pictures of such a step")
-    single_frame_share: float = Field(
-        default=0.0, ge=0, le=1, description="how often a batch of clips is cut down to pictures, one frame of each"
-    )
-    crop_size: NonNegativeInt = Field(
-        default=0,
-        le=2**16,
-        description="side of the square, in pixels, that is cut out of every clip or picture at random; 0: none is",
-    )
-    whole_steps: NonNegativeInt = Field(
-        default=0, le=10**9, description="last steps, on whole frames whatever the crop size"
-    )
-    squared_error_weight: float = Field(
-        default=0.0, ge=0, le=10**6, description="of the squared error; the absolute one has 1"
-    )
-    gradient_weight: float = Field(
-        default=0.0, ge=0, le=10**6, description="of the absolute error of the differences between adjacent pixels"
-    )
-    kl_weight: float = Field(
-        default=0.0, ge=0, le=10**6, description="of the mean divergence of one latent value, in nats"
-    )
-    perceptual_weight: float = Field(default=0.0, ge=0, le=10**6, description="of the perceptual distance LPIPS")
+    whole_steps: CountOrZero = Field(default=0, description="Last steps without cropping.")
+    squared_error_weight: Weight = Field(default=0.0, description="Weight of the mean squared error.")
+    gradient_weight: Weight = Field(default=0.0, description="Weight of the absolute error of pixel gradients.")
+    kl_weight: Weight = Field(default=0.0, description="Weight of the mean KL divergence of a latent value, in nats.")
+    perceptual_weight: Weight = Field(default=0.0, description="Weight of the perceptual distance LPIPS.")
     perceptual_files: tuple[str, ...] = Field(
-        default=(),
-        description="weights of LPIPS: vgg16-397923af.pth of torchvision and vgg.pth of LPIPS 0.1; none: without it",
+        default=(), description="Weights of LPIPS: torchvision's vgg16-397923af.pth and vgg.pth of LPIPS 0.1."
     )
     discriminator: DiscriminatorSettings = DiscriminatorSettings()
-    whitening_clips: NonNegativeInt = Field(
+    whitening_clips: CountOrZero = Field(
         default=0,
-        le=10**9,
-        description="procedural clips by which the exported latents get mean 0 and variance 1; 0: as learnt",
+        description="Procedural clips that give exported latents mean 0 and variance 1. 0 keeps the learned scale.",
     )
-    export_half: bool = Field(default=False, description="export in float16 instead of float32")
-
-    def problems(self, vae: VAESettings, *, init: str | None, procedural: bool) -> list[str]:
-        """Return what contradicts the autoencoder, its first weights or the data, which may be the procedural world's
-        clips.
-        """
-        kind = vae.kind
-        rules = (
-            (
-                self.decoder_only and init is None,
-                "train_vae.decoder_only=true leaves the encoder as random as it begins: name what has a trained one, "
-                "as in init=demo",
-            ),
-            (
-                self.decoder_only and self.kl_weight > 0,
-                f"train_vae.kl_weight={self.kl_weight} has no effect with train_vae.decoder_only=true: use 0",
-            ),
-            (
-                self.decoder_only and self.picture_steps > 0,
-                f"train_vae.picture_steps={self.picture_steps} ends in a change of the encoder, which "
-                "train_vae.decoder_only=true keeps: use 0, and train_vae.single_frame_share",
-            ),
-            (
-                self.decoder_only and self.whitening_clips > 0,
-                f"train_vae.whitening_clips={self.whitening_clips} would change the latents, which "
-                "train_vae.decoder_only=true keeps: use 0",
-            ),
-            (
-                self.kl_weight > 0 and kind is VAEKind.DC_AE,
-                f"train_vae.kl_weight={self.kl_weight} has no effect with vae.kind={kind}, which has no posterior: "
-                "use 0",
-            ),
-            (
-                self.perceptual_files and not self.perceptual_weight,
-                f"train_vae.perceptual_files={','.join(self.perceptual_files)} has no effect with "
-                "train_vae.perceptual_weight=0: use 0.5, or no files",
-            ),
-            (
-                self.picture_steps > 0 and kind is not VAEKind.HUNYUAN,
-                f"train_vae.picture_steps={self.picture_steps} is for causal autoencoders, and vae.kind={kind} is "
-                "none: use 0, and train_vae.single_frame_share",
-            ),
-            (
-                self.crop_size % vae.grid.spatial_compression_ratio > 0,
-                f"train_vae.crop_size={self.crop_size} must be a multiple of "
-                f"{vae.grid.spatial_compression_ratio}, the side of a latent",
-            ),
-            (
-                self.picture_steps > 0 and not procedural,
-                f"train_vae.picture_steps={self.picture_steps} is for procedural scenes: with data.table use 0, and "
-                "buckets of 1 frame instead",
-            ),
-            (
-                self.whitening_clips > 0 and not (procedural and kind is VAEKind.HUNYUAN),
-                f"train_vae.whitening_clips={self.whitening_clips} is for vae.kind=hunyuan on procedural scenes: use 0",
-            ),
-        )
-        return [problem for broken, problem in rules if broken]
+    export_half: bool = Field(default=False, description="Export float16 instead of float32.")
 
 
 class TextTrainSettings(Section):
-    """Sizes of the two small text encoders, trained jointly to read scenes out of captions, and then frozen."""
+    """Sizes of the two small text encoders, which learn to read scenes from captions."""
 
-    batch_size: PositiveInt = Field(default=128, le=2**16, description="captions of a micro-batch")
-    t5_width: PositiveInt = Field(default=128, le=2**16, description="width of T5")
-    t5_layers: PositiveInt = Field(default=2, le=1000, description="layers of T5")
-    t5_heads: PositiveInt = Field(default=4, le=2**16, description="attention heads of T5; divides its width")
-    t5_max_length: PositiveInt = Field(default=32, le=2**16, description="tokens that T5 reads, its end included")
-    clip_width: PositiveInt = Field(default=128, le=2**16, description="width of CLIP")
-    clip_layers: PositiveInt = Field(default=2, le=1000, description="layers of CLIP")
-    clip_heads: PositiveInt = Field(default=4, le=2**16, description="attention heads of CLIP; divides its width")
-    clip_max_length: PositiveInt = Field(
-        default=32, le=2**16, description="tokens that CLIP reads, its start and end included"
-    )
+    batch_size: _Size = Field(default=128, description="Captions of a micro-batch.")
+    t5_width: _Size = Field(default=128, description="Width of T5.")
+    t5_layers: _Layers = Field(default=2, description="Layers of T5.")
+    t5_heads: _Size = Field(default=4, description="Attention heads of T5. They divide its width.")
+    t5_max_length: _Size = Field(default=32, description="Tokens that T5 reads, end token included.")
+    clip_width: _Size = Field(default=128, description="Width of CLIP.")
+    clip_layers: _Layers = Field(default=2, description="Layers of CLIP.")
+    clip_heads: _Size = Field(default=4, description="Attention heads of CLIP. They divide its width.")
+    clip_max_length: _Size = Field(default=32, description="Tokens that CLIP reads, start and end tokens included.")
 
-    @model_validator(mode="after")
-    def _heads_divide_widths(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
         for name, width, heads in (("t5", self.t5_width, self.t5_heads), ("clip", self.clip_width, self.clip_heads)):
             if width % heads:
-                raise ValueError(f"text.{name}_heads={heads} must divide text.{name}_width={width}")
-        return self
+                yield f"text.{name}_heads={heads} must divide text.{name}_width={width}"

@@ -1,4 +1,4 @@
-"""Settings of `osora vae`: which autoencoder, on which files, and where results go."""
+"""Settings of `osora vae`."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from pydantic import Field, PositiveInt
 
-from opensora_cli.settings.base import MAX_FRAMES, Section
+from opensora_cli.settings.applies import VAE
+from opensora_cli.settings.base import MAX_FRAMES, FileName, Section
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
@@ -18,40 +19,41 @@ from opensora_cli.settings.train import TrainSettings
 
 _DEFAULT_PRESET = "demo"
 _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
-_TRAINED_FILE = "vae.safetensors"
 
 
 class VAEWeightsSettings(Section):
-    """Where the weights are."""
+    """Source of the weights."""
 
-    file: str = Field(default=_TRAINED_FILE, min_length=1, description="name of the file, below the weights folder")
-    hub_repo: str | None = Field(
-        default=None, min_length=1, description="Hub repository that has it; none: it comes with osora, as the demo's"
+    file: FileName = Field(default="vae.safetensors", description="Name of the file in the weights folder.")
+    hub_repo: FileName | None = Field(
+        default=None, description="Hub repository of the file. None means that osora includes it, as for the demo."
     )
 
 
 class ClipSettings(Section):
-    """How videos are cut."""
+    """Length of clips."""
 
     num_frames: PositiveInt = Field(
         default=33,
         le=MAX_FRAMES,
-        description="longest clip that is encoded at once, a longer video in several; bounds the memory",
+        description="Frames that are encoded at once. Longer videos are split, which bounds the memory.",
     )
 
 
 class VAEOutputSettings(Section):
-    """What is written."""
+    """Files of results."""
 
-    folder: str = Field(default="reconstructed", min_length=1, description="folder of the results")
-    overwrite: bool = Field(default=False, description="replace existing files")
-    metadata: bool = Field(default=True, description="write a sidecar beside each result")
+    folder: FileName = Field(default="reconstructed", description="Folder of the results.")
+    overwrite: bool = Field(default=False, description="Replace existing files.")
+    metadata: bool = Field(default=True, description="Write a sidecar beside each result.")
 
 
 class EncodeSettings(Section):
-    """An autoencoder, and the files that it encodes: everything that statistics of latents depend on."""
+    """Autoencoder and files to encode. Statistics of latents depend on all of these settings."""
 
-    files: tuple[str, ...] = Field(min_length=1, description="pictures and videos")
+    applies = VAE
+
+    files: tuple[str, ...] = Field(min_length=1, description="Pictures and videos.")
     vae: VAESettings = VAESettings()
     weights: VAEWeightsSettings = VAEWeightsSettings()
     clip: ClipSettings = ClipSettings()
@@ -59,7 +61,7 @@ class EncodeSettings(Section):
 
 
 class ReconstructSettings(EncodeSettings):
-    """Everything that a reconstruction depends on."""
+    """Settings of a reconstruction."""
 
     output: VAEOutputSettings = VAEOutputSettings()
 
@@ -75,15 +77,16 @@ def load_vae_settings(
     environment: Mapping[str, str],
     report: Callable[[str], None] = lambda line: None,
 ) -> EncodeSettingsT:
-    """Return the settings of a run: `overrides` above the environment above the file above the defaults.
+    """Return the settings of a run: `overrides` over the environment over the file over the defaults.
 
-    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged preset; None: the
-    demo's. `report` gets a line for each setting of a `.py` file that has no place here. Of a recipe of `osora train`,
-    or the `settings.json` of its run, the autoencoder is taken, and the folder in which the run leaves it.
-    `OSORA_WEIGHTS`, the folder of the released models, is not meant for weights that come from elsewhere, and then left
-    alone. Raises
-    RequestError if there is no such preset, a key is unknown, or a value breaks a rule, and FileProblem if the file is
-    missing or broken.
+    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged preset. None means
+    the demo. A recipe of `osora train`, or the `settings.json` of its run, gives the autoencoder and the folder of its
+    trained weights. `report` gets one line for each setting of a `.py` file that osora does not have. `OSORA_WEIGHTS`,
+    the folder of the released models, is ignored for other weights.
+
+    Raises:
+        RequestError: There is no such preset, a key is unknown, or a value breaks a rule.
+        FileProblem: The file is missing or broken.
     """
     path = preset_path(_DEFAULT_PRESET, "vae") if config is None else settings_path(config, "vae", "train")
     file = _read(schema, path, report)
@@ -102,7 +105,7 @@ def _read(schema: type[EncodeSettings], path: Path, report: Callable[[str], None
         values = {"vae": values.get("vae", {}), "runtime": {"weights": values.get("output")}}
     found = read_sections(schema, values, source=str(path))
     if path.suffix == ".py" and not is_trained:
-        # Where the released weights of its kind are, unless the file names others.
+        # The preset of its kind names the released weights.
         preset = preset_path(str(found["vae.kind"].value), "vae")
         found = {**read_sections(schema, read_yaml(preset), source=str(preset)), **found}
     return found

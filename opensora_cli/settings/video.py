@@ -1,47 +1,49 @@
-"""Settings of the shape of a video."""
+"""Settings of the video and its references: shape, draft, references and a first picture."""
 
 import re
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from opensora_cli.settings.base import MAX_FRAMES, Section
-from opensora_cli.settings.enums import AspectRatio
+from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
+from opensora_cli.core.media_choices import Fit
+from opensora_cli.settings.base import MAX_FRAMES, FileName, Section, split_list
+from opensora_cli.settings.components import ModelSettings, VAESettings
+from opensora_cli.settings.enums import AspectRatio, ModelName, ReferenceRate, VAEKind
+from opensora_cli.settings.explain import nearest
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
+_Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
+_Pixels = Annotated[int, Field(ge=1, le=16_384)]
 
 
 class VideoSettings(Section):
     """Shape of the video."""
 
-    resolution: str = Field(default="256px", description="pixel count: 256px is 256 x 256 pixels")
-    aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="width to height")
-    height: int | None = Field(
-        default=None, ge=1, le=16_384, description="pixels; wins over resolution, and needs width"
-    )
-    width: int | None = Field(
-        default=None, ge=1, le=16_384, description="pixels; wins over resolution, and needs height"
-    )
-    num_frames: int = Field(default=129, ge=1, le=MAX_FRAMES, description="frames; 1 makes a picture")
-    fps: int = Field(default=24, ge=1, le=240, description="frames per second")
+    resolution: str = Field(default="256px", description="Pixel count: 256px means 256 x 256 pixels.")
+    aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="Width to height.")
+    height: _Pixels | None = Field(default=None, description="Height in pixels, instead of resolution. Needs width.")
+    width: _Pixels | None = Field(default=None, description="Width in pixels, instead of resolution. Needs height.")
+    num_frames: _Frames = Field(default=129, description="Number of frames. 1 makes a picture.")
+    fps: int = Field(default=24, ge=1, le=240, description="Frames per second.")
     resolutions: tuple[str, ...] = Field(
-        default=("256px", "768px"), min_length=1, description="resolutions the model has"
+        default=("256px", "768px"), min_length=1, description="Resolutions of the model."
     )
     aspect_ratios: tuple[AspectRatio, ...] = Field(
-        default=tuple(AspectRatio), min_length=1, description="aspect ratios the model has"
+        default=tuple(AspectRatio), min_length=1, description="Aspect ratios of the model."
     )
-    max_frames: int = Field(default=129, ge=1, le=MAX_FRAMES, description="most frames the model has")
+    max_frames: _Frames = Field(default=129, description="Largest number of frames that the model supports.")
     extend: int = Field(
         default=0,
         ge=0,
         le=100,
-        description="segments that are made after the first, each from the last frames of the one before, as v2v_head "
-        "gives them; num_frames is the length of each, those frames included",
+        description="Number of segments after the first. Each continues the last frames of the previous one, and "
+        "num_frames is its length with these frames.",
     )
     causal_lengths: bool = Field(
         default=False,
-        description="count latent frames as if the autoencoder were causal, (num_frames - 1) // 4 + 1, as the "
-        "reference's published preset of high compression does: a video may then have any length, to which it is cut",
+        description="Count latent frames as a causal autoencoder does, (num_frames - 1) // 4 + 1, as the reference's "
+        "preset of high compression does. The decoded video is cut to num_frames.",
     )
 
     @field_validator("resolution")
@@ -54,23 +56,102 @@ class VideoSettings(Section):
 
     @model_validator(mode="after")
     def _height_with_width(self) -> Self:
-        if self.height is not None and self.width is None:
-            raise ValueError(f"video.height={self.height} must come with video.width: set both, or neither")
-        if self.width is not None and self.height is None:
-            raise ValueError(f"video.width={self.width} must come with video.height: set both, or neither")
+        for name, value, other in (("height", self.height, "width"), ("width", self.width, "height")):
+            if value is not None and getattr(self, other) is None:
+                raise ValueError(f"video.{name}={value} must come with video.{other}: set both, or neither")
         return self
 
 
 class DraftSettings(Section):
-    """A smaller video that is made first, from which the video starts in place of noise."""
+    """Smaller video that is made first. The video starts from it instead of noise."""
 
-    resolution: str | None = Field(
-        default=None, description="its pixel count, less than the video's, in the video's shape; none: no draft is made"
-    )
+    resolution: str | None = Field(default=None, description="Pixel count of the draft. None means no draft.")
     strength: float = Field(
         default=0.7,
         gt=0,
         lt=1,
-        description="time, from 1 (noise) to 0 (data), at which the video starts from its draft, to the nearest step: "
-        "the lower, the closer to the draft, and the fewer steps",
+        description="Time, from 1 (noise) to 0 (video), at which sampling starts from the draft. Lower values stay "
+        "closer to the draft and take fewer steps.",
     )
+
+
+class ConditionSettings(Section):
+    """References, and the frames of the video that they give."""
+
+    mode: str | None = Field(
+        default=None,
+        description=f"Condition mode: {', '.join(CONDITION_MODES)}. None means by the references.",
+    )
+    references: tuple[str, ...] = Field(default=(), description="Pictures or videos. In text, separated by ;.")
+    fit: Fit = Field(default=Fit.CROP, description="How a reference of another shape is fitted to the video.")
+    ref_fps: ReferenceRate = Field(
+        default=ReferenceRate.KEEP,
+        description="Frames of a reference video of another rate: keep them, or resample them to match the rate.",
+    )
+    video_latent_frames: _Frames = Field(
+        default=8, description="Latent frames of a v2v reference, without the first one of a causal autoencoder."
+    )
+    seamless: bool = Field(default=False, description="Drop the last frame of i2v_loop, which equals the first.")
+    easy_latent_frames: _Frames = Field(
+        default=16, description="Latent frames of an easy v2v reference, without the first one of a causal autoencoder."
+    )
+
+    @field_validator("references", mode="before")
+    @classmethod
+    def _split_files(cls, value: object) -> object:
+        # It runs before the validator of Section. File names may have commas, so that only ; separates them.
+        return split_list(value, separator=";") if isinstance(value, str) else value
+
+    @field_validator("mode")
+    @classmethod
+    def _mode_exists(cls, value: str | None) -> str | None:
+        if value is not None and value not in CONDITION_MODES:
+            close = nearest(value, CONDITION_MODES)
+            raise ValueError(
+                f"condition.mode={value} must be one of {', '.join(CONDITION_MODES)}"
+                + (f": did you mean {close}?" if close else "")
+            )
+        return value
+
+    @property
+    def lengths(self) -> ReferenceLengths:
+        """Latent frames of v2v references."""
+        return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
+
+
+class PictureModel(ModelSettings):
+    """Name and sizes of the picture's transformer. The defaults describe the released flux1-dev."""
+
+    name: ModelName = Field(default=ModelName.FLUX1_DEV, description="Model.")
+    guidance_embed: bool = Field(default=True, description="Whether the model is guidance-distilled.")
+    cond_embed: bool = Field(default=False, description="Whether the model takes reference latents.")
+
+
+class PictureVAE(VAESettings):
+    """Autoencoder of the picture. The defaults describe the released one, without tiling."""
+
+    kind: VAEKind = Field(default=VAEKind.FLUX_AE, description="Autoencoder: hunyuan, dc_ae or flux_ae.")
+    spatial_tiling: bool = Field(default=False, description="Decode in spatial tiles.")
+
+
+class PictureFiles(Section):
+    """Names of the picture model's weights. The text encoders are those of the video."""
+
+    transformer: FileName = Field(default="flux1-dev.safetensors", description="Transformer weights.")
+    vae: FileName = Field(default="flux1-dev-ae.safetensors", description="Autoencoder weights.")
+    hub_repo: FileName = Field(default="black-forest-labs/FLUX.1-dev", description="Hub repository of both files.")
+
+
+class PictureSettings(Section):
+    """Picture that is made from the prompt and given as the video's first frame, by default with flux1-dev.
+
+    Steps, seed and embedded guidance are those of `sampling`.
+    """
+
+    first: bool = Field(default=False, description="Make a picture first and give it to the video as a reference.")
+    save: bool = Field(default=False, description="Keep the picture beside the video as NAME.picture.png.")
+    resolution: str = Field(default="768px", description="Pixel count. The shape is that of the video, or the nearest.")
+    own_model: bool = Field(default=False, description="Make the picture with the video's model.")
+    model: PictureModel = Field(default=PictureModel(), description="Name and sizes of the transformer.")
+    vae: PictureVAE = Field(default=PictureVAE(), description="Autoencoder.")
+    files: PictureFiles = Field(default=PictureFiles(), description="Names of the weights in the weights folder.")

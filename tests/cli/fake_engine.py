@@ -11,7 +11,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.settings.enums import ModelChoice, ModelName
+from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
 
@@ -60,7 +60,7 @@ class FakeEngine:
 
     def _resolve(self, request: GenerateRequest, reporter: Reporter) -> FakeResult:
         choice = load_runtime_settings(request).model_choice
-        model = ModelName.DEMO if choice is ModelChoice.AUTO else ModelName(choice)
+        model = ModelName.DEMO if choice is ModelName.AUTO else ModelName(choice)
         self.settings = load_generate_settings(request, model=model)
         self.reporter = reporter
         self.while_running(reporter)

@@ -12,8 +12,8 @@ from imported_modules import modules_after
 from opensora_cli.cli.app import main
 from opensora_cli.cli.bench_comm import rank_arguments
 from opensora_cli.engine.launch import launcher
-from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.enums import Collective, Scaling
+from opensora_cli.settings.tools import BenchCommSettings
 
 QUICK = ["bench-comm", "--gpus", "2", "--device", "cpu", "--max-bytes", "32", "--iters", "2"]
 ONE = ["--collective", "all_to_all"]

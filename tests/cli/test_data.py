@@ -111,7 +111,7 @@ def test_shard_and_preview(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["scan", "{}/none"], 3, "does not exist"),
         (["scan", "{}", "--out", "table.txt"], 2, "table=table.txt must end in .csv or .parquet"),
-        (["scan", "{}", "--workers", "0"], 2, "workers=0 must be over 0"),
+        (["scan", "{}", "--workers", "0"], 2, "workers=0 must be at least 1"),
         (["shard", "{}/none.csv", "--parts", "2"], 3, "does not exist"),
         (["shard", "{}/none.csv", "--parts", "1"], 2, "parts=1 must be at least 2"),
         (["preview", "{}/none.csv", "-o", "sheet.bmp"], 2, "sheet=sheet.bmp must end in"),

@@ -93,7 +93,10 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("args", "named"),
-    [(["--guidance-scale", "5"], "--guidance-scale"), (["--set", "negative_prompt=fog"], "negative_prompt")],
+    [
+        (["--guidance-scale", "5"], "--guidance-scale 5"),
+        (["--set", "negative_prompt=fog"], "negative_prompt=fog (from --set)"),
+    ],
 )
 def test_guidance_by_branches_and_a_distilled_model(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str], args: list[str], named: str

@@ -155,7 +155,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        (["--attention", "flash2"], 4, ["needs flash-attn, which is not installed", "pip install flash-attn"]),
+        (["--attention", "flash2"], 4, ["flash2 runs on CUDA devices only", "use auto, sdpa or math"]),
         (["--attention", "cudnn"], 4, ["runs on CUDA devices only, and this is cpu", "use auto, sdpa or math"]),
         (["--attention", "cudnn", "--dtype", "float32"], 2, ["computes in float16 and bfloat16 only"]),
         (

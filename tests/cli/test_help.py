@@ -20,7 +20,6 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.dry_run import plan_from_request
-from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.explain import Given
@@ -29,6 +28,7 @@ from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.tools import BenchCommSettings
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
 

@@ -95,7 +95,7 @@ def test_ranks_of_a_training_are_predicted(tmp_path: Path, capsys: pytest.Captur
         (
             ["--config", "demo", "--device", "cuda"],
             2,
-            "--device cuda is not possible: a training is profiled on the CPU",
+            "--device cuda is not possible: training is profiled on the CPU",
         ),
         (["--config", "missing.yaml"], 3, "missing.yaml"),
         (["--config", "demoo"], 2, "preset 'demoo' is not one of 256px, 768px, demo, "),
@@ -167,7 +167,7 @@ def test_techniques_and_attention_are_compared(tmp_path: Path, capsys: pytest.Ca
     )
     missing = {cost["kind"]: cost["reason"] for cost in document["attention"] if cost["kind"] in KINDS_OF_GPUS}
     assert missing.keys() == KINDS_OF_GPUS
-    assert missing["cudnn"] == "cudnn runs on CUDA devices only"
+    assert missing["cudnn"] == "cudnn runs on CUDA devices only, and this is cpu"
     assert all(missing.values())
     assert flash[4096] == 4 * flash[1024]  # linear
     assert standard[4096] > 14 * standard[1024]  # quadratic

@@ -112,7 +112,11 @@ def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkey
     [
         (["--refine"], 2, "OSORA_REFINE_URL is not set"),
         (["--motion-score", "auto"], 2, "OSORA_REFINE_URL is not set"),
-        (["--set", "refine.instructions=mine"], 2, "refine.instructions=mine has no effect without --refine"),
+        (
+            ["--set", "refine.instructions=mine"],
+            2,
+            "refine.instructions=mine (from --set) has no effect without --refine",
+        ),
         (["--set", "refine.tries=0", "--refine"], 2, "refine.tries=0 must be at least 1"),
         (["--motion-score", "fast"], 2, "prompt_suffix.motion_score=fast must be a whole number"),
     ],

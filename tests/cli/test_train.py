@@ -89,7 +89,11 @@ def test_dry_run_touches_nothing(
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        (["--attention", "cudnn"], 4, "train_mmdit.attention=cudnn runs on CUDA devices only, and this is cpu"),
+        (
+            ["--attention", "cudnn"],
+            4,
+            "attention=cudnn does not work here: cudnn runs on CUDA devices only",
+        ),
         (["--attention", "cudnn", "--set", "precision.compute=fp32"], 2, "computes in float16 and bfloat16 only"),
         (
             ["--gpus", "2", "--set", "strategy=hybrid", "--set", "parallel.ring_degree=2"],

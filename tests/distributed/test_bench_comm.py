@@ -32,10 +32,10 @@ from opensora_cli.parallel.all_to_all import TwoStages, node_groups
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.sampling.guidance import Branch
-from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.tools import BenchCommSettings
 
 Pool = Callable[[int], Any]
 CPU = torch.device("cpu")

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_close, relative_error
+from pydantic import ValidationError
 from shared_models import plan_without_estimate
 from threaded_ranks import run_in_threads
 from tiny_strategies import Case, Run, tiny_transformer
 from tiny_world import save_weights
 from torch import Tensor
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.denoise import sample_latents
@@ -25,8 +27,10 @@ from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.settings.explain import explain
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.strategy import Strategy, strategy_problems
+from opensora_cli.settings.strategy import Strategy
+from opensora_cli.settings.train import TrainSettings
 
 RANKS = 16
 HEADS = 16
@@ -138,18 +142,19 @@ def test_sixteen_ranks_sample_what_one_samples(weights: Path, degrees: Degrees) 
 
 def _problems(case: Case) -> list[str]:
     """Return what the engine says against a case."""
-    return strategy_problems(
-        Strategy(case.strategy),
-        case.parallel,
-        trains_transformer=True,
-        num_heads=HEADS,
-        micro_batches=None,
-        compiles=False,
-        computes_in_fp32=True,
-        uses_muon=False,
-        uses_lora=False,
-        uses_fp8_linears=False,
-    )
+    values = {
+        "target": "mmdit",
+        "strategy": case.strategy,
+        "parallel": case.parallel.model_dump(),
+        "model": {"hidden_size": HIDDEN, "num_heads": HEADS, "axes_dim": (4, 2, 2)},
+        "precision": {"compute": "fp32"},
+        "train_mmdit": {"mode_weights": {mode: float(mode == "t2v") for mode in CONDITION_MODES}},
+    }
+    try:
+        TrainSettings.model_validate(values)
+    except ValidationError as error:
+        return explain(error)
+    return []
 
 
 def _micro_batches(case: Case) -> int:

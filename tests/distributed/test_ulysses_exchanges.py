@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from shared_tokens import mesh_of, random_qkv
 
-from opensora_cli.engine.components.exchanges import AttentionSizes
+from opensora_cli.engine.components.parallelize import AttentionSizes
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
 from opensora_cli.parallel.mesh import MeshShape

@@ -9,7 +9,7 @@ from opensora_cli.engine.env_check.all_reduce import Outcome, run_all_reduce
 from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.report import Severity
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.settings.env_check import EnvCheckSettings
+from opensora_cli.settings.tools import EnvCheckSettings
 
 
 def test_facts_of_the_gpus():

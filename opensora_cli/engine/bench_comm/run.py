@@ -32,8 +32,8 @@ from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folde
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
 from opensora_cli.parallel.all_to_all import TwoStages, node_groups
-from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.enums import BenchDevice, Collective
+from opensora_cli.settings.tools import BenchCommSettings
 
 Show = Callable[[Sequence[str]], None]
 

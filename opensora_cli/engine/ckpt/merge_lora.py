@@ -1,4 +1,4 @@
-"""`osora ckpt merge-lora`: an adapter added to the weights that it was trained for, or taken out again."""
+"""`osora ckpt merge-lora`: add an adapter to the weights of its base model, or subtract it again."""
 
 import math
 from pathlib import Path
@@ -11,31 +11,31 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.early import check_paths
 from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_product, write
-from opensora_cli.engine.components.lora_layers import fit_to_model, require_finite
+from opensora_cli.engine.components.loras import fit_to_model, require_finite
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
 
 class MergeError(Document):
-    """How far unmerged weights can be from what they were."""
+    """Bound of the difference between unmerged weights and the weights before merging."""
 
     bound: float | None
-    """No weight differs by more; None: there is no bound."""
+    """Largest difference of a weight; None means that there is no bound."""
     tensor: str
-    """Where it is as large."""
+    """Tensor with that difference."""
 
 
 class MergeResult(WrittenDocument):
-    """What was written."""
+    """Written file, and the error of unmerging."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.merge-lora/1"
 
     changed: int
-    """Tensors that the adapter changes."""
+    """Number of tensors that the adapter changes."""
     error: MergeError | None
-    """After unmerging: how far from the weights before merging they can be."""
+    """Bound of the error after unmerging."""
 
     def lines(self) -> list[str]:
-        """Return the path of what was written and, after unmerging, how exact it is."""
+        """Return the path of the written file and, after unmerging, the error."""
         written = super().lines()
         if self.error is None:
             return written
@@ -49,7 +49,7 @@ class MergeResult(WrittenDocument):
 
 
 def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None) -> MergeResult:
-    """Write the base model with the adapter in it, or without it again.
+    """Write the base model with the adapter added, or subtracted again.
 
     Raises:
         RequestError: the adapter is of a kind that cannot be merged, or unmerged, or paths contradict each other.

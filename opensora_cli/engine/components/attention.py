@@ -69,22 +69,12 @@ def choose_attention(
     tries_device = tries_device and (use.device.type != "cuda" or torch.cuda.is_available())
     if choice is AttentionChoice.AUTO:
         return _first_usable(use, setting=setting, tries_device=tries_device)
-    kind = ATTENTION_KINDS[choice]
-    library = kind.library
-    on_cpu = kind.needs_cuda and use.device.type != "cuda"
-    if library is not None and library.version() is None:
-        also = ", and runs on CUDA devices only" if on_cpu else ""
-        raise HardwareError(
-            f"{setting}={choice} needs {library.distribution}, which is not installed{also}",
-            hint=f"use auto, sdpa or math here; with a GPU: {library.install}" if on_cpu else library.install,
-        )
-    if on_cpu:
-        raise HardwareError(
-            f"{setting}={choice} runs on CUDA devices only, and this is {use.device}", hint="use auto, sdpa or math"
-        )
-    problem = why_unusable(choice, use) if tries_device else None
+    problem = why_unusable(choice, use) if tries_device else _why_unavailable(choice, use)
     if problem is not None:
-        raise HardwareError(f"{setting}={choice} does not work here: {problem}", hint="use auto, or sdpa")
+        library, hint = ATTENTION_KINDS[choice].library, "use auto, sdpa or math"
+        if library is not None and library.version() is None and use.device.type == "cuda":
+            hint = library.install
+        raise HardwareError(f"{setting}={choice} does not work here: {problem}", hint=hint)
     return AttentionPlan(backend=choice.value, reason="as set")
 
 
@@ -146,18 +136,26 @@ def attention_stand_in(choice: AttentionChoice | str) -> AttentionBackend:
     return attention_backend("sdpa" if kind is None or kind.is_fused else str(choice))
 
 
-@lru_cache(maxsize=64)
-def why_unusable(name: str, use: AttentionUse) -> str | None:
-    """Return the reason why a backend cannot be used, in one line, or None. A process tries each backend once."""
+def _why_unavailable(name: str, use: AttentionUse) -> str | None:
+    """Return the reason why a backend cannot work, as far as that is known without trying it."""
     kind = ATTENTION_KINDS.get(name)
     if kind is None:
         return f"{name} is not a backend"
+    if kind.needs_cuda and use.device.type != "cuda":
+        return f"{name} runs on CUDA devices only, and this is {use.device}"
     if kind.library is not None and kind.library.version() is None:
         return f"{kind.library.distribution} is not installed"
-    if kind.needs_cuda and use.device.type != "cuda":
-        return f"{name} runs on CUDA devices only"
     if kind.half_only and use.dtype not in (torch.float16, torch.bfloat16):
         return f"{name} computes in float16 and bfloat16 only"
+    return None
+
+
+@lru_cache(maxsize=64)
+def why_unusable(name: str, use: AttentionUse) -> str | None:
+    """Return the reason why a backend cannot be used, in one line, or None. A process tries each backend once."""
+    problem = _why_unavailable(name, use)
+    if problem is not None:
+        return problem
     try:
         with _silenced():
             error = _error(attention_backend(name), use)

@@ -20,7 +20,7 @@ from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.resample import lay_out_kernels
 from opensora_cli.models.vae.tiling import Tiling
-from opensora_cli.settings.components import VAESettings
+from opensora_cli.settings.components import OF_ALL_KINDS, VAESettings
 from opensora_cli.settings.enums import VAEKind
 
 AUTOENCODERS: Mapping[VAEKind, tuple[type[HunyuanVAE | DCAE | FluxAE], Callable[..., AutoencoderConfig]]] = {
@@ -34,10 +34,10 @@ _SCALE_METADATA = "osora.latent_scale"
 
 
 def _config(settings: VAESettings) -> Any:
-    """Return the configuration of the chosen kind, whose fields have the names of its settings."""
+    """Return the configuration of the chosen kind. Its fields have the names of the settings."""
     section = {VAEKind.DC_AE: settings.dc_ae, VAEKind.FLUX_AE: settings.flux_ae}.get(settings.kind, settings)
     names = type(section).model_fields
-    own = names if section is not settings else [name for name in names if settings.owner(name) is settings.kind]
+    own = names if section is not settings else [name for name in names if name not in OF_ALL_KINDS]
     return AUTOENCODERS[settings.kind][1](**{name: getattr(section, name) for name in own})
 
 

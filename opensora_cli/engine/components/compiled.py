@@ -1,7 +1,7 @@
-"""A transformer's blocks, compiled by torch.compile: one graph for each kind of block, which all blocks of it share.
+"""Compile the blocks of a transformer with torch.compile: one graph for each kind of block, shared by all its blocks.
 
-The attention of a block may be that of several ranks, or of a library that the compiler cannot look into. Where no
-gradient is recorded, such attention is one operator of the graph, so that it does not break it in two.
+The attention of a block may exchange with other ranks, or call a library that the compiler cannot trace. Without
+gradients such attention is one operator of the graph, so that it does not break the graph in two.
 """
 
 import os
@@ -21,53 +21,53 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 
 Backend = str | Callable[..., Any]
-"""Of torch.compile."""
+"""Backend of torch.compile."""
 
 _called: list[AttentionFn] = []
-"""The attention of the block that is being called, last."""
+"""Attention of the running block, at the end."""
 
 
 def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: Backend = "inductor") -> None:
-    """Let a transformer's blocks run compiled from now on; names and weights stay as they are.
+    """Make the blocks of a transformer run compiled; names and weights stay.
 
-    Blocks get a class whose `forward` is compiled. So checkpoints lie around the compiled code, and so do the hooks of
-    FSDP2 and of `stream_blocks`, which are put on later. Adapters and layers in 8 bits are put in before, or everything
-    is compiled twice. What has been compiled serves all transformers of this process. Blocks must share no weights, and
-    their layers exchange nothing with other ranks; the attention may, where no gradient is recorded. A kind of block
-    that cannot be compiled as a whole runs as before, and so do calls in which blocks compute fewer tokens at a time
-    than there are (`set_sequence_chunk`): compiled, that would take the memory of all. `warn` is called once for each.
+    Each block gets a class whose `forward` is compiled. So checkpointing wraps the compiled code, as do the hooks of
+    FSDP2 and of `stream_blocks`, which are added later. Add adapters and layers in 8 bits before, or everything is
+    compiled twice. All transformers of the process share the compiled code. Blocks must share no weights, and their
+    layers must exchange nothing with other ranks; the attention may, without gradients.
 
-    What the compiler keeps for the next run lies in `private_folder`s. Raises OutputError if others may write to them.
+    Two calls run uncompiled, and `warn` is called once for each cause: a kind of block that cannot be compiled as a
+    whole, and blocks that compute chunks of tokens (`set_sequence_chunk`), since compiled code needs the memory of all
+    tokens.
+
+    The compiler caches its files in `private_folder`s. Raises OutputError if other accounts may write to these.
     """
     _keep_private(backend)
     for stack in repeated_blocks(transformer.config):
         blocks = list(transformer.get_submodule(stack.module_path).children())
         for plain in {type(block) for block in blocks}:
             compiled = _compiled_class(plain, backend)  # type: ignore[arg-type]  # classes have hashes
-            compiled.warn = staticmethod(warn)  # type: ignore[attr-defined]  # of a class that is made here
+            compiled.warn = staticmethod(warn)  # type: ignore[attr-defined]  # the class is made here
             for block in blocks:
                 if type(block) is plain:
                     block.__class__ = compiled
 
 
 def _keep_private(backend: Backend) -> None:
-    """Have the compiler load no code that another account may have written, and its processes none from the working
-    folder.
-    """
+    """Keep the compiler from code that other accounts can write, and its processes from code in the working folder."""
     os.environ.update(safe_environment({}))
     folder = use_private_caches(os.environ)
     if backend == "inductor":
-        # Not at the top: it takes seconds, and few runs need it.
+        # This import takes seconds, and few runs need it.
         from torch._inductor import codecache
 
-        # Torch keeps these in its own folder whatever the variable says. Without them, each kernel takes seconds more.
+        # Torch keeps these in its own folder whatever the variable says. Without them each kernel takes seconds more.
         codecache._HEADER_DIR = str(folder / "precompiled_headers")
         codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
 
 
 @cache
 def _compiled_class(plain: type[nn.Module], backend: Backend) -> type[nn.Module]:
-    # Not at the top: it takes a second, and few runs need it.
+    # This import takes a second, and few runs need it.
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     fast = torch.compile(plain.forward, backend=backend, fullgraph=True)
@@ -83,21 +83,21 @@ def _compiled_class(plain: type[nn.Module], backend: Backend) -> type[nn.Module]
     def forward(self: nn.Module, *args: Any) -> Any:
         nonlocal can_compile
         if can_compile and _in_chunks(self, args[0]):
-            report(self, f"runs as it is, {self.chunk_tokens} tokens at a time: compiled it would need more memory")
+            report(self, f"runs uncompiled, {self.chunk_tokens} tokens at a time: compiled it would need more memory")
         elif can_compile:
             try:
                 with _calling(vars(self)["attention"]):
                     return fast(self, *args)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 can_compile = False
-                # The first line names the backend, the second what it stumbled over.
+                # The first line names the backend, the second the code that it cannot compile.
                 reason = " ".join(str(error).strip().splitlines()[:2])
-                report(self, f"cannot be compiled and runs as it is: {reason}")
+                report(self, f"cannot be compiled and runs uncompiled: {reason}")
         return plain.forward(self, *args)
 
     def attention(self: nn.Module) -> AttentionFn:
         own: AttentionFn = vars(self)["attention"]
-        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_traced(own):
+        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_traceable(own):
             return own
         return operator
 
@@ -113,8 +113,8 @@ def _in_chunks(block: nn.Module, tokens_BND: Tensor) -> bool:
     return isinstance(size, int) and size < tokens_BND.shape[1] and not torch.is_grad_enabled()
 
 
-def _is_traced(attention: AttentionFn) -> bool:
-    """Whether the compiler looks into an attention: into those of torch alone."""
+def _is_traceable(attention: AttentionFn) -> bool:
+    """Return whether the compiler can trace an attention: only torch's own backends."""
     kind = ATTENTION_KINDS.get(attention.name) if isinstance(attention, AttentionBackend) else None
     return kind is not None and kind.library is None
 
@@ -130,7 +130,7 @@ def _calling(attention: AttentionFn) -> Iterator[None]:
 
 @cache
 def _attention_operator() -> AttentionFn:
-    """Return an operator that computes what the block that is being called has as its attention."""
+    """Return an operator that computes the attention of the running block."""
 
     @torch.library.custom_op("osora::attention", mutates_args=())
     def attention(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _attention_operator() -> AttentionFn:
         return v_BHND.new_empty(q_BHND.shape[0], q_BHND.shape[2], q_BHND.shape[1], v_BHND.shape[3])
 
     def transposed(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
-        # Tokens lie before heads, as most kernels have them.
+        # Tokens before heads in memory, the layout of most kernels.
         out_BNHD: Tensor = attention(q_BHND, k_BHND, v_BHND)
         return out_BNHD.transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""What this machine has: devices, free memory, how much of it a run took, and whether it was enough."""
+"""Devices of this machine: which one to use, its memory, peak memory, TF32, and out-of-memory errors."""
 
 import gc
 import platform
@@ -22,54 +22,54 @@ from opensora_cli.core.reading import is_lack_of_memory
 GIB = 2**30
 _TF32_FROM = (8, 0)
 _FORGET_PEAK = Path("/proc/self/clear_refs")
-"""Linux: 5 makes the most that the process had what it has now."""
+"""Linux: writing 5 resets the peak of the process to its current memory."""
 
-# Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
+# Messages of CUDA when it loads a kernel or locks memory, and of its libraries.
 _NO_DEVICE_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class OutOfMemoryError(HardwareError):
-    """The device had not enough memory for a stage."""
+    """A stage needs more memory than the device has."""
 
 
 UNKNOWN_BYTES = sys.maxsize
-"""In place of the memory of a device, which then refuses nothing."""
+"""Stands for the memory of an unknown device, in which everything fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Where a run takes place, and in which precision."""
+    """Device and precision of a run."""
 
     device: torch.device
     device_name: str
     dtype: torch.dtype
     free_bytes: int
-    """`UNKNOWN_BYTES` of a device that is not asked, or not here."""
+    """`UNKNOWN_BYTES` if the device was not asked, or is not in this machine."""
     total_bytes: int
     host_bytes: int | None = None
-    """The memory of a machine that is planned for and not here; None: this is the machine."""
+    """Host memory of another machine that a run is planned for; None means this machine."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the machine that the run takes place on."""
+        """Whether the run is on this machine."""
         return self.host_bytes is None
 
     @property
     def memory_is_known(self) -> bool:
-        """Whether the device has been asked for its memory."""
+        """Whether the device was asked for its memory."""
         return self.free_bytes < UNKNOWN_BYTES
 
     @property
     def dtype_name(self) -> str:
-        """Such as bfloat16."""
+        """Name of the dtype, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def pick_hardware(device: str, dtype: str) -> Hardware:
     """Return the device and dtype that `runtime.device` and `runtime.dtype` mean on this machine.
 
-    The device `auto` is CUDA where there is any, else the CPU; the dtype `auto` is bfloat16 on CUDA, float32 on a CPU.
-    A HardwareError where there is no such device.
+    The device `auto` is CUDA if there is a GPU, else the CPU; the dtype `auto` is bfloat16 on CUDA, float32 on a CPU.
+    Raises HardwareError if there is no such device.
     """
     chosen = _device(device)
     is_cuda = chosen.type == "cuda"
@@ -77,7 +77,7 @@ def pick_hardware(device: str, dtype: str) -> Hardware:
         dtype = "bfloat16" if is_cuda else "float32"
     if is_cuda:
         free, total = torch.cuda.mem_get_info(chosen)
-        # What the allocator keeps of earlier work is free for what comes.
+        # Memory that the allocator caches after earlier work is free for the next.
         free += torch.cuda.memory_reserved(chosen) - torch.cuda.memory_allocated(chosen)
         name = torch.cuda.get_device_name(chosen)
     else:
@@ -112,7 +112,7 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
-    """Refuse this process more than `limit` bytes of a CUDA device inside the block; a CPU refuses nothing."""
+    """Limit this process to `limit` bytes of a CUDA device inside the block; a CPU has no limit."""
     if limit is None or device.type != "cuda":
         yield
         return
@@ -127,9 +127,9 @@ def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
 
 @contextmanager
 def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Compute float32 products of matrices, and convolutions, in TF32 or not inside the block; None: as it is.
+    """Allow or forbid TF32 in float32 matmuls and convolutions inside the block; None changes nothing.
 
-    On a CPU there is no TF32: `note` gets a line that it has no effect. Afterwards everything is as before.
+    A CPU has no TF32: `note` gets a line that the setting has no effect. The end of the block restores the switches.
     """
     if allowed is not None and device.type != "cuda":
         note(f"precision.tf32={str(allowed).lower()} has no effect on the device {device}")
@@ -141,7 +141,7 @@ def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[
     before = [switch.fp32_precision for switch in switches]
 
     def allow(products: bool, convolutions: bool) -> None:
-        # Not by `fp32_precision`: after that torch 2.13 refuses to read these two, which torch.compile does.
+        # Not through `fp32_precision`: after that torch 2.13 refuses to read these two, and torch.compile reads them.
         matmul.allow_tf32, cudnn.allow_tf32 = products, convolutions
 
     allow(allowed, allowed)
@@ -154,7 +154,7 @@ def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[
 
 
 def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
-    """Return whether float32 products of matrices, and convolutions, are computed in TF32 now; None: there is none."""
+    """Return whether float32 matmuls and convolutions use TF32 now, or None on a device without TF32."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _TF32_FROM:
         return None
     convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # made at run time
@@ -163,9 +163,9 @@ def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
 
 
 def start_peak_memory(device: torch.device) -> bool:
-    """Begin to watch the peak that `peak_memory_gib` returns; False where only that since the process began is known.
+    """Reset the peak that `peak_memory_gib` returns; return False if only the peak since process start is known.
 
-    Of a CPU's memory that takes Linux.
+    On a CPU this needs Linux.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -178,10 +178,10 @@ def start_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """Return the most memory that was in use, under the name of what it counts.
+    """Return the peak of memory since `start_peak_memory`, or else since process start, under its name.
 
-    On CUDA that is `peak_allocated_gib`; on a CPU `peak_resident_gib` of the whole process, mapped files of weights
-    included; since `start_peak_memory`, or since the process began where that cannot be watched.
+    The name is `peak_allocated_gib` on CUDA. On a CPU it is `peak_resident_gib`, of the whole process, with mapped
+    files of weights.
     """
     if device.type == "cuda":
         return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
@@ -189,7 +189,7 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds until `run` has returned and the device has done what it was given; both are waited for."""
+    """Return the seconds until `run` has returned and the device has finished its work."""
     start = time.perf_counter()
     run()
     if device.type == "cuda":
@@ -198,11 +198,11 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process had, mapped files included, as `peak_memory_gib` counts it."""
+    """Return the peak of resident memory of this process, with mapped files; see `peak_memory_gib`."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     if sys.platform == "linux":
-        # Not by getrusage, which begins with what the process was a copy of.
+        # getrusage starts with the peak of the process that this one was forked from.
         peak = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         if peak is not None:
             return int(peak[1]) * 1024
@@ -214,14 +214,14 @@ def peak_resident_bytes() -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free the memory of what nothing refers to any more, so that the next stage can have it."""
+    """Free unreferenced memory for the next stage."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that there was not enough memory, on any device."""
+    """Return whether an exception means that a device ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError) or is_lack_of_memory(error):
         return True
     return any(text in str(error) for text in _NO_DEVICE_MEMORY)
@@ -229,7 +229,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def out_of_memory_reported(where: str = "", *, hint: str) -> Iterator[None]:
-    """Raise an OutOfMemoryError, naming `where`, if the block runs out of memory on any device."""
+    """Turn an out-of-memory error of any device inside the block into an OutOfMemoryError that names `where`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -239,7 +239,7 @@ def out_of_memory_reported(where: str = "", *, hint: str) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that results depend on."""
+    """Return the versions that decide results."""
     return {
         "osora": opensora_cli.__version__,
         "torch": torch.__version__,

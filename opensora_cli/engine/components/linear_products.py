@@ -1,4 +1,4 @@
-"""Products in 8 bits of the transformer's linear layers: refused where a device has none, and reported where used."""
+"""Matmuls in 8 bits in the transformer's linear layers: check that a device has them, use them, report the error."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,29 +25,28 @@ from opensora_cli.parallel.shares import shares
 from opensora_cli.parallel.tensor import ColumnLinear, RowLinear
 
 _NEEDED = {LinearProducts.INT8: (8, 0), LinearProducts.FP8: (8, 9)}
-"""Compute capability."""
+"""Lowest compute capability."""
 _MULTIPLE = {LinearProducts.INT8: 8, LinearProducts.FP8: 16}
-"""Of the sizes of a layer, for a GPU."""
+"""Divisor of the sizes of a layer on a GPU."""
 _TOLERANCE = 0.02
-"""Of a product that is tried, which has bfloat16's rounding alone."""
+"""Largest relative error of the small product, which bfloat16 rounds once."""
 _USE_EXACT = "use --set precision.linear=exact"
 
 
 class LinearProductsReport(Document):
-    """What 8 bits were used for, and what they changed."""
+    """Layers that multiply in 8 bits, and the error of their products."""
 
     kind: LinearProducts
     layers: int
     relative_error: float
-    """Of the products of all layers, of normally distributed inputs, sampled as they were loaded: the root of the mean
-    square of the errors, each relative to the layer's result."""
+    """Root mean square over all layers of the error relative to the result, for normally distributed inputs."""
     largest_relative_error: float
-    """Of one layer."""
+    """Error of the layer `largest_at`."""
     largest_at: str
 
     @classmethod
     def of(cls, kind: LinearProducts, errors: Sequence[ProductError]) -> Self:
-        """Return it of all layers that were replaced, of which there is one at least."""
+        """Return the report for the errors of all replaced layers, at least one."""
         worst = max(errors, key=lambda error: error.relative_error)
         return cls(
             kind=kind,
@@ -58,7 +57,7 @@ class LinearProductsReport(Document):
         )
 
     def line(self) -> str:
-        """Return it for people."""
+        """Return the report as text for people."""
         return (
             f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
             f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"
@@ -74,13 +73,13 @@ def require_products(
     tensor: int = 1,
     tries_device: bool = True,
 ) -> None:
-    """Check that `precision.linear` goes with a device (which a plan may be for, and this machine lack) and a model.
+    """Check that `precision.linear` works on a device and with a model; this machine may lack the device of a plan.
 
-    `tensor` ranks share each block. `tries_device`: whether this process may multiply on the device.
+    `tensor` ranks share each block. `tries_device` says whether this process may use the device.
 
     Raises:
-        HardwareError: the device has no such products, or its kernel does not give what it should.
-        RequestError: the model's sizes, or the dtype, do not go with them.
+        HardwareError: the device has no such matmul, or its kernel returns a wrong result.
+        RequestError: the sizes of the model or the dtype do not fit.
     """
     if kind is LinearProducts.EXACT:
         return
@@ -104,13 +103,16 @@ def require_products(
             raise HardwareError(f"precision.linear={kind} does not work here: {problem}", hint=_USE_EXACT)
 
 
-def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts, *, largest: int) -> list[ProductError]:
-    """Replace the linear layers of one block of a stack, which may be sharded, or have adapters beside them.
+def use_in_block(
+    block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts, *, device: torch.device
+) -> list[ProductError]:
+    """Replace the linear layers of one block of a stack, and return the error of each product.
 
-    `largest` is `int8_largest` of the device that computes. A CheckpointError if a weight has numbers that are not
-    finite. Returns what this changes of each product.
+    The layers may be sharded, or have adapters beside them; `device` will compute. Raises CheckpointError if a weight
+    has numbers that are not finite.
     """
-    return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind, largest=largest)
+    paths = [_path_of_weight(block, linear.path) for linear in stack.linears]
+    return use_products(block, paths, kind, largest=_int8_largest(device))
 
 
 def _path_of_weight(block: nn.Module, path: str) -> str:
@@ -121,8 +123,7 @@ def _path_of_weight(block: nn.Module, path: str) -> str:
     return path
 
 
-def int8_largest(device: torch.device) -> int:
-    """Return the largest int8 weight for products on a device."""
+def _int8_largest(device: torch.device) -> int:
     return int8_largest_on_cpu() if device.type == "cpu" else INT8_LARGEST
 
 
@@ -138,7 +139,7 @@ def _require_capability(kind: LinearProducts, device: torch.device) -> None:
 
 
 def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> None:
-    """Refuse layers whose sizes the kernels of GPUs do not take, the shares of ranks included."""
+    """Raise RequestError if the kernels of GPUs refuse the size of a layer, or of the share of a rank."""
     multiple = _MULTIPLE[kind]
     sizes = {config.hidden_size}
     for stack in repeated_blocks(config):
@@ -148,7 +149,7 @@ def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> No
                 for piece, unit in zip(linear.pieces, linear.units, strict=True)
             ]
             sizes |= set(map(sum, zip(*of_ranks, strict=True)))
-            # Where tokens come in chunks, values and the MLP are multiplied for themselves.
+            # With chunks of tokens, values and the MLP are separate products.
             sizes |= {size for piece in of_ranks for size in piece}
     unfit = sorted(size for size in sizes if size % multiple)
     if unfit:
@@ -160,7 +161,7 @@ def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> No
 
 @lru_cache(maxsize=8)
 def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why a small product on the device does not give what its numbers in 8 bits give; None: it does."""
+    """Return the reason why a small product on the device is wrong, or None."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         linear = nn.Linear(64, 48, device="meta", dtype=dtype).requires_grad_(False)
@@ -169,7 +170,7 @@ def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype
         block = nn.Sequential(linear)
         tokens = torch.randn(40, 64, generator=generator).to(dtype)
         try:
-            use_products(block, ["0"], kind, largest=int8_largest(device))
+            use_products(block, ["0"], kind, largest=_int8_largest(device))
             found, expected = output_and_rounded_product(block.to(device)[0], tokens.to(device))
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             return str(error).strip().splitlines()[0]

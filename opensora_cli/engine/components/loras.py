@@ -1,13 +1,13 @@
-"""Adapters (Hu et al. 2021, LoRA) that are added to the transformer while videos are made.
+"""LoRA adapters (Hu et al. 2021): open them, find their layers in a model, and add them to a transformer.
 
-They are computed beside the layers, whose weights stay what they are: mapped from their file, shared by all ranks, in
-8 bits, or offloaded to the host's memory.
+A generation computes adapters beside the layers. The weights of the layers stay as they are: mapped from their file,
+shared by all ranks, in 8 bits, or offloaded to the host.
 """
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,93 +15,92 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
+from opensora_cli.checkpoint.formats.lora_file import DOTTED_PREFIXES, KOHYA_PREFIXES, open_adapter
 from opensora_cli.checkpoint.formats.peft import adapter_files
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.shards import sha256_of
-from opensora_cli.checkpoint.views import rounded
+from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.views import PaddedEntry, ReorderedEntry, RowsEntry, rounded
+from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain
+from opensora_cli.core.strict_json import shown
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.lora_layers import fit_to_model, require_finite
-from opensora_cli.models.linears import LowRankLinear, ShardedLinear, Split
+from opensora_cli.models.linears import LowRankLinear, Split
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.layout import (
+    QKV,
+    ROTATED,
+    HeadSizes,
+    Rotary,
+    Shape,
+    find_rotary,
+    head_order,
+    plan_layout,
+    planned_shapes,
+)
+from opensora_cli.models.mmdit.names import Named, Span, linear_names
 from opensora_cli.parallel.tensor import FeatureCut
 from opensora_cli.settings.components import LoraFile, ModelSettings
 
+_WEIGHT = ".weight"
+_INPUT = "img_in.weight"
 _IN_BLOCK = re.compile(r"(?P<stack>\w+_blocks)\.(?P<index>\d+)\.(?P<linear>.+)")
+
+LoraRanks = tuple[tuple[str, int], ...]
+"""Path of each changed linear layer of the transformer, with its rank, summed over all adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """An adapter that fits the transformer; its tensors have not been read."""
+    """Adapter that fits the transformer; its tensors have not been read."""
 
     path: Path
     scale: float
     sha256: str
-    """Of what `sha256sum` prints of its files, PEFT's configuration first."""
+    """SHA-256 of the lines that `sha256sum` prints for its files, PEFT's configuration first."""
     updates: Mapping[str, tuple[LowRank, ...]]
-    """By the paths of the linear layers."""
+    """Updates by the path of the linear layer."""
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of its layers, each once, in rising order."""
+        """Ranks of the layers, each once, in rising order."""
         return sorted({_rank(updates) for updates in self.updates.values()})
 
     def line(self) -> str:
-        """Return it for people."""
+        """Return the adapter as text for people."""
         rank = " to ".join(str(rank) for rank in dict.fromkeys((self.ranks[0], self.ranks[-1])))
         size = sum(part.nbytes for updates in self.updates.values() for each in updates for part in (each.a, each.b))
         return f"{self.path} x {self.scale:g}: rank {rank} in {len(self.updates)} layers, {format_bytes(size)}"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraRanks:
-    """How many rows the small matrices of each layer have, summed over all adapters."""
+def _rank(updates: Iterable[LowRank]) -> int:
+    return sum(update.a.shape[0] for update in updates)
 
-    by_layer: tuple[tuple[str, int], ...] = ()
-    """Path of a linear layer of the transformer -> rank."""
 
-    @classmethod
-    def of(cls, loras: Iterable[Lora]) -> "LoraRanks":
-        """Return those of adapters that are added to one model."""
-        ranks: dict[str, int] = {}
-        for lora in loras:
-            for path, updates in lora.updates.items():
-                ranks[path] = ranks.get(path, 0) + _rank(updates)
-        return cls(tuple(sorted(ranks.items())))
+def lora_ranks(loras: Iterable[Lora]) -> LoraRanks:
+    """Return the ranks of adapters that are added to one model."""
+    ranks: dict[str, int] = {}
+    for lora in loras:
+        for path, updates in lora.updates.items():
+            ranks[path] = ranks.get(path, 0) + _rank(updates)
+    return tuple(sorted(ranks.items()))
 
-    def of_one_block(self) -> "LoraRanks":
-        """Return the same for a model of which the first block of each stack stands for all: the largest of each."""
-        ranks: dict[str, int] = {}
-        for path, rank in self.by_layer:
-            first = _IN_BLOCK.sub(r"\g<stack>.0.\g<linear>", path)
-            ranks[first] = max(ranks.get(first, 0), rank)
-        return LoraRanks(tuple(sorted(ranks.items())))
 
-    def in_block(self, stack: str, index: int) -> "LoraRanks":
-        """Return those of one block, with paths inside it."""
-        start = f"{stack}.{index}."
-        inside = ((path.removeprefix(start), rank) for path, rank in self.by_layer if path.startswith(start))
-        return LoraRanks(tuple(inside))
-
-    def without(self, layers: Collection[str]) -> "LoraRanks":
-        """Return those of all but some layers."""
-        return LoraRanks(tuple((path, rank) for path, rank in self.by_layer if path not in layers))
-
-    def outside_blocks(self) -> "LoraRanks":
-        """Return those of layers that are in no block."""
-        return LoraRanks(tuple((path, rank) for path, rank in self.by_layer if not _IN_BLOCK.fullmatch(path)))
+def in_first_block(path: str) -> str:
+    """Return the path of the same layer in the first block of its stack; a path outside the blocks stays."""
+    return _IN_BLOCK.sub(r"\g<stack>.0.\g<linear>", path)
 
 
 def open_loras(files: Sequence[LoraFile], model: ModelSettings) -> tuple[Lora, ...]:
-    """Open adapters and compare them with the transformer; their files are hashed, and read for NaN.
+    """Open adapters and compare them with the transformer; this hashes their files, and reads them to find NaN.
 
     Raises:
-        CheckpointError: a file is missing or broken, is not for this transformer, or is another one than in the run
-            that is repeated.
-        RequestError: it is an adapter of another kind, or a name has a scale that is no number.
+        CheckpointError: a file is missing or broken, does not fit the transformer, or has changed since the run that is
+            repeated.
+        RequestError: an adapter is of another kind, or the scale behind a name is not a number.
     """
     if not files:
         return ()
@@ -109,69 +108,47 @@ def open_loras(files: Sequence[LoraFile], model: ModelSettings) -> tuple[Lora, .
     return tuple(_open(file, transformer) for file in files)
 
 
-def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
-    """Open an adapter for the linear layers of a transformer, under the names of their weights.
-
-    It raises what `open_loras` raises of one.
-    """
-    if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
-        raise CheckpointError(f"{path} is the folder of a run", hint=f"its adapter is below it: {path / 'lora'}")
-    shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}
-    adapter = fit_to_model(open_adapter(path), shapes, {})
-    _require_fit(
-        adapter, {path: module for path, module in transformer.named_modules() if isinstance(module, nn.Linear)}
-    )
-    require_finite(adapter.files)
-    return adapter
-
-
 def _open(file: LoraFile, transformer: nn.Module) -> Lora:
     path = Path(file.path)
-    _refuse_bad_scale(path)
+    name, colon, scale = path.name.rpartition(":")
+    if colon and name and not path.exists():
+        raise RequestError(
+            f"--lora {plain(str(path))}: {plain(repr(scale))} is not a scale, and there is no such file",
+            hint="what follows the last colon must be a number, as in :0.8",
+        )
     adapter = open_fitting(path, transformer)
     sha256 = _hash_files(adapter.files)
     if file.sha256 is not None and file.sha256 != sha256:
         raise CheckpointError(
             f"{path} has changed since the run that is repeated: its SHA-256 is {sha256[:12]}..., not "
             f"{file.sha256[:12]}...",
-            hint=f"name it again to take it as it is: --lora {path}:{file.scale:g}",
+            hint=f"name it again to use the changed file: --lora {path}:{file.scale:g}",
         )
-    updates = {name.removesuffix(".weight"): each for name, each in adapter.updates.items()}
+    updates = {name.removesuffix(_WEIGHT): each for name, each in adapter.updates.items()}
     return Lora(path=path, scale=file.scale, sha256=sha256, updates=updates)
 
 
-def _refuse_bad_scale(path: Path) -> None:
-    """Refuse what looks like a scale that is no number."""
-    file, colon, scale = path.name.rpartition(":")
-    if colon and file and not path.exists():
-        raise RequestError(
-            f"--lora {plain(str(path))}: {plain(repr(scale))} is not a scale, and there is no such file",
-            hint="what follows the last colon must be a number, as in :0.8",
-        )
+def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
+    """Open an adapter for the linear layers of a transformer, with the names of their weights.
 
-
-def _hash_files(files: Sequence[Path]) -> str:
-    """Return the SHA-256 of what `sha256sum` prints of files in their folder."""
-    lines = []
-    for file in files:
-        status = file.stat()
-        lines.append(f"{_hash(file, status.st_size, status.st_mtime_ns)}  {file.name}\n")
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-@lru_cache(maxsize=64)
-def _hash(path: Path, size: int, changed_ns: int) -> str:
-    # Plans are made several times for one run.
-    return sha256_of(path)
+    Errors are those of `open_loras`.
+    """
+    if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
+        raise CheckpointError(f"{path} is the folder of a run", hint=f"its adapter is below it: {path / 'lora'}")
+    shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}
+    adapter = fit_to_model(open_adapter(path), shapes, {})
+    _require_fit(adapter, {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)})
+    require_finite(adapter.files)
+    return adapter
 
 
 def _require_fit(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> None:
     if adapter.replacements:
         raise CheckpointError(
-            f"{adapter.path} replaces {first_few(list(adapter.replacements))}, and is no adapter alone",
+            f"{adapter.path} replaces {first_few(list(adapter.replacements))}, and is not only an adapter",
             hint=f"merge it into a file instead: osora ckpt merge-lora BASE {adapter.path} MERGED",
         )
-    unknown = [path for name in adapter.updates if (path := name.removesuffix(".weight")) not in layers]
+    unknown = [path for name in adapter.updates if (path := name.removesuffix(_WEIGHT)) not in layers]
     if unknown:
         raise CheckpointError(
             f"{adapter.path} is for {len(unknown)} layers that the transformer lacks: {first_few(unknown)}",
@@ -179,7 +156,7 @@ def _require_fit(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> None:
         )
     misfits = []
     for name, updates in adapter.updates.items():
-        layer = layers[name.removesuffix(".weight")]
+        layer = layers[name.removesuffix(_WEIGHT)]
         for update in updates:
             if update.transposed or not update.fits((layer.out_features, layer.in_features)):
                 misfits.append(f"{name} {[layer.out_features, layer.in_features]} (adapter: {update.described})")
@@ -190,83 +167,206 @@ def _require_fit(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> None:
         raise CheckpointError(f"{adapter.path} has factors that are not of 16 bits or more: {first_few(unfit)}")
 
 
-def _rank(updates: Iterable[LowRank]) -> int:
-    return sum(update.a.shape[0] for update in updates)
-
-
 def _can_be_scaled(update: LowRank) -> bool:
     return all(part.dtype.is_floating_point and part.dtype.itemsize > 1 for part in (update.a, update.b))
+
+
+def require_finite(files: Iterable[Path]) -> None:
+    """Raise CheckpointError if a tensor of an adapter has NaN or infinite numbers: every result would be black."""
+    for path in files:
+        if path.suffix == ".json":
+            continue
+        status = path.stat()
+        if broken := _not_finite(path, status.st_size, status.st_mtime_ns):
+            raise CheckpointError(f"{path} has numbers that are not finite: {first_few(list(broken))}")
+
+
+# One run is planned several times.
+@lru_cache(maxsize=64)
+def _not_finite(path: Path, size: int, changed_ns: int) -> tuple[str, ...]:
+    entries, _ = open_safetensors(path)
+    return tuple(name for name, entry in entries.items() if not _is_finite(entry))
+
+
+def _is_finite(entry: Entry) -> bool:
+    if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+        return True
+    return all(bool(torch.isfinite(piece).all()) for piece in entry.pieces())
+
+
+def _hash_files(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of the lines that `sha256sum` prints for files in their folder."""
+    lines = []
+    for file in files:
+        status = file.stat()
+        lines.append(f"{_hash(file, status.st_size, status.st_mtime_ns)}  {file.name}\n")
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _hash(path: Path, size: int, changed_ns: int) -> str:
+    return sha256_of(path)
+
+
+def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> Adapter:
+    """Return the adapter with the names of a model's weights, and with the layout of its q, k and v.
+
+    `shapes` has the tensors of the model, `metadata` is that of its file. A name in the adapter is compared with the
+    names of the model's layers here, in fused files and in diffusers, and with their spelling in kohya. A layer that is
+    not found keeps the name in its file.
+
+    Raises:
+        CheckpointError: an update has another number of rows than its layers, or its name has several meanings.
+    """
+    model = _Model.of(shapes, metadata)
+    updates: dict[str, tuple[LowRank, ...]] = {}
+    for name, found in adapter.updates.items():
+        for update in found:
+            placed = model.place(name.removesuffix(_WEIGHT), update, adapter)
+            for weight, part in placed or [(name, update)]:
+                updates[weight] = (*updates.get(weight, ()), part)
+    return replace(adapter, updates=updates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """Linear layers of a model, with all their known names."""
+
+    shapes: Mapping[str, Shape]
+    prefix: str
+    sizes: HeadSizes | None
+    rotary: Rotary
+    names: Mapping[str, Named]
+    spellings: Mapping[str, tuple[str, ...]]
+    """Names by their spelling with underscores."""
+    fused: Mapping[str, tuple[str, int]]
+    """Layer of the split model -> fused layer that has its rows, and the first of these rows."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> "_Model":
+        sizes = HeadSizes.of_shapes(shapes)
+        prefix, names, rotary = "", {}, Rotary.HALF
+        if sizes is None:
+            paths = [name.removesuffix(_WEIGHT) for name in shapes if name.endswith(_WEIGHT)]
+            names = {path: Named((), rotary) for path in paths}
+        else:
+            prefix = min((name for name in shapes if name.endswith(_INPUT)), key=len).removesuffix(_INPUT)
+            split = planned_shapes(plan_layout(shapes, sizes, qkv=QKV.SPLIT, reorder=False), shapes)
+            rows = {
+                name.removeprefix(prefix).removesuffix(_WEIGHT): shape[0]
+                for name, shape in split.items()
+                if name.startswith(prefix) and name.endswith(_WEIGHT) and len(shape) == 2
+            }
+            names, rotary = linear_names(rows, sizes.hidden_size), find_rotary(shapes, metadata)
+        spellings: dict[str, tuple[str, ...]] = {}
+        for name in names:
+            key = name.replace(".", "_")
+            spellings[key] = (*spellings.get(key, ()), name)
+        fused = {
+            span.layer: (name, span.source) for name, named in names.items() if named.is_fused for span in named.spans
+        }
+        return cls(
+            shapes=shapes, prefix=prefix, sizes=sizes, rotary=rotary, names=names, spellings=spellings, fused=fused
+        )
+
+    def place(self, module: str, update: LowRank, adapter: Adapter) -> list[tuple[str, LowRank]]:
+        """Return the model's weights that an update changes, with its part for each; empty for an unknown layer."""
+        name = self._known(module, adapter.path)
+        if name is None:
+            return []
+        named = self.names[name]
+        stated = ROTARY_METADATA in adapter.metadata
+        rotary = find_rotary((), adapter.metadata) if stated else named.rotary
+        reorders = rotary is not self.rotary and any(_is_rotated(span) for span in named.spans)
+        weight = f"{self.prefix}{name}{_WEIGHT}"
+        if weight in self.shapes and not reorders:
+            return [(weight, update)]
+        if update.b.shape[0] != named.rows or update.transposed:
+            raise CheckpointError(
+                f"{adapter.path} does not fit the model: {shown(module)} has {named.rows} rows there "
+                f"(adapter: {update.described})"
+            )
+        return [self._part(span, update, reorders=reorders and _is_rotated(span)) for span in named.spans]
+
+    def _known(self, module: str, path: Path) -> str | None:
+        """Return the known name of a layer in a file, or None."""
+        name = module.removeprefix(self.prefix)
+        while name not in self.names and (prefix := _first_of(DOTTED_PREFIXES, name)):
+            name = name.removeprefix(prefix)
+        if name in self.names:
+            return name
+        spelled = self.spellings.get(module.removeprefix(_first_of(KOHYA_PREFIXES, module)), ())
+        if len(spelled) > 1:
+            raise CheckpointError(f"{path}: {shown(module)} can mean {' or '.join(spelled)}")
+        return spelled[0] if spelled else None
+
+    def _part(self, span: Span, update: LowRank, *, reorders: bool) -> tuple[str, LowRank]:
+        """Return the weight that has the rows of `span`, and the part of an update for it."""
+        assert self.sizes is not None, "layers of other models have only their own names"
+        b: Entry = RowsEntry(update.b, span.source, span.source + span.count)
+        if reorders:
+            b = ReorderedEntry(b, head_order(self.sizes.head_dim, self.rotary))
+        layer, start = span.layer, span.start
+        if f"{self.prefix}{layer}{_WEIGHT}" not in self.shapes:
+            layer, offset = self.fused[layer]
+            start += offset
+        weight = f"{self.prefix}{layer}{_WEIGHT}"
+        if (rows := self.shapes[weight][0]) != span.count:
+            b = PaddedEntry(b, start=start, rows=rows)
+        return weight, replace(update, b=b)
+
+
+def _first_of(prefixes: tuple[str, ...], name: str) -> str:
+    return next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+
+
+def _is_rotated(span: Span) -> bool:
+    return span.layer.rpartition(".")[2] in ROTATED
 
 
 def add_loras(
     transformer: MMDiT, loras: Sequence[Lora], *, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Put all adapters beside the transformer's layers, in place, where the layers' weights are.
+    """Add all adapters beside the transformer's layers, in place, on the device of the layers.
 
-    The transformer computes in `dtype`; its blocks may be sharded (by `shard_transformer`, over `group`), or in 8 bits.
+    The transformer computes in `dtype`. Its blocks may be sharded (by `shard_transformer`, over `group`), or in 8 bits.
 
     Raises:
         CheckpointError: a file cannot be read, or has numbers that are too large for `dtype`.
     """
-    plans = _sharded_linears(transformer) if group is not None else {}
-    for path, _ in LoraRanks.of(loras).by_layer:
-        a_RI, b_OR = _factors([(lora, update) for lora in loras for update in lora.updates.get(path, ())])
-        if group is not None and path in plans:
-            cut, rank = FeatureCut.of_weight(plans[path], dist.get_world_size(group)), dist.get_rank(group)
-            if plans[path].split is Split.COLUMN:
-                b_OR = cut.cut(b_OR, rank)
-            else:
-                a_RI = cut.cut(a_RI, rank)
-            # Inside what exchanges features with the others.
-            path = f"{path}.linear"
-        base = transformer.get_submodule(path)
-        device = next(base.parameters()).device
-        a_RI, b_OR = (
-            rounded(factor.reshape(-1), dtype, name=f"the adapter of {path}").view(factor.shape).to(device)
-            for factor in (a_RI, b_OR)
-        )
-        transformer.set_submodule(path, LowRankLinear(base, a_RI, b_OR))
-
-
-def add_fake_loras(transformer: nn.Module, ranks: LoraRanks) -> None:
-    """Put adapters without weights beside the layers of a transformer on the meta device, in place."""
-    for path, rank in ranks.by_layer:
-        base = transformer.get_submodule(path)
-        assert isinstance(base, nn.Linear)
-        weight = base.weight
-        factors = weight.new_empty(rank, base.in_features), weight.new_empty(base.out_features, rank)
-        transformer.set_submodule(path, LowRankLinear(base, *factors))
-
-
-def factor_sizes(
-    ranks: LoraRanks, block: nn.Module, linears: Sequence[ShardedLinear] = (), *, tensor: int = 1
-) -> list[int]:
-    """Return how many numbers each small matrix has on one of `tensor` ranks.
-
-    `ranks` has paths inside `block`, which is of whole size; `linears` are its sharded layers.
-    """
-    splits = {linear.path: linear.split for linear in linears}
-    sizes = []
-    for path, rank in ranks.by_layer:
-        layer = block.get_submodule(path)
-        assert isinstance(layer, nn.Linear)
-        a, b = rank * layer.in_features, rank * layer.out_features
-        split = splits.get(path)
-        sizes += [a // tensor if split is Split.ROW else a, b // tensor if split is Split.COLUMN else b]
-    return sizes
-
-
-def _factors(updates: Sequence[tuple[Lora, LowRank]]) -> tuple[Tensor, Tensor]:
-    """Return A and B of all adapters of one layer, below and beside each other, in fp32; the scales are in B."""
-    a_RI = torch.cat([update.a.read().float() for _, update in updates])
-    b_OR = torch.cat([update.b.read().float() * (update.scale * lora.scale) for lora, update in updates], dim=1)
-    return a_RI, b_OR
-
-
-def _sharded_linears(transformer: MMDiT) -> dict[str, ShardedLinear]:
-    return {
+    sharded = {
         f"{stack.module_path}.{index}.{linear.path}": linear
         for stack in repeated_blocks(transformer.config)
         for index in range(stack.count)
         for linear in stack.linears
     }
+    for path, _ in lora_ranks(loras):
+        updates = [(update, update.scale * lora.scale) for lora in loras for update in lora.updates.get(path, ())]
+        # The factors of all adapters, below and beside each other, in fp32.
+        a_RI = torch.cat([update.a.read().float() for update, _ in updates])
+        b_OR = torch.cat([update.b.read().float() * scale for update, scale in updates], dim=1)
+        if group is not None and path in sharded:
+            cut, rank = FeatureCut.of_weight(sharded[path], dist.get_world_size(group)), dist.get_rank(group)
+            if sharded[path].split is Split.COLUMN:
+                b_OR = cut.cut(b_OR, rank)
+            else:
+                a_RI = cut.cut(a_RI, rank)
+            # The layer inside the wrapper that exchanges features with other ranks.
+            path = f"{path}.linear"
+        base = transformer.get_submodule(path)
+        device = next(base.parameters()).device
+        factors: list[Tensor] = [
+            rounded(factor.reshape(-1), dtype, name=f"the adapter of {path}").view(factor.shape).to(device)
+            for factor in (a_RI, b_OR)
+        ]
+        transformer.set_submodule(path, LowRankLinear(base, *factors))
+
+
+def add_fake_loras(transformer: nn.Module, ranks: Iterable[tuple[str, int]]) -> None:
+    """Add adapters without weights beside the layers of a transformer on the meta device, in place."""
+    for path, rank in ranks:
+        base = transformer.get_submodule(path)
+        assert isinstance(base, nn.Linear)
+        weight = base.weight
+        factors = weight.new_empty(rank, base.in_features), weight.new_empty(base.out_features, rank)
+        transformer.set_submodule(path, LowRankLinear(base, *factors))

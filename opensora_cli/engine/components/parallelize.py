@@ -1,40 +1,49 @@
-"""How ranks share a model: the mesh, chosen before anything starts, and each rank's share of heads and features."""
+"""Divide a model between ranks: the mesh, the exchange of tokens for heads, and the shares of weights."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Self
 
 import torch.distributed as dist
+from pydantic import Field
 from torch import nn
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
+from opensora_cli.parallel.all_to_all import ExchangePlan, WireFormat
+from opensora_cli.parallel.collectives import Parts
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares, span
 from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
+from opensora_cli.settings.devices import ExchangeSettings, ParallelSettings
+from opensora_cli.settings.enums import AllToAll, Compression
 from opensora_cli.settings.generate import GenerateSettings
 
 _EVEN = 1.05
-"""Heads count as evenly divided where the rank with the most computes no more than this over the mean."""
+"""Heads count as evenly divided if the busiest rank computes at most this many times the mean."""
 
 
 def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
-    """Return the axes along which ranks share the transformer's work: what was asked for, and the best of the rest.
+    """Return the axes along which ranks share the transformer: the degrees in `settings`, and the best for the rest.
 
-    Ranks that nothing was asked for share the tokens of one sample. By Ulysses as many as divide the heads evenly and
-    are on one machine, since that moves the fewest bytes, in bursts that want fast links; the rest by ring attention,
-    which works for any number and computes while it waits. More ranks than tokens are a RequestError.
+    By default ranks share the tokens of one sample. Ulysses moves the fewest bytes, in bursts that need fast links, so
+    it gets as many ranks as divide the heads evenly and are on one machine. Ring attention gets the rest: it works for
+    any number of ranks, and computes while it waits. Raises RequestError for more ranks than tokens.
     """
     parallel = settings.parallel
     tensor, guidance = parallel.tensor_parallel_degree or 1, parallel.cfg_parallel_degree or 1
     ulysses, ring = parallel.ulysses_degree, parallel.ring_degree
     rest = parallel.world_size // prod(parallel.degrees.values())
     if ulysses is None and ring is None:
-        # Those that share heads and features lie inside: where they fill a machine, or straddle two, there is no room.
+        # Tensor parallel ranks are adjacent: if they fill a machine, or straddle two, Ulysses has no room.
         on_machine, left_over = divmod(parallel.ranks_per_node, tensor)
         on_machine = 1 if left_over else on_machine
         ulysses = _ulysses_degree(rest, heads=settings.model.num_heads // tensor, on_machine=on_machine)
@@ -44,10 +53,11 @@ def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
     elif ring is None:
         ring = rest
     elif rest > 1:
-        # All that share tokens are named: what is left shares branches, if that was left open.
+        # Both token axes are set, so the rest shares branches of guidance if that degree is not set.
         if parallel.cfg_parallel_degree is not None or rest > len(Branch):
+            named = ", ".join(f"parallel.{name}={degree}" for name, degree in parallel.degrees.items())
             raise RequestError(
-                f"{_named(settings)} leave {rest} of {parallel.world_size} devices without work: leave one of them out"
+                f"{named} leave {rest} of {parallel.world_size} devices without work: leave one of them out"
             )
         guidance = rest
     shape = MeshShape(guidance=guidance, ring=ring or 1, ulysses=ulysses or 1, tensor=tensor)
@@ -59,8 +69,26 @@ def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
     return shape
 
 
+def _ulysses_degree(ranks: int, *, heads: int, on_machine: int) -> int:
+    return max(
+        degree
+        for degree in range(1, min(ranks, heads) + 1)
+        if ranks % degree == 0 and on_machine % degree == 0 and -(-heads // degree) * degree <= _EVEN * heads
+    )
+
+
+def require_branches(mesh: MeshShape, scales: Sequence[GuidanceScales]) -> None:
+    """Raise RequestError if ranks would never compute a branch of guidance; `scales` has an entry for each step."""
+    branches = len(branches_needed(busiest(scales)))
+    if mesh.guidance > branches:
+        raise RequestError(
+            f"parallel.cfg_parallel_degree={mesh.guidance} is over the branches of guidance that a step has here, "
+            f"{branches}: use at most {branches}"
+        )
+
+
 def describe_mesh(shape: MeshShape) -> str:
-    """Return it for people."""
+    """Return the mesh as text for people."""
     shared = {
         "Ulysses": shape.ulysses,
         "ring attention": shape.ring,
@@ -70,24 +98,119 @@ def describe_mesh(shape: MeshShape) -> str:
     return " x ".join(f"{name} {degree}" for name, degree in shared.items() if degree > 1) or "nothing is shared"
 
 
-def _ulysses_degree(ranks: int, *, heads: int, on_machine: int) -> int:
-    candidates = [
-        degree
-        for degree in range(1, min(ranks, heads) + 1)
-        if ranks % degree == 0 and on_machine % degree == 0 and -(-heads // degree) * degree <= _EVEN * heads
-    ]
-    return max(candidates)
+_WIRES: Mapping[Compression, WireFormat | None] = {
+    Compression.NONE: None,
+    Compression.BF16: "bf16",
+    Compression.FP8: "fp8",
+}
 
 
-def _named(settings: GenerateSettings) -> str:
-    return ", ".join(f"parallel.{name}={degree}" for name, degree in settings.parallel.degrees.items())
+def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int, itemsize: int) -> ExchangePlan:
+    """Return how the ranks of a mesh exchange tokens for heads; `itemsize` is the bytes of an exchanged element.
+
+    Raises RequestError if a setting has no effect between these ranks, or is impossible.
+    """
+    problems = parallel.exchange_problems(ulysses=mesh.ulysses, tensor=mesh.tensor)
+    chunks = parallel.ulysses_chunks if isinstance(parallel, ParallelSettings) else 1
+    most = num_heads // mesh.tensor // mesh.ulysses
+    if mesh.ulysses > 1 and chunks > most:
+        problems.append(
+            f"parallel.ulysses_chunks={chunks} must be at most the heads of a device, parallel.ulysses_degree="
+            f"{mesh.ulysses} of {num_heads // mesh.tensor}: use at most {most}"
+        )
+    if mesh.ulysses > 1 and parallel.compression is Compression.BF16 and itemsize <= 2:
+        problems.append("parallel.compression=bf16 has no effect on what is computed in 16 bits: use fp8 or none")
+    if problems:
+        raise RequestError("\n".join(problems))
+    return ExchangePlan(
+        inner=parallel.inner_ranks(ulysses=mesh.ulysses, tensor=mesh.tensor),
+        wire=_WIRES[parallel.compression],
+        chunks=chunks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSizes:
+    """Sizes of a model and a sample that decide how many bytes its attention exchanges."""
+
+    attentions: int
+    num_heads: int
+    head_dim: int
+    video_tokens: int
+    text_tokens: int
+    itemsize: int
+    """Bytes of an element of q, k and v."""
+
+    def exchanged_bytes(self, plan: ExchangePlan, mesh: MeshShape) -> dict[str, int]:
+        """Return the bytes that all ranks of one forward pass send in the exchanges of `UlyssesAttention`.
+
+        The keys are those of `ExchangePlan.stage_bytes`. A backward pass sends the same number, in the same dtype.
+        """
+        ranks = mesh.ring * mesh.ulysses
+        # `SequenceParallel` divides tokens in the same way.
+        cut = zip(shares(self.video_tokens, ranks), shares(self.text_tokens, ranks)[::-1], strict=True)
+        tokens = [sum(of_rank) for of_rank in cut]
+        found: Counter[str] = Counter()
+        for heads in shares(self.num_heads, mesh.tensor):
+            for place in range(mesh.ring):
+                lengths = tuple(tokens[place * mesh.ulysses : (place + 1) * mesh.ulysses])
+                of_ranks = shares(heads, mesh.ulysses)
+                there = Parts(3 * self.head_dim, lengths, of_ranks, self.head_dim)
+                back = Parts(self.head_dim, of_ranks, lengths, self.head_dim)
+                for parts in (there, back):
+                    found.update(plan.stage_bytes(parts, self.itemsize))
+        return {stage: self.attentions * nbytes for stage, nbytes in found.items()}
+
+
+class PlannedExchange(Document):
+    """Exchange of tokens for heads between ranks, with its bytes."""
+
+    all_to_all: AllToAll
+    compression: Compression
+    inner_ranks: int
+    """Ranks of the inner stage of a two-stage exchange; 1 means one stage."""
+    chunks: int
+    """Number of parts in which the heads are exchanged."""
+    bytes_per_evaluation: Mapping[str, int]
+    """Bytes that all ranks send for one evaluation of the model: `sent`, or with two stages `inside` and `between`."""
+    how: str = Field(exclude=True)
+    """Text of `describe_exchange`."""
+
+    @classmethod
+    def of(cls, parallel: ExchangeSettings, plan: ExchangePlan, mesh: MeshShape, sizes: AttentionSizes) -> Self:
+        """Return the document for an exchange plan."""
+        return cls(
+            all_to_all=parallel.all_to_all,
+            compression=parallel.compression,
+            inner_ranks=plan.inner,
+            chunks=plan.chunks,
+            bytes_per_evaluation=sizes.exchanged_bytes(plan, mesh),
+            how=describe_exchange(parallel, plan, mesh),
+        )
+
+    def line(self) -> str:
+        """Return the exchange as text for people."""
+        stages = self.bytes_per_evaluation.items()
+        sizes = (f"{size / 2**20:.2f} MiB{'' if stage == 'sent' else f' {stage}'}" for stage, size in stages)
+        return f"{self.how}; all ranks send {' + '.join(sizes)} an evaluation"
+
+
+def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: MeshShape) -> str:
+    """Return the method of an exchange as text for people."""
+    stages = f", {mesh.ulysses // plan.inner} x {plan.inner} ranks" if plan.inner > 1 else ""
+    words = [f"{parallel.all_to_all}{stages}"]
+    if parallel.compression.largest_error:
+        words.append(f"{parallel.compression} ({parallel.compression.largest_error})")
+    if plan.chunks > 1:
+        words.append(f"in {plan.chunks} chunks of heads")
+    return ", ".join(words)
 
 
 def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
-    """Leave a transformer this rank's share of its blocks; the rest stays whole.
+    """Keep this rank's share of the blocks of a transformer; other layers stay whole.
 
-    The transformer is the same on all ranks, on any device, and its blocks are not yet stored in 8 bits or streamed.
-    More ranks than heads are a RequestError.
+    The transformer is equal on all ranks, on any device; its blocks are not yet stored in 8 bits or streamed. Raises
+    RequestError for more ranks than heads.
     """
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
@@ -95,15 +218,15 @@ def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
 
 
 def shard_block(block: nn.Module, stack: RepeatedBlocks, group: dist.ProcessGroup) -> None:
-    """Leave one block of a stack this rank's share; as `shard_transformer`."""
+    """Keep this rank's share of one block of a stack; see `shard_transformer`."""
     shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
 
 
 def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:
-    """Leave a T5 this rank's share of its layers; the table of tokens and the norms stay whole.
+    """Keep this rank's share of the layers of a T5; the token embeddings and the norms stay whole.
 
-    The T5 is the same on all ranks, on any device, and its layers are not yet streamed. More ranks than heads are a
-    RequestError. CLIP has a fortieth of its weights, which is not worth the exchanges: every rank has all of it.
+    The T5 is equal on all ranks, on any device; its layers are not yet streamed. Raises RequestError for more ranks
+    than heads. CLIP stays whole on every rank: it has a fortieth of the weights, not worth an exchange.
     """
     sizes = t5.model.sizes
     linears = t5_linears(sizes)
@@ -114,18 +237,8 @@ def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:
 
 
 def largest_share(linear: ShardedLinear, ranks: int) -> float:
-    """Return which part of a divided layer's features the rank has that has the most."""
+    """Return the largest part of the features of a sharded layer that one rank has, from 0 to 1."""
     largest = sum(
         shares(piece // unit, ranks)[0] * unit for piece, unit in zip(linear.pieces, linear.units, strict=True)
     )
     return largest / sum(linear.pieces)
-
-
-def require_branches(mesh: MeshShape, scales: Sequence[GuidanceScales]) -> None:
-    """Raise a RequestError for ranks that would never have a branch of guidance to compute; `scales` of each step."""
-    branches = len(branches_needed(busiest(scales)))
-    if mesh.guidance > branches:
-        raise RequestError(
-            f"parallel.cfg_parallel_degree={mesh.guidance} is over the branches of guidance that a step has here, "
-            f"{branches}: use at most {branches}"
-        )

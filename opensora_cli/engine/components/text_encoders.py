@@ -1,4 +1,4 @@
-"""Text encoders loaded: on their device as a whole, or T5 with layers that come there one by one from their file."""
+"""Load text encoders: whole on their device, or T5 with layers that are streamed from its file."""
 
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -18,7 +18,7 @@ from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS, T5Model, t5_weights
 
 STREAMED_LAYERS = 2
-"""On the device at a time: one computes while the next one comes."""
+"""Layers on the device at a time: one computes while the next one is copied."""
 
 _WEIGHTS = tuple(
     f"{stem}{suffix}" for stem in ("model.safetensors", "pytorch_model.bin") for suffix in ("", ".index.json")
@@ -28,11 +28,11 @@ _WEIGHTS = tuple(
 def load_t5(
     folder: Path, *, max_length: int, device: torch.device, dtype: torch.dtype, layers_on_host: bool = False
 ) -> T5Encoder:
-    """Return the T5 encoder of a folder; every text is padded or cut to `max_length` tokens.
+    """Return the T5 encoder in a folder; it pads or cuts every text to `max_length` tokens.
 
-    With `layers_on_host` its layers stay on the CPU, for `streamed_layers`: mapped from the file, in the dtype there if
-    they are `cast_later`. Errors are those of `T5Encoder.reader`, and a CheckpointError for weights that are broken or
-    do not fit config.json.
+    With `layers_on_host` its layers stay on the CPU, for `streamed_layers`: mapped from the file, in the dtype of the
+    file if they are `cast_later`. Errors are those of `T5Encoder.reader`, and CheckpointError for weights that are
+    broken or do not fit config.json.
     """
     tokenizer = T5Encoder.reader(folder, max_length=max_length).tokenizer
     with on_meta():
@@ -52,9 +52,9 @@ def load_t5(
 
 
 def load_clip(folder: Path, *, max_length: int, device: torch.device, dtype: torch.dtype) -> ClipEncoder:
-    """Return the text tower of the CLIP in a folder; every text is padded or cut to `max_length` tokens.
+    """Return the text tower of the CLIP in a folder; it pads or cuts every text to `max_length` tokens.
 
-    Errors are those of `ClipEncoder.reader`, and a CheckpointError for weights as in `load_t5`.
+    Errors are those of `ClipEncoder.reader`, and CheckpointError as in `load_t5`.
     """
     tokenizer = ClipEncoder.reader(folder, max_length=max_length).tokenizer
     with on_meta():
@@ -66,7 +66,7 @@ def load_clip(folder: Path, *, max_length: int, device: torch.device, dtype: tor
 def streamed_layers(
     t5: T5Encoder, *, device: torch.device, dtype: torch.dtype
 ) -> AbstractContextManager[StreamingFigures]:
-    """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
+    """Return a context that copies the layers of `load_t5` to the device, each for one pass."""
     return stream_blocks(
         [t5.blocks],
         device=device,
@@ -77,15 +77,15 @@ def streamed_layers(
 
 
 def cast_later(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether layers are cast when they are needed, or once shared: on a CPU.
+    """Return whether layers are cast at use, or once ranks share them, and not while they are loaded: on a CPU.
 
-    With float16 some weights are float32, so that each is cast as it is loaded.
+    With float16 some weights stay float32, so each weight is cast while it is loaded.
     """
     return device.type == "cpu" and dtype is not torch.float16
 
 
 def stored_t5_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype that most of a T5's layers have in its files; None if these cannot be read."""
+    """Return the most frequent dtype of the layers in the files of a T5, or None if the files cannot be read."""
     try:
         layers = [tensor for tensor in text_tensors(folder, stamp_of(folder)) if tensor.key.startswith(LAYERS)]
     except CheckpointError:
@@ -98,13 +98,13 @@ def stored_t5_dtype(folder: Path) -> torch.dtype | None:
 
 @lru_cache(maxsize=16)
 def text_tensors(folder: Path, stamp: Stamp) -> tuple[PlannedTensor, ...]:
-    """Return what is in the weights of a text encoder's folder; `stamp` is of the folder now.
+    """Return the tensors in the folder of a text encoder, whose stamp is `stamp`.
 
-    Raises CheckpointError if they are missing or broken.
+    Raises CheckpointError if its weights are missing or broken.
     """
     return plan_tensors(_weights(folder), dtype=torch.float32)
 
 
 def _weights(folder: Path) -> Path:
-    """Return the file of weights, or its index; where there are several, the one that transformers takes."""
+    """Return the file of weights, or its index, in the order of preference of transformers."""
     return next((folder / name for name in _WEIGHTS if (folder / name).exists()), folder)

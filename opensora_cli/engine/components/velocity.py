@@ -1,4 +1,4 @@
-"""The transformer as the sampling loop calls it: branches of guidance in, velocities out."""
+"""The transformer for the sampling loop: branches of guidance in, velocities out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from opensora_cli.sampling.step_cache import CachedStep, Phase
 
 _PROMPTS = 2
 _MODULATION_VALUES = 2**28
-"""That are computed before the first step at most: 512 MiB in bf16, of the released model those of 127 times."""
+"""Most values that are computed before the first step: 512 MiB in bf16, 127 times of the released model."""
 _FEW_TOKENS = {"cpu": 1024}
 _FEW_TOKENS_ELSEWHERE = 8192
-"""That a device is not yet busy with, so that three branches in one batch take less time than one after the other."""
+"""Tokens that do not fill a device, so that three branches in one batch take less time than one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeds:
-    """The prompt (row 0) and the negative prompt (row 1), encoded."""
+    """Embeddings of the prompt (row 0) and the negative prompt (row 1)."""
 
     prompt_embeds_2LC: torch.Tensor
-    """Of T5."""
+    """Output of T5."""
     pooled_prompt_embeds_2V: torch.Tensor
-    """Of CLIP."""
+    """Output of CLIP."""
 
 
 class _Inputs(NamedTuple):
-    """What the transformer is given for some branches at every step."""
+    """Inputs of the transformer for some branches, equal at every step."""
 
     prompt_embeds_BLC: torch.Tensor
     pooled_prompt_embeds_BV: torch.Tensor
@@ -41,15 +41,15 @@ class _Inputs(NamedTuple):
 
 
 class GuidedVelocity:
-    """Evaluates the transformer for a batch of samples, each with `embeds` of its own.
+    """Evaluates the transformer for a batch of samples, each with its own `embeds`.
 
-    Branches are one batch where `are_batched`, and else computed one after the other: then neither the peak of memory
-    nor the result depends on the step.
+    Branches are one batch if `are_batched`, else they run one after the other: then neither the peak of memory nor the
+    result depends on the step.
 
     `conditioning_BNK` is None for a model without a condition embedding; `embedded_guidance` is for a
-    guidance-distilled one. `position_ids_1N3` are the same for all samples. `on_evaluation` is called after each
-    evaluation, for progress. With `times`, the transformer is an `MMDiT`, perhaps shared by ranks, it is evaluated
-    at these alone, and what it makes of times, prompts and positions is computed once for all of them.
+    guidance-distilled one. All samples share `position_ids_1N3`. `on_evaluation` is called after each evaluation, for
+    progress. With `times` the transformer is an `MMDiT`, perhaps shared by ranks, and is evaluated only at these times;
+    everything that depends only on times, prompts and positions is computed once.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GuidedVelocity:
         /,
         cached: CachedStep | None = None,
     ) -> dict[Branch, torch.Tensor]:
-        """Return velocity_BND of every one of `branches` at time `t`; see `VelocityFn`."""
+        """Return velocity_BND of each of `branches` at time `t`; see `VelocityFn`."""
         if not branches:
             return {}
         text_tokens = self.embeds[0].prompt_embeds_2LC.shape[1]
@@ -116,7 +116,7 @@ class GuidedVelocity:
         velocity: torch.Tensor = self.transformer(
             _together([packed_latents_BND] * count),
             position_ids_BN3=self.position_ids_1N3,
-            # A GPU would be waited for to copy what `torch.tensor` makes on the host.
+            # `torch.tensor` would copy from the host, and wait for the GPU.
             timesteps_B=torch.full((batch,), t, device=device),
             prompt_embeds_BLC=prompt_embeds_BLC,
             pooled_prompt_embeds_BV=pooled_BV,
@@ -132,7 +132,7 @@ class GuidedVelocity:
     def _known_inputs(self, model: MMDiT, t: float, branches: tuple[Branch, ...]) -> KnownInputs:
         samples, prompts = len(self.embeds), len(self.embeds[0].pooled_prompt_embeds_2V)
         if not self._modulation:
-            # Of all samples with the prompt, then of all with the negative one, where there is one, for each time.
+            # For each time: all samples with the prompt, then all with the negative prompt, if there is one.
             pooled_RV = torch.cat(
                 [each.pooled_prompt_embeds_2V[row : row + 1] for row in range(prompts) for each in self.embeds]
             ).repeat(len(self.times), 1)
@@ -149,7 +149,7 @@ class GuidedVelocity:
             for layer, values_RD in self._modulation.items()
         }
         if model is not self.transformer:
-            # Tokens are shared between ranks, each of which makes its own of its part.
+            # Ranks share the tokens, and each embeds its part.
             return KnownInputs(modulation)
         if branches not in self._text:
             self._text[branches] = model.text_tokens(self._inputs[branches].prompt_embeds_BLC)
@@ -171,26 +171,26 @@ class GuidedVelocity:
 
 
 def are_batched(tokens: int, device: torch.device) -> bool:
-    """Return whether branches of so many tokens each, text and all samples included, are one batch on a device.
+    """Return whether branches of `tokens` tokens each, with text and all samples, are one batch on a device.
 
-    Decided by size alone, however many branches a step has: a run that goes on does the same, since results differ by
-    rounding, and no step takes more memory than one with all of them.
+    Only the size decides, not the number of branches of a step. So a resumed run rounds as the whole run does, and no
+    step needs more memory than one with all branches.
     """
     return len(Branch) * tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
 
 
 def modulation_values(num_times: int, config: MMDiTConfig) -> int:
-    """Return how many values modulate the tokens of one sample at so many times, with both prompts."""
+    """Return the number of values that modulate the tokens of one sample at `num_times` times, with both prompts."""
     return _PROMPTS * num_times * modulation_width(config)
 
 
 def modulation_comes_first(num_times: int, config: MMDiTConfig) -> bool:
-    """Return whether modulation is computed before the first of so many times: where it is small, and less than its
+    """Return whether the modulation of all `num_times` times is computed first: if it is small, and less than its
     weights.
     """
     return _PROMPTS * num_times < config.hidden_size and modulation_values(num_times, config) <= _MODULATION_VALUES
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return (B, ...) of several, without a copy where there is one."""
+    """Return tensors (1, ...) as one (B, ...), without a copy of a single one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

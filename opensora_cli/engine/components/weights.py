@@ -12,7 +12,7 @@ from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 from opensora_cli.settings.components import FileSettings
-from opensora_cli.settings.enums import DownloadPreset, ModelChoice, ModelName, VAEKind
+from opensora_cli.settings.enums import DownloadPreset, ModelName, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
 DEFAULT_FOLDER = "ckpts"
@@ -104,8 +104,7 @@ def find_released(files: FileSettings, named: str | None, *, model: ModelName = 
     if named is not None:
         return _locate(files, [Path(named)], model=model, looked_in=named, download_folder=named)
     # All released models use the text encoders of the first one.
-    snapshots = map(_hub_snapshot, dict.fromkeys((files.hub_repo, FileSettings().hub_repo)))
-    folders = [Path(DEFAULT_FOLDER), *(folder for folder in snapshots if folder is not None)]
+    folders = _default_folders(files.hub_repo, FileSettings().hub_repo)
     looked_in = f"{Path(DEFAULT_FOLDER).absolute()} and the Hugging Face cache"
     return _locate(files, folders, model=model, looked_in=looked_in, use_hub=True)
 
@@ -118,12 +117,8 @@ def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: s
         hub_repo: Hub repository whose cache is searched; None means the packaged demo.
         named: the only folder to search; None means `./ckpts`, then the Hugging Face cache.
     """
-    if named is not None:
-        folders = [Path(named)]
-    elif hub_repo is None:
-        folders = [packaged_demo()]
-    else:
-        folders = [folder for folder in (Path(DEFAULT_FOLDER), _hub_snapshot(hub_repo)) if folder is not None]
+    folders = [packaged_demo()] if hub_repo is None else _default_folders(hub_repo)
+    folders = folders if named is None else [Path(named)]
     for folder in folders:
         if (folder / file).exists():
             return folder / file
@@ -176,6 +171,11 @@ def _download_line(name: str, *, to: str) -> str:
 def packaged_demo() -> Path:
     """Return the folder of the demo model in the package."""
     return Path(str(importlib.resources.files("opensora_cli") / "assets" / "demo"))
+
+
+def _default_folders(*hub_repos: str) -> list[Path]:
+    snapshots = map(_hub_snapshot, dict.fromkeys(hub_repos))
+    return [Path(DEFAULT_FOLDER), *filter(None, snapshots)]
 
 
 def _hub_snapshot(repo: str) -> Path | None:
@@ -232,13 +232,13 @@ def _lacking(component: Component, path: Path) -> list[str]:
     return [] if path.exists() else [str(path)]
 
 
-def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str = "auto") -> tuple[ModelName, str]:
+def choose_model(choice: ModelName, *, weights: str | None = None, device: str = "auto") -> tuple[ModelName, str]:
     """Return the model to run, and the reason.
 
     `auto` is the released model if its weights, under their published names, and a CUDA device are available, else the
     demo. `device` can be the CPU.
     """
-    if choice is not ModelChoice.AUTO:
+    if choice is not ModelName.AUTO:
         return ModelName(choice), "as asked"
     found = find_released(FileSettings(), weights)
     lacks_cuda = device == "cpu" or not _has_cuda()
@@ -254,9 +254,9 @@ def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str
     return ModelName.DEMO, " and ".join(reasons)
 
 
-def choose_model_early(choice: ModelChoice, *, weights: str | None, device: str) -> ModelName | None:
+def choose_model_early(choice: ModelName, *, weights: str | None, device: str) -> ModelName | None:
     """Return the choice of `choose_model`, or None if only torch can tell."""
-    if choice is not ModelChoice.AUTO:
+    if choice is not ModelName.AUTO:
         return ModelName(choice)
     if device == "cpu" or not find_released(FileSettings(), weights).complete:
         return ModelName.DEMO

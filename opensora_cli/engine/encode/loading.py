@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batch_stream import BatchStream, PicturesFirst, WorkerEnded
 from opensora_cli.data.batches import BucketSampler, ClipBatch, ClipRequest, MicroBatch, Replacement
@@ -20,7 +21,7 @@ from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.encode.datasets import ClipDataset, ClipRequests, TableRequests, open_dataset
 from opensora_cli.engine.encode.left_out import find_left_out
 from opensora_cli.media.read import read_cut
-from opensora_cli.media.resize import Fit, fit_frames
+from opensora_cli.media.resize import fit_frames
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 

@@ -33,7 +33,7 @@ from opensora_cli.engine.env_check.report import Check, EnvReport, Finding, Pres
 from opensora_cli.engine.env_check.shell_files import lint_file
 from opensora_cli.engine.env_check.torch_variables import refused_by_torch
 from opensora_cli.engine.env_check.variables import Surroundings, lint_variables
-from opensora_cli.settings.env_check import EnvCheckSettings
+from opensora_cli.settings.tools import EnvCheckSettings
 
 FactT = TypeVar("FactT")
 

@@ -37,7 +37,7 @@ from opensora_cli.settings.load import load_preset
 
 _WEIGHT_BYTES = 2
 _HEAD_DIM = 128
-"""Of the released model."""
+"""Head size of the released model."""
 _CUDA_LIBRARIES = ("libcudart.so", "libcublas.so", "libcudnn.so", "libnccl.so")
 
 
@@ -60,7 +60,7 @@ class HostFacts:
     total_bytes: int
     available_bytes: int
     container_limit_bytes: int | None = None
-    """What the control groups of this process may use; None: no limit."""
+    """Memory limit of the control groups of this process; None means no limit."""
     shared_memory_bytes: int | None = None
     """Size of /dev/shm; None: there is none."""
     locked_memory_bytes: int | None = None
@@ -82,9 +82,9 @@ class WeightFacts:
     """The released model's weights on this machine, and the disk they go to."""
 
     missing: tuple[str, ...]
-    """Parts that are not there."""
+    """Missing parts."""
     missing_bytes: int
-    """What these take on disk, in 16 bits."""
+    """Bytes of the missing parts on disk, in 16 bits."""
     largest_bytes: int
     """The largest part in 16 bits, which offload keeps in host memory."""
     folder: str
@@ -93,22 +93,22 @@ class WeightFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """An attention backend of a library, or one of torch that not every device has."""
+    """Attention backend of a library, or of torch for some devices only."""
 
     name: str
     version: str | None = None
-    """Of the library; None: it is not installed, or the backend needs none."""
+    """Version of the library; None if it is not installed, or the backend needs none."""
     install: str | None = None
-    """The line that installs the library; None: it needs none."""
+    """Command that installs the library; None if the backend needs none."""
     problem: str | None = None
-    """Why it cannot be used on the first device; None: it can."""
+    """Reason why it cannot be used on the first device, or None."""
     wanted: bool = False
-    """Whether `auto` would take it on that device, if it worked."""
+    """Whether it is in the order of `auto` for that device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """What generation with `--attention auto` computes attention with here, and what else there is."""
+    """Attention backend of `--attention auto` on the first device, and the other backends."""
 
     device: str
     chosen: AttentionPlan
@@ -124,7 +124,7 @@ class EncoderFacts:
 
 
 class PresetPlan(Protocol):
-    """What is read of a plan of `osora generate`."""
+    """Fields of a plan of `osora generate` that the table of presets reads."""
 
     @property
     def settings(self) -> GenerateSettings: ...
@@ -220,7 +220,7 @@ def read_weights(environment: Mapping[str, str]) -> WeightFacts:
 
 
 def read_attention() -> AttentionFacts:
-    """Return what computes attention on the first device, each kind of kernels tried there."""
+    """Try each attention backend on the first device, and return the choice of `auto` and the others."""
     hardware = pick_hardware("auto", "auto")
     use = AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=_HEAD_DIM)
     is_cuda = use.device.type == "cuda"

@@ -25,7 +25,7 @@ from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
-from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.velocity import (
     GuidedVelocity,
     PromptEmbeds,
@@ -66,12 +66,12 @@ from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 _STEPS = 2
-"""Of which no later one has more branches: from the second on there are latents besides the noise."""
+"""Steps that are estimated: from the second one on there are latents besides the noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSizes:
-    """What a plan has settled of the sizes of a video."""
+    """Sizes of a video that a plan has decided."""
 
     height: int
     width: int
@@ -80,16 +80,16 @@ class GenerationSizes:
     mode: ConditionMode
     lengths: ReferenceLengths
     scales: GuidanceScales
-    """Of a step with the most branches."""
+    """Guidance scales of a step with the most branches."""
     solver: Solver = Solver.EULER
     cached: tuple[GuidanceScales, ...] = ()
-    """Of a step of each phase, with a step cache."""
+    """Guidance scales of one step of each phase, with a step cache."""
     mesh: MeshShape = field(default_factory=MeshShape)
-    """Ranks, of which this is one."""
+    """Mesh of the ranks."""
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
-    loras: LoraRanks = field(default_factory=LoraRanks)
+    loras: LoraRanks = ()
     attention: str = "sdpa"
-    """The backend."""
+    """Attention backend."""
     has_draft: bool = False
     """Whether a whole video is encoded, to start from."""
 
@@ -334,7 +334,12 @@ def _encoding(
 def _on_rank(transformer: MMDiT, sizes: GenerationSizes) -> MMDiT:
     if sizes.mesh.tensor > 1:
         keep_largest_share(transformer, sizes.mesh.tensor)
-    add_fake_loras(transformer, sizes.loras.of_one_block())
+    # The first block of each stack stands for all of them: it has the largest rank of each layer.
+    ranks: dict[str, int] = {}
+    for path, rank in sizes.loras:
+        first = in_first_block(path)
+        ranks[first] = max(ranks.get(first, 0), rank)
+    add_fake_loras(transformer, ranks.items())
     return transformer
 
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.settings.devices import MemorySettings
-from opensora_cli.settings.enums import HostWeights, OffloadChoice, OffloadMode
+from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 ON_DEVICE = TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
 """The stages that compute on the device."""
@@ -33,10 +33,10 @@ _CAST_BLOCKS = 2
 """One computes while the next is cast."""
 
 _WHOLE_MODELS = {
-    OffloadChoice.AUTO: (OffloadMode.NONE, OffloadMode.MODEL),
-    OffloadChoice.NONE: (OffloadMode.NONE,),
-    OffloadChoice.MODEL: (OffloadMode.MODEL,),
-    OffloadChoice.BLOCKS: (),
+    OffloadMode.AUTO: (OffloadMode.NONE, OffloadMode.MODEL),
+    OffloadMode.NONE: (OffloadMode.NONE,),
+    OffloadMode.MODEL: (OffloadMode.MODEL,),
+    OffloadMode.BLOCKS: (),
 }
 
 _HEADROOM = 0.05
@@ -292,14 +292,14 @@ def _denoise_plans(
 ) -> Iterator[OffloadPlan]:
     """Yield plans, of which each takes less than those before it."""
     num_blocks = num_blocks if streamable.blocks else 0
-    choice = OffloadChoice.BLOCKS if memory.resident_blocks is not None else memory.offload
-    whole = _WHOLE_MODELS[choice if num_blocks or choice is not OffloadChoice.BLOCKS else OffloadChoice.AUTO]
+    choice = OffloadMode.BLOCKS if memory.resident_blocks is not None else memory.offload
+    whole = _WHOLE_MODELS[choice if num_blocks or choice is not OffloadMode.BLOCKS else OffloadMode.AUTO]
     yield from (replace(plan, mode=mode) for mode in whole)
-    if modulation_first and choice is not OffloadChoice.NONE:
+    if modulation_first and choice is not OffloadMode.NONE:
         plan = replace(plan, modulation_on_host=True)
         if whole:
             yield replace(plan, mode=whole[-1])
-    if choice not in (OffloadChoice.AUTO, OffloadChoice.BLOCKS):
+    if choice not in (OffloadMode.AUTO, OffloadMode.BLOCKS):
         return
     if not num_blocks:
         yield replace(plan, mode=whole[-1], chunk_tokens=_FEW_TOKENS)

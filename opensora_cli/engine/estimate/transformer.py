@@ -12,11 +12,10 @@ from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulat
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.configs import one_block_of_each
 from opensora_cli.engine.components.linear_products import use_in_block
-from opensora_cli.engine.components.loras import LoraRanks, factor_sizes
+from opensora_cli.engine.components.loras import LoraRanks, in_first_block
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.memory.eight_bit_products import INT8_LARGEST
 from opensora_cli.memory.host_weights import aligned, slot_bytes
 from opensora_cli.memory.streaming import kept_blocks, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
@@ -139,16 +138,24 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
 def _factor_bytes(
     config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int, modulation_on_host: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Return what adapters take outside the blocks, where each rank has them as a whole, and in each block."""
-    if modulation_on_host:
-        loras = loras.without(modulation_layers(config))
-    outside = sum(factor_sizes(loras.outside_blocks(), one_block_of_each(config))) * dtype.itemsize
-    sizes = [
-        factor_sizes(loras.in_block(stack.module_path, index), block, stack.linears, tensor=tensor)
-        for stack, block in _stacks(config, dtype, False)
-        for index in range(stack.count)
-    ]
-    return outside, tuple(sum(aligned(size * dtype.itemsize) for size in each) for each in sizes)
+    """Return the bytes of adapters outside the blocks, which every rank has whole, and in each block."""
+    model, stacks = one_block_of_each(config), repeated_blocks(config)
+    splits = {f"{stack.module_path}.0.{linear.path}": linear.split for stack in stacks for linear in stack.linears}
+    in_blocks = {f"{stack.module_path}.{index}": 0 for stack in stacks for index in range(stack.count)}
+    outside, on_host = 0, modulation_layers(config) if modulation_on_host else ()
+    for path, rank in loras:
+        if path in on_host:
+            continue
+        first = in_first_block(path)
+        layer, split, block = model.get_submodule(first), splits.get(first), ".".join(path.split(".")[:2])
+        assert isinstance(layer, nn.Linear)
+        a, b = rank * layer.in_features, rank * layer.out_features
+        if block in in_blocks:
+            a, b = a // tensor if split is Split.ROW else a, b // tensor if split is Split.COLUMN else b
+            in_blocks[block] += aligned(a * dtype.itemsize) + aligned(b * dtype.itemsize)
+        else:
+            outside += (a + b) * dtype.itemsize
+    return outside, tuple(in_blocks.values())
 
 
 def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan) -> list[int]:
@@ -181,7 +188,7 @@ def fake_products(transformer: MMDiT, kind: LinearProducts) -> None:
         return
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
-            use_in_block(block, stack, kind, largest=INT8_LARGEST)
+            use_in_block(block, stack, kind, device=torch.device("meta"))
 
 
 def keep_largest_share(transformer: MMDiT, ranks: int) -> None:

@@ -11,10 +11,9 @@ from opensora_cli.core.exceptions import BatchError
 from opensora_cli.core.solvers import Solver
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.exchanges import PlannedExchange
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.linear_products import LinearProductsReport
-from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.parallelize import PlannedExchange, describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
@@ -25,10 +24,10 @@ from opensora_cli.engine.generate.outputs import picture_files, planned_outputs
 from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.targets import SampleFiles, sheet_path
 from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import ModelName, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
-from opensora_cli.settings.used import used_settings
 
 CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
 

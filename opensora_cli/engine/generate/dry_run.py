@@ -1,4 +1,4 @@
-"""What a generation would do, without doing it."""
+"""Plan a generation without running it."""
 
 from functools import partial
 

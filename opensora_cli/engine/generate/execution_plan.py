@@ -7,9 +7,9 @@ from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.exchanges import AttentionSizes, PlannedExchange
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.loras import Lora
+from opensora_cli.engine.components.parallelize import AttentionSizes, PlannedExchange
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
 from opensora_cli.engine.estimate.offload import DENOISE, TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.generate.fitting import Fitting

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError, OutputError
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.documents import ExploredSeed
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
@@ -16,7 +17,7 @@ from opensora_cli.engine.generate.targets import SampleFiles, preview_path, shee
 from opensora_cli.engine.generate.work import Work
 from opensora_cli.media.read import read_video
 from opensora_cli.media.sheets import contact_sheet, film_strip
-from opensora_cli.media.write import MediaFormat, write_media
+from opensora_cli.media.write import write_media
 
 
 def explore(work: Work, models: LoadedModels, record: RunRecord, *, ranks: Ranks | None) -> None:

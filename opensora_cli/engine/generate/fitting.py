@@ -25,7 +25,7 @@ from opensora_cli.engine.estimate.offload import (
 )
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.settings.enums import HostWeights, OffloadChoice
+from opensora_cli.settings.enums import HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.sampling import AUTO
 
@@ -99,7 +99,7 @@ class Fitting:
         """Which settings of offload have no effect here, and why; None: all have."""
         memory = self.settings.memory
         asked = {
-            "memory.offload": memory.offload if memory.offload is OffloadChoice.BLOCKS else None,
+            "memory.offload": memory.offload if memory.offload is OffloadMode.BLOCKS else None,
             "memory.resident_blocks": memory.resident_blocks,
             "memory.host_weights": memory.host_weights,
         }

@@ -21,7 +21,7 @@ from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import OutOfMemoryError
-from opensora_cli.engine.components.linear_products import int8_largest, use_in_block
+from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
@@ -127,8 +127,7 @@ def load_transformer(
         if group is not None:
             shard_block(block, blocks[path], group)
         if offload.linear is not LinearProducts.EXACT:
-            largest = int8_largest(plan.hardware.device)
-            for error in use_in_block(block, blocks[path], offload.linear, largest=largest):
+            for error in use_in_block(block, blocks[path], offload.linear, device=plan.hardware.device):
                 if measured is not None:
                     measured(replace(error, path=f"{path}.{error.path}"))
         if offload.fp8_storage:

@@ -30,7 +30,7 @@ from opensora_cli.memory.eight_bit_products import ProductError
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.enums import OffloadChoice, OffloadMode
+from opensora_cli.settings.enums import OffloadMode
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class LoadedModels:
 
         What fits is kept, and nothing is given up for it: results are the same bits.
         """
-        if not self._stay or plan.settings.memory.offload is OffloadChoice.MODEL:
+        if not self._stay or plan.settings.memory.offload is OffloadMode.MODEL:
             return plan
         loaded = {name: held.num_bytes for name, held in self._held.items() if held.device == plan.hardware.device}
         return replace(plan, stages=keep_models(plan.stages, budget=plan.budget_bytes, loaded=loaded))

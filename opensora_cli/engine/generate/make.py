@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
@@ -33,7 +34,6 @@ from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.engine.generate.work import Clip, DenoisedSample, Whole, Work, trying_all, unfinished
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
-from opensora_cli.settings.enums import Fit
 
 V = TypeVar("V")
 

@@ -16,6 +16,7 @@ import opensora_cli
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import nearest_existing
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import stamp_of
@@ -33,10 +34,10 @@ from opensora_cli.engine.generate.targets import (
 )
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
-from opensora_cli.settings.enums import ModelName, NameFrom, OutputFormat
+from opensora_cli.settings.applies import used_settings
+from opensora_cli.settings.enums import ModelName, NameFrom
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
-from opensora_cli.settings.used import used_settings
 
 # Room for the result beside its latents: a compressed video rarely takes more than a tenth of a byte a pixel.
 _BYTES_PER_PIXEL = 0.1
@@ -68,7 +69,7 @@ def requests_of(plan: ExecutionPlan) -> Callable[[int, str], str]:
         sampling = {**parts["sampling"], "seed": seed, "num_samples": 1}
         values = {**parts, "sampling": sampling, "format": format}
         if of_picture is not None:
-            values["picture"] = [plan.settings.picture.save, of_picture(seed, OutputFormat.PNG)]
+            values["picture"] = [plan.settings.picture.save, of_picture(seed, MediaFormat.PNG)]
         return sampled_by or hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     return request
@@ -97,7 +98,7 @@ def picture_files(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> list[Sam
             latents=None,
             saved=None,
             saved_steps=None,
-            request_sha256=request(sample.seed, OutputFormat.PNG),
+            request_sha256=request(sample.seed, MediaFormat.PNG),
         )
         is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
         pictures.append(replace(picture, made_before=is_there and not plan.settings.output.overwrite))

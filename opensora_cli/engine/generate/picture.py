@@ -5,8 +5,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.sampling.sizes import nearest_training_size, ratio_value
-from opensora_cli.settings.enums import OutputFormat
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -37,7 +37,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         "draft": {},
         "condition": {"mode": "t2v"},
         "prompt_suffix": {"motion_score": None, "add_fps": False},
-        "output.format": OutputFormat.PNG,
+        "output.format": MediaFormat.PNG,
         "output.save_latents": False,
         "output.last_frame": False,
         "output.save_state_every": None,

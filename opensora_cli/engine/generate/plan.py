@@ -10,11 +10,10 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.exchanges import plan_exchange
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
-from opensora_cli.engine.components.loras import LoraRanks, open_loras
-from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
+from opensora_cli.engine.components.loras import lora_ranks, open_loras
+from opensora_cli.engine.components.parallelize import choose_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes
 from opensora_cli.engine.generate.draft import draft_settings, start_step
@@ -116,7 +115,7 @@ def make_plan(
         cached=one_of_each_phase(scales) if settings.sampling.step_cache else (),
         mesh=mesh,
         exchange=exchange,
-        loras=LoraRanks.of(loras),
+        loras=lora_ranks(loras),
         attention="sdpa" if attention is None else attention.backend,
         has_draft=draft is not None,
     )

@@ -6,12 +6,13 @@ from typing import TypeVar
 import torch
 
 from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.preview_map import PreviewMap
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path
 from opensora_cli.media.sheets import enlarged
-from opensora_cli.media.write import MediaFormat, write_media
+from opensora_cli.media.write import write_media
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from opensora_cli.core.conditions import (
     reference_parts,
 )
 from opensora_cli.core.exceptions import MediaError, RequestError, TooShortError
+from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
@@ -26,7 +27,7 @@ from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.picture import PICTURE_MODE
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import is_picture, read_picture, read_video
-from opensora_cli.media.resize import Fit, fit_frames, to_uint8
+from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.enums import ReferenceRate

@@ -15,7 +15,7 @@ from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import LATENTS_ENDING
-from opensora_cli.settings.enums import ModelChoice
+from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_runtime_settings
 
@@ -41,7 +41,7 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     runtime = load_runtime_settings(request)
     model, reason = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
     settings = load_generate_settings(request, model=model, report=reporter.note)
-    return settings, f"model: {model} ({reason})" if runtime.model_choice is ModelChoice.AUTO else None
+    return settings, f"model: {model} ({reason})" if runtime.model_choice is ModelName.AUTO else None
 
 
 def _settings_in(latents: str) -> SavedSettings:

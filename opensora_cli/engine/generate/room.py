@@ -9,7 +9,7 @@ from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.settings.enums import DType, OffloadChoice
+from opensora_cli.settings.enums import DType, OffloadMode
 
 
 def require_fit(plan: ExecutionPlan) -> None:
@@ -57,8 +57,8 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
     settings = plan.settings
     if plan.offload.batch_size > 1:
         yield "--set sampling.batch_size=1", {"sampling.batch_size": 1}
-    if settings.memory.offload is not OffloadChoice.AUTO or settings.memory.resident_blocks is not None:
-        yield "--offload auto", {"memory.offload": OffloadChoice.AUTO, "memory.resident_blocks": None}
+    if settings.memory.offload is not OffloadMode.AUTO or settings.memory.resident_blocks is not None:
+        yield "--offload auto", {"memory.offload": OffloadMode.AUTO, "memory.resident_blocks": None}
     if plan.hardware.dtype is torch.float32:
         yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
     if not plan.offload.in_8_bits and not plan.decodes_only:

@@ -18,8 +18,8 @@ from opensora_cli.core.reading import require_schema
 from opensora_cli.core.strict_json import parse_object
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.targets import REQUEST_KEY, STEPS_KEY, steps_in
+from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.used import used_settings
 
 LATENTS_SCHEMA = "osora.latents/1"
 _KEY, _BEFORE_KEY, _PAST_KEY = "latents", "latents_before", "past"

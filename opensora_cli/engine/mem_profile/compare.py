@@ -12,7 +12,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, why_unusable
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, release_memory
-from opensora_cli.engine.components.loras import LoraRanks
+from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
@@ -192,7 +192,7 @@ def _what_does_not_fit(plan: ExecutionPlan) -> dict[str, str]:
             lengths=plan.lengths,
             scales=busiest(plan.scales),
             solver=plan.settings.sampling.solver,
-            loras=LoraRanks.of(plan.loras),
+            loras=lora_ranks(plan.loras),
         ),
         dtype=plan.hardware.dtype,
         device_type=plan.hardware.device.type,

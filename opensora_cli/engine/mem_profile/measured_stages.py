@@ -15,8 +15,8 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
-from opensora_cli.engine.components.linear_products import int8_largest, use_in_block
-from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.linear_products import use_in_block
+from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -47,23 +47,23 @@ _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
 _STEPS = 2
-"""Of sampling: from the second on there are latents besides the noise."""
+"""Sampling steps: from the second one on there are latents besides the noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a stage took."""
+    """Memory and time of a stage."""
 
     peak_bytes: int
     counter: TensorBytes
     allocated_bytes: int = 0
-    """The most that torch's allocator on CUDA had in use while it ran; 0 on a CPU."""
+    """Peak of allocated memory on CUDA; 0 on a CPU."""
     reserved_bytes: int = 0
-    """The most that it reserved on the GPU."""
+    """Peak of reserved memory on CUDA."""
     seconds: tuple[float, ...] = ()
-    """Of runs that were not counted, after the one that was."""
+    """Seconds of the runs after the counted one."""
     blocks: Mapping[str, Spread] = field(default_factory=dict)
-    """Of the calls of blocks in these."""
+    """Times of the calls of blocks in these runs."""
 
 
 def profile_generation(
@@ -161,7 +161,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
     """Return what `load.load_transformer` returns, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
-    add_fake_loras(transformer, LoraRanks.of(plan.loras))
+    add_fake_loras(transformer, lora_ranks(plan.loras))
     for layer in load.waiting_modulation(transformer, offload):
         fill_randomly(layer, torch.device("cpu"))
     streams = offload.mode is OffloadMode.BLOCKS
@@ -170,7 +170,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
             for block in transformer.get_submodule(stack.module_path).children():
                 fill_randomly(block, torch.device("cpu"))
                 if offload.linear is not LinearProducts.EXACT:
-                    use_in_block(block, stack, offload.linear, largest=int8_largest(device))
+                    use_in_block(block, stack, offload.linear, device=device)
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:

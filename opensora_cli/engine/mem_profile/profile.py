@@ -38,7 +38,7 @@ from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
-from opensora_cli.settings.mem_profile import MemProfileSettings
+from opensora_cli.settings.tools import MemProfileSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 _RANDOM = "random weights of the model's sizes, since memory does not depend on their values"

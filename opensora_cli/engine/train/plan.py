@@ -13,8 +13,8 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.exchanges import describe_exchange
 from opensora_cli.engine.components.hardware import GIB, pick_hardware
+from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters, plan_attention

@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.components.exchanges import plan_exchange
 from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.precision import DTYPES
@@ -87,7 +87,7 @@ def training_device(settings: TrainSettings) -> torch.device:
 
 
 def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape:
-    """Return the mesh that settings without `strategy_problems` mean."""
+    """Return the mesh of valid settings."""
     return MeshShape(**parallel.axes(strategy))
 
 
@@ -103,7 +103,7 @@ def open_distribution(
 ) -> Distribution:
     """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
 
-    One process alone needs no group, and ignores the strategy. `parallel` has passed `strategy_problems`. Gathered
+    One process alone needs no group, and ignores the strategy. `parallel` is valid for it. Gathered
     weights are computed with in `dtype`; None: their own. Tokens are exchanged for heads as `exchange` has it.
     `replicated` is made for whole copies of the weights, and `sharded` for shares of them.
     """

@@ -26,9 +26,9 @@ from opensora_cli.core.threads import (
 )
 from opensora_cli.engine.env_check.variables import lint_variables
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import read_environment
+from opensora_cli.settings.tools import BenchCommSettings
 from opensora_cli.settings.train import TrainSettings
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora_cli.media.resize import Fit, fit_frames
+from opensora_cli.core.media_choices import Fit
+from opensora_cli.media.resize import fit_frames
 
 
 def gradient(num_frames: int, height: int, width: int) -> torch.Tensor:

@@ -14,13 +14,12 @@ import torch
 from PIL import Image
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.media import pictures, write
 from opensora_cli.media.files import media_path
 from opensora_cli.media.read import read_picture, read_video
-from opensora_cli.media.resize import Fit
 from opensora_cli.media.tags import read_tags
-from opensora_cli.media.write import MediaFormat, write_media
-from opensora_cli.settings import enums
+from opensora_cli.media.write import write_media
 
 TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}
 ANIMATED = [MediaFormat.MP4, MediaFormat.GIF, MediaFormat.WEBP]
@@ -286,8 +285,3 @@ def test_frames_of_the_wrong_kind_are_a_mistake_of_the_caller(tmp_path: Path) ->
         write_media([torch.zeros(1, 16, size, 3).byte() for size in (16, 32)], tmp_path / "a.mp4", fps=12, format="mp4")
     with pytest.raises(ValueError, match="fps"):
         write_media([torch.zeros(2, 16, 16, 3).byte()], tmp_path / "a.mp4", fps=0, format="mp4")
-
-
-def test_settings_offer_what_can_be_done() -> None:
-    assert list(enums.OutputFormat) == list(MediaFormat)
-    assert list(enums.Fit) == list(Fit)

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.settings.enums import OutputFormat
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -38,7 +38,7 @@ def test_settings_survive_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": ""}, "prompt is empty: say what the video shows"),
+        ({"prompt": ""}, "prompt is empty: describe the video"),
         (
             {"video.num_frames": 130},
             "video.num_frames=130 must be a multiple of 4, plus 1, and at most 129 with the open-sora-v2 model: "
@@ -51,7 +51,7 @@ def test_settings_survive_json() -> None:
         ({"video.extend": 101}, "video.extend=101 must be at most 100"),
         (
             {"video.extend": 1, "video.num_frames": 1},
-            "video.extend=1 goes on with a video, and video.num_frames=1 makes a picture: drop --extend, or ask",
+            "video.extend=1 continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask",
         ),
         (
             {"video.extend": 2, "video.num_frames": 33},
@@ -60,14 +60,14 @@ def test_settings_survive_json() -> None:
         ),
         (
             {"video.extend": 2, "sampling.stop_at": 5},
-            "sampling.stop_at=5 ends a run in its first segment, and video.extend=2 makes more: drop one of them",
+            "sampling.stop_at=5 stops a run in its first segment, and video.extend=2 makes more: drop one of them",
         ),
         (
             {
                 "video.extend": 2,
                 "condition": {"mode": "i2v_loop", "references": ("a.png",), "seamless": True},
             },
-            "condition.seamless=true leaves out the last frame, and video.extend=2 goes on after it: drop one of them",
+            "condition.seamless=true drops the last frame, and video.extend=2 continues after it: drop one of them",
         ),
         (
             {"video.extend": 2, "model.cond_embed": False},
@@ -115,7 +115,10 @@ def test_settings_survive_json() -> None:
             {"draft.resolution": "256px", "sampling.num_inference_steps": 1},
             "draft.resolution=256px leaves nothing to sampling.num_inference_steps=1: use 2 or more",
         ),
-        ({"draft.resolution": "256px", "video.extend": 1}, "draft.resolution=256px is of one clip, and video.extend=1"),
+        (
+            {"draft.resolution": "256px", "video.extend": 1},
+            "draft.resolution=256px is for one clip",
+        ),
         ({"draft.resolution": "256px", "picture.first": True}, "draft.resolution=256px and picture.first=true both"),
         ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
         (
@@ -390,9 +393,9 @@ def test_references_are_separated_by_semicolons_only() -> None:
 )
 def test_output_format(path: str, format_: str | None, expected: str) -> None:
     output = RELEASED.replace({"output.path": path, "output.format": format_}).output
-    assert output.resolved_format(num_frames=5) is OutputFormat(expected)
+    assert output.resolved_format(num_frames=5) is MediaFormat(expected)
     is_default = (output.format, output.named_format) == (None, None)
-    assert output.resolved_format(num_frames=1) is OutputFormat("png" if is_default else expected)
+    assert output.resolved_format(num_frames=1) is MediaFormat("png" if is_default else expected)
 
 
 def test_latent_frames_and_size_multiple() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.solvers import Solver
-from opensora_cli.settings.enums import ModelChoice, ModelName
+from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
@@ -153,14 +153,14 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "name", "expected"),
     [
-        (None, None, ModelChoice.AUTO),
-        ("demo", None, ModelChoice.DEMO),
-        (None, "open-sora-v2", ModelChoice.OPEN_SORA_V2),
-        ("auto", "demo", ModelChoice.DEMO),
-        ("demo", "open-sora-v2", ModelChoice.DEMO),
+        (None, None, ModelName.AUTO),
+        ("demo", None, ModelName.DEMO),
+        (None, "open-sora-v2", ModelName.OPEN_SORA_V2),
+        ("auto", "demo", ModelName.DEMO),
+        ("demo", "open-sora-v2", ModelName.DEMO),
     ],
 )
-def test_model_choice(choice: str | None, name: str | None, expected: ModelChoice) -> None:
+def test_model_choice(choice: str | None, name: str | None, expected: ModelName) -> None:
     given = {"runtime.model_choice": choice, "model.name": name}
     overrides = {key: Given(value, "--set") for key, value in given.items() if value}
     assert load_runtime_settings(GenerateRequest(overrides=overrides)).model_choice is expected
@@ -192,7 +192,7 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")
     request = GenerateRequest(saved=read_sidecar(path), environment={"OSORA_SAMPLING__SEED": "9"})
     runtime = load_runtime_settings(request)
-    assert runtime.model_choice is ModelChoice.DEMO
+    assert runtime.model_choice is ModelName.DEMO
     # The format is that of the result, and the place is that of other results.
     expected = settings.replace({"output.path": "samples", "output.format": "gif"})
     assert load_generate_settings(request, model=ModelName.DEMO) == expected

@@ -10,8 +10,8 @@ from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, load_runtime_settings
-from opensora_cli.settings.mem_profile import profiled_settings
 from opensora_cli.settings.reference import read_reference_training
+from opensora_cli.settings.tools import profiled_settings
 from opensora_cli.settings.train import load_train_settings
 from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
 

@@ -6,21 +6,32 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
+from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.settings.explain import explain
+from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.train import TrainSettings
+
+MODEL = {"hidden_size": 64, "num_heads": 4, "axes_dim": "4,6,6"}
+T2V = {mode: float(mode == "t2v") for mode in CONDITION_MODES}
 
 
-def _problems(strategy: str, parallel: dict[str, int], **given: object) -> list[str]:
-    plain = {
-        "trains_transformer": True,
-        "num_heads": 4,
-        "micro_batches": None,
-        "compiles": False,
-        "computes_in_fp32": True,
-        "uses_muon": False,
-        "uses_lora": False,
-        "uses_fp8_linears": False,
+def _problems(strategy: str, parallel: dict[str, int], **changes: object) -> list[str]:
+    """Return the broken rules of a training run in fp32, with `changes` by section."""
+    values = {
+        "target": "mmdit",
+        "strategy": strategy,
+        "parallel": parallel,
+        "model": MODEL,
+        "train_mmdit": {"mode_weights": T2V},
+        "precision": {"compute": "fp32"},
+        "init": "demo",
+        **changes,
     }
-    return strategy_problems(Strategy(strategy), TrainParallelSettings.model_validate(parallel), **{**plain, **given})
+    try:
+        TrainSettings.model_validate(values)
+    except ValidationError as error:
+        return explain(error)
+    return []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,7 @@ def test_degrees_that_contradict_each_other(given: dict[str, int], message: str)
             "ddp",
             {"gpus": 4, "dp_replicate_degree": 2},
             {},
-            "parallel.dp_replicate_degree=2 must be the number of devices with strategy=ddp: leave it out, or use 4",
+            "parallel.dp_replicate_degree=2 must be the number of devices with strategy=ddp: drop it, or use 4",
         ),
         (
             "hybrid",
@@ -109,44 +120,44 @@ def test_degrees_that_contradict_each_other(given: dict[str, int], message: str)
         (
             "zero1",
             {"gpus": 2},
-            {"trains_transformer": False},
+            {"target": "vae"},
             "strategy=zero1 divides the blocks of the transformer: with other targets use ddp",
         ),
         (
             "ddp",
             {"gpus": 2},
-            {"trains_transformer": False, "compiles": True},
+            {"target": "vae", "compile": True},
             "compile=true is for the blocks of the transformer: with other targets use false",
         ),
         (
             "hybrid",
             {"gpus": 2, "ring_degree": 2},
-            {"compiles": True},
+            {"compile": True},
             "compile=true does not go with strategy=hybrid, whose blocks talk to others: use zero3, or false",
         ),
         (
             "zero3",
             {"gpus": 2},
-            {"uses_muon": True},
+            {"optimizer": {"name": "muon"}},
             "optimizer.name=muon needs whole matrices, not those of strategy=zero3: use adamw, or ddp",
         ),
         (
             "hybrid",
             {"gpus": 2, "tensor_parallel_degree": 2},
-            {"uses_lora": True},
+            {"lora": {"rank": 4}},
             "lora does not go with parallel.tensor_parallel_degree=2: use parallel.ulysses_degree or ring_degree "
             "instead",
         ),
         (
             "hybrid",
             {"gpus": 2, "tensor_parallel_degree": 2},
-            {"uses_fp8_linears": True},
+            {"precision": {"fp8_linears": True}},
             "precision.fp8_linears=true does not go with parallel.tensor_parallel_degree=2: use one of them",
         ),
         (
             "zero3",
             {"gpus": 4},
-            {"micro_batches": 6},
+            {"loop": {"micro_batches": 6}},
             "loop.micro_batches=6 must be a multiple of the 4 data-parallel ranks: use 8",
         ),
     ],
@@ -158,12 +169,12 @@ def test_what_does_not_go_together_is_told_with_a_way_out(
 
 
 def test_fewer_ranks_than_micro_batches() -> None:
-    assert _problems("hybrid", {"gpus": 4, "ulysses_degree": 2}, micro_batches=6) == []
-    assert _problems("ddp", {}, micro_batches=5) == []
+    assert _problems("hybrid", {"gpus": 4, "ulysses_degree": 2}, loop={"micro_batches": 6}) == []
+    assert _problems("ddp", {}, loop={"micro_batches": 5}) == []
 
 
 def test_what_goes_with_ddp() -> None:
-    given = {"uses_muon": True, "uses_lora": True, "uses_fp8_linears": True, "compiles": True}
+    given = {"optimizer": {"name": "muon"}, "precision": {"fp8_linears": True}, "compile": True}
     assert _problems("ddp", {"gpus": 2}, **given) == []
 
 
@@ -184,9 +195,13 @@ ULYSSES = {"gpus": 4, "ulysses_degree": 4}
     ("parallel", "given", "message"),
     [
         ({"compression": "fp8"}, {}, "parallel.compression=fp8 would round gradients by up to 1/16"),
-        ({"compression": "bf16"}, {"computes_in_fp32": False}, "parallel.compression=bf16 has no effect on what is"),
+        (
+            {"compression": "bf16"},
+            {"precision": {"compute": "bf16"}},
+            "compression=bf16 has no effect on 16-bit",
+        ),
         ({"all_to_all": "hierarchical"}, {}, "which 1 machine of 4 devices does not give: use direct, or "),
-        ({"watch": True}, {"compiles": True}, "parallel.watch=true does not go with compile=true"),
+        ({"watch": True}, {"compile": True}, "parallel.watch=true does not go with compile=true"),
     ],
 )
 def test_exchanges_that_cannot_be(parallel: dict[str, Any], given: dict[str, Any], message: str) -> None:

@@ -53,14 +53,19 @@ def test_files_are_split_at_commas():
         ("hunyuan", TABLE, {"picture_steps": 9}, "train_vae.picture_steps=9 .*data.table.*buckets of 1 frame"),
         ("hunyuan", TABLE, {"whitening_clips": 9}, "train_vae.whitening_clips=9 .*: use 0"),
         ("flux_ae", None, {"whitening_clips": 9}, "train_vae.whitening_clips=9 .*: use 0"),
-        ("dc_ae", None, {"decoder_only": True}, "train_vae.decoder_only=true leaves the encoder .*init=demo"),
+        ("dc_ae", None, {"decoder_only": True}, "train_vae.decoder_only=true keeps the encoder, .*init=demo"),
         (
             "hunyuan",
             None,
             {"decoder_only": True, "kl_weight": 0.1},
             "kl_weight=0.1 has no effect .*decoder_only.*: use 0",
         ),
-        ("hunyuan", None, {"decoder_only": True, "picture_steps": 9}, "picture_steps=9 ends in .*single_frame_share"),
+        (
+            "hunyuan",
+            None,
+            {"decoder_only": True, "picture_steps": 9},
+            "picture_steps=9 changes .*single_frame_share",
+        ),
         ("hunyuan", None, {"decoder_only": True, "whitening_clips": 9}, "whitening_clips=9 would change .*: use 0"),
     ],
 )

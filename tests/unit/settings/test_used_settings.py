@@ -1,12 +1,17 @@
-"""The settings of a sidecar are those that took part, and are enough."""
+"""Tables of where settings apply, and the settings that sidecars have by them."""
 
 import pytest
 
+from opensora_cli.settings.applies import used_settings
+from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset
-from opensora_cli.settings.used import used_settings
+from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings
 
 SIZE = {"video.height": 288, "video.width": 512}
 
@@ -14,6 +19,18 @@ SIZE = {"video.height": 288, "video.width": 512}
 def made(preset: str = "256px", **changes: object) -> GenerateSettings:
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     return load_preset(preset, prompt="sea").replace({"condition.mode": "t2v", **changes})
+
+
+@pytest.mark.parametrize("schema", [GenerateSettings, TrainSettings, ReconstructSettings, BenchCommSettings])
+def test_tables_name_settings_that_exist(schema: type[Section]) -> None:
+    keys = all_keys(schema)
+    assert schema.applies
+    for row in schema.applies:
+        for place in row.keys.split():
+            inside = [key[len(place) + 1 :].split(".")[0] for key in keys if key.startswith(f"{place}.")]
+            assert place in keys or inside, place
+            assert set(row.but.split()) <= set(inside), place
+        assert not row.why or ": " in row.why, row.why
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def test_without_a_kind_it_is_the_causal_one() -> None:
         ({"kind": "dcae"}, "hunyuan"),
         (
             {"dc_ae": {"latent_channels": 64}},
-            "vae.dc_ae has no effect with vae.kind=hunyuan: drop it, or use vae.kind=dc_ae",
+            "vae.dc_ae.latent_channels=64 has no effect with vae.kind=hunyuan: drop it, or use vae.kind=dc_ae",
         ),
-        ({"kind": "dc_ae", "flux_ae": {"ch": 64}}, "vae.flux_ae has no effect with vae.kind=dc_ae"),
+        ({"kind": "dc_ae", "flux_ae": {"ch": 64}}, "vae.flux_ae.ch=64 has no effect with vae.kind=dc_ae"),
         ({"kind": "dc_ae", "latent_channels": 8}, "vae.latent_channels=8 has no effect with vae.kind=dc_ae: drop it"),
         ({"kind": "dc_ae", "dc_ae": {"temporal": "true,false"}}, "vae.dc_ae.temporal has 2 entries and must have 6"),
         ({"kind": "dc_ae", "dc_ae": {"block_types": "res,vit"}}, "block_types"),
@@ -67,7 +67,7 @@ def test_without_a_kind_it_is_the_causal_one() -> None:
 )
 def test_what_contradicts_itself_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        VAESettings.model_validate(values)
+        ReconstructSettings.model_validate({"files": "a.mp4", "vae": values})
 
 
 def test_no_video_is_generated_with_the_autoencoder_of_pictures() -> None:

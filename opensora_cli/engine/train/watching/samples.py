@@ -12,6 +12,7 @@ import opensora_cli
 from opensora_cli.core.conditions import T2V
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import remove
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
@@ -23,7 +24,7 @@ from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.validation import evaluating
 from opensora_cli.media.resize import to_uint8
-from opensora_cli.media.write import MediaFormat, write_media
+from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.sampling.denoise import denoise
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales

@@ -9,7 +9,6 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components import linear_products
 from opensora_cli.engine.components.linear_products import (
     LinearProductsReport,
-    int8_largest,
     require_products,
     use_in_block,
 )
@@ -53,7 +52,7 @@ def in_8_bits(model, kind=INT8):
         error
         for stack in repeated_blocks(model.config)
         for block in model.get_submodule(stack.module_path)
-        for error in use_in_block(block, stack, kind, largest=int8_largest(CPU))
+        for error in use_in_block(block, stack, kind, device=CPU)
     ]
 
 

@@ -18,7 +18,7 @@ from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.ckpt.layout import change_layout
-from opensora_cli.engine.components.lora_layers import fit_to_model, require_finite
+from opensora_cli.engine.components.loras import fit_to_model, require_finite
 from opensora_cli.models.mmdit.layout import QKV, Rotary
 
 HIDDEN = 32

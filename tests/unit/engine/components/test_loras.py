@@ -21,7 +21,7 @@ from torch import Tensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.merge_lora import merge_lora
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
-from opensora_cli.engine.components.loras import LoraRanks
+from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
@@ -261,7 +261,7 @@ class TestOpenLoras:
                 factors("img_in", 256, 256) | {"base_model.model.img_in.bias": torch.zeros(256)},
                 {"bias": "all"},
                 CheckpointError,
-                "replaces img_in.bias, and is no adapter alone",
+                "replaces img_in.bias, and is not only an adapter",
             ),
         ],
     )
@@ -354,7 +354,7 @@ class TestSidecar:
             save_file({name: 2 * tensor for name, tensor in load_file(copy / changed).items()}, copy / changed)
         with pytest.raises(CheckpointError, match="has changed since the run that is repeated") as raised:
             make_plan(settings)
-        assert raised.value.hint == f"name it again to take it as it is: --lora {copy}:1"
+        assert raised.value.hint == f"name it again to use the changed file: --lora {copy}:1"
 
 
 def estimated(plan: ExecutionPlan, offload: OffloadPlan) -> StageMemory:
@@ -366,7 +366,7 @@ def estimated(plan: ExecutionPlan, offload: OffloadPlan) -> StageMemory:
         lengths=plan.lengths,
         scales=busiest(plan.scales),
         solver=plan.settings.sampling.solver,
-        loras=LoraRanks.of(plan.loras),
+        loras=lora_ranks(plan.loras),
     )
     stages = estimate_generation(
         plan.settings,

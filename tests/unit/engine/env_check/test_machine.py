@@ -41,8 +41,8 @@ from opensora_cli.engine.env_check.machine import (
 from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, isolated
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.settings.env_check import EnvCheckSettings
 from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.tools import EnvCheckSettings
 
 GIB = 2**30
 TORCH = TorchFacts(

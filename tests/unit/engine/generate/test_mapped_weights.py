@@ -15,7 +15,6 @@ from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import GIB, Hardware
-from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
@@ -189,7 +188,7 @@ class TestOfFullSize:
     )
     def test_what_is_private_and_what_is_mapped(self, full_size, dtype, offload, private, mapped):
         made = settings_and_files(full_size, dtype, modulation_first=offload.modulation_on_host)
-        own, read = transformer_on_cpu(*made, dtype, offload, tensor=1, loras=LoraRanks())
+        own, read = transformer_on_cpu(*made, dtype, offload, tensor=1, loras=())
         assert private[0] * GIB <= own <= private[1] * GIB
         assert read == pytest.approx(mapped, rel=0.01)
 

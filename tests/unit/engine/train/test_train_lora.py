@@ -23,7 +23,9 @@ from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.components import LoraFile
+from opensora_cli.settings.explain import explain
 from opensora_cli.settings.lora import LoraSettings
+from opensora_cli.settings.train import TrainSettings
 
 RANK_4 = LoraSettings(rank=4, alpha=2.0)
 
@@ -203,7 +205,7 @@ class TestLoraSettings:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"alpha": "8"}, "lora.alpha=8.0 has no effect without lora.rank: set it, as in lora.rank=16"),
+            ({"alpha": "8"}, "lora.alpha=8 has no effect without lora.rank: set it, as in lora.rank=16"),
             ({"targets": "mlp"}, "lora.targets=mlp has no effect without lora.rank"),
             ({"init": "style"}, "lora.init=style has no effect without lora.rank"),
             ({"rank": "0"}, "greater than 0"),
@@ -213,19 +215,21 @@ class TestLoraSettings:
     )
     def test_settings_without_effect_are_refused(self, given, message):
         with pytest.raises(ValidationError) as raised:
-            LoraSettings.model_validate(given)
+            TrainSettings.model_validate({"target": "mmdit", "lora": given})
         assert message in str(raised.value)
 
     def test_contradictions_with_other_settings_are_listed(self):
-        bad = {"trains_transformer": False, "init": None, "hidden_size": 2, "fp8_linears": True, "divides_tokens": True}
-        good = {"trains_transformer": True, "init": "a", "hidden_size": 4, "fp8_linears": False}
-        assert LoraSettings().problems(**bad) == RANK_4.problems(**good, divides_tokens=True) == []
-        dropping = LoraSettings(rank=4, dropout=0.1)
-        assert dropping.problems(**good, divides_tokens=False) == []
-        [problem] = RANK_4.problems(**good | {"hidden_size": 3}, divides_tokens=False)
-        assert problem.startswith("lora.rank=4 must be at most model.hidden_size=3")
-        fixes = ["use none", "--set init=FILE", "use false", "use 0"]
-        assert [problem.partition(": ")[2] for problem in dropping.problems(**bad)] == fixes
+        lora = {"rank": 4, "dropout": 0.1}
+        with pytest.raises(ValidationError) as raised:
+            TrainSettings.model_validate({"target": "vae", "lora": lora})
+        lines = [line for line in explain(raised.value) if line.startswith("lora")]
+        assert [line.partition(": ")[2] for line in lines] == ["use none", "--set init=FILE"]
+        parallel = {"gpus": 2, "ulysses_degree": 2}
+        values = {"target": "mmdit", "init": "a", "strategy": "hybrid", "parallel": parallel, "lora": lora}
+        with pytest.raises(ValidationError, match=r"lora\.dropout=0\.1 does not go with strategy=hybrid.*: use 0"):
+            TrainSettings.model_validate(values)
+        with pytest.raises(ValidationError, match=r"lora\.rank=4000 must be at most model\.hidden_size=3072"):
+            TrainSettings.model_validate({"target": "mmdit", "init": "a", "lora": {"rank": 4000}})
 
 
 class TestLoraFile:
@@ -244,9 +248,9 @@ class TestLoraFile:
         ],
     )
     def test_texts(self, text, path, scale):
-        file = LoraFile.model_validate(LoraFile.of_text(text))
+        file = LoraFile.model_validate(LoraFile.of_list(text)[0])
         assert (file.path, file.scale, file.sha256) == (path, scale, None)
 
     def test_bounds(self):
         with pytest.raises(ValidationError, match="less than or equal to 100"):
-            LoraFile.model_validate(LoraFile.of_text("style:1e3"))
+            LoraFile.model_validate(LoraFile.of_list("style:1e3")[0])

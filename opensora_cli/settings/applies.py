@@ -1,0 +1,305 @@
+"""Conditions under which settings apply: one table for each command.
+
+Settings without effect are refused by these tables, and sidecars and request hashes have the settings that apply. A
+setting without a row always applies.
+"""
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, Source, condition_mode
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.base import Applies, Section, shown
+from opensora_cli.settings.components import OF_ALL_KINDS
+from opensora_cli.settings.explain import Given
+
+
+def _typed(keys: str, when: Callable[[Any], object], why: str, *, but: str = "") -> Applies:
+    """Return a row that files may ignore: its settings are refused only where they are typed."""
+    return Applies(keys, when, why, is_refused=False, but=but)
+
+
+def _needs(switch: str, keys: str, *, but: str = "") -> Applies:
+    """Return a row for settings that apply while another one is neither None nor 0."""
+    return _typed(keys, attrgetter(switch), f"without {switch}: give it, too", but=but)
+
+
+def _mode(settings: Any) -> ConditionMode:
+    return condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
+
+
+def _modes(settings: Any) -> tuple[ConditionMode, ...]:
+    """Return the condition modes of all segments."""
+    return (_mode(settings), CONTINUING) if settings.video.extend else (_mode(settings),)
+
+
+def _is_in_pixels(settings: Any) -> bool:
+    return settings.video.height is not None and settings.video.width is not None
+
+
+def _takes_embedded_guidance(settings: Any) -> bool:
+    picture = settings.picture
+    return settings.model.guidance_embed or (picture.first and not picture.own_model and picture.model.guidance_embed)
+
+
+PARALLEL = (
+    Applies(
+        "parallel.fast_link_ranks",
+        lambda s: s.parallel.all_to_all == "hierarchical",
+        "with parallel.all_to_all=direct: use hierarchical",
+    ),
+    Applies("parallel.watch_limit_s", lambda s: s.parallel.watch, "without parallel.watch=true: set it, too"),
+)
+
+
+def _vae(place: str) -> tuple[Applies, ...]:
+    """Return the rows of an autoencoder. Keys outside the sections of other kinds belong to hunyuan."""
+    kind = attrgetter(f"{place}.kind")
+    why = f"with {place}.kind={{s.{place}.kind}}: drop it, or use {place}.kind="
+    return (
+        Applies(place, lambda s: kind(s) == "hunyuan", f"{why}hunyuan", but=" ".join(OF_ALL_KINDS)),
+        Applies(f"{place}.dc_ae", lambda s: kind(s) == "dc_ae", f"{why}dc_ae"),
+        Applies(f"{place}.flux_ae", lambda s: kind(s) == "flux_ae", f"{why}flux_ae"),
+    )
+
+
+VAE = _vae("vae")
+
+_NEVER_RECORDED = (
+    *("from_latents", "resume", "output.overwrite", "runtime.prompt_cache", "runtime.prompt_cache_limit"),
+    "sampling.fast",  # The settings that it stands for are recorded.
+)
+_RECORDED_IF_CHANGED = (
+    *("video.extend", "prompts_at", "condition.seamless", "loras", "compile", "precision.linear"),
+    *("sampling.stop_at", "sampling.step_cache", "sampling.solver", "sampling.timesteps", "sampling.batch_size"),
+    *("sampling.mean_guidance_of", "sampling.guidance_interval", "memory.resident_blocks", "memory.limit"),
+    *("memory.host_weights", "runtime.weights", "runtime.threads"),
+)
+"""Settings that sidecars omit at their defaults, so that request hashes stay those of versions without them."""
+
+GENERATE = (
+    *PARALLEL,
+    *VAE,
+    Applies(" ".join(_NEVER_RECORDED), lambda s: False),
+    # The number of devices changes only rounding, unless they compress what they exchange.
+    Applies("parallel", lambda s: False, but="compression"),
+    Applies("parallel.compression", lambda s: s.parallel.compression != "none"),
+    Applies("refine", lambda s: False, but="original"),
+    Applies("refine.original", lambda s: s.refine.original is not None),
+    _typed(
+        "refine",
+        lambda s: s.refine.is_on,
+        "without --refine and --motion-score auto: drop it",
+        but="prompt motion_score original",
+    ),
+    Applies("draft", lambda s: s.draft.resolution, "without draft.resolution: give --draft-res, too"),
+    *(row._replace(is_recorded=True) for row in _vae("picture.vae")),
+    Applies("picture", lambda s: s.picture.first),
+    Applies("picture.save", lambda s: s.picture.first, "without picture.first=true: give --t2i2v, too"),
+    Applies("picture.model picture.vae picture.files", lambda s: not s.picture.own_model),
+    Applies("prompts_at", lambda s: s.video.extend, "without video.extend: give --extend, too"),
+    Applies("video.height video.width", _is_in_pixels),
+    Applies("video.resolutions video.aspect_ratios", lambda s: not _is_in_pixels(s)),
+    _typed(
+        "video.resolution video.aspect_ratio",
+        lambda s: not _is_in_pixels(s),
+        "with a width and height in pixels: drop it, or these",
+    ),
+    Applies(
+        "video.causal_lengths",
+        lambda s: not s.vae.grid.is_causal,
+        "with vae.kind={s.vae.kind}, which is causal: drop it",
+    ),
+    _typed(
+        "negative_prompt sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation "
+        "sampling.image_oscillation sampling.mean_guidance_of sampling.guidance_interval "
+        "sampling.temporal_image_scaling",
+        lambda s: not s.model.guidance_embed,
+        "with the distilled model {s.model.name}, whose guidance is an input: "
+        "drop it, or use --set sampling.embedded_guidance=X",
+    ),
+    Applies(
+        "sampling.mean_guidance_of",
+        lambda s: s.sampling.oscillates,
+        "on guidance that does not oscillate: drop it, or set sampling.text_oscillation=true",
+    ),
+    Applies(
+        "sampling.flow_shift",
+        lambda s: s.sampling.timesteps is None,
+        "on sampling.timesteps: drop one of them",
+        is_recorded=True,
+    ),
+    Applies("sampling.embedded_guidance", _takes_embedded_guidance),
+    Applies(
+        "sampling.image_guidance_scale sampling.image_oscillation",
+        lambda s: any(mode.needs_reference for mode in _modes(s)),
+    ),
+    Applies("sampling.temporal_image_scaling", lambda s: _mode(s).gives_pictures),
+    Applies(
+        "condition.seamless",
+        lambda s: s.condition.mode in (None, "i2v_loop"),
+        "with condition.mode={s.condition.mode}: use i2v_loop, or drop it",
+    ),
+    Applies("condition.references condition.fit", lambda s: _mode(s).needs_reference),
+    Applies("condition.ref_fps", lambda s: _mode(s).source is Source.VIDEO),
+    Applies("condition.video_latent_frames", lambda s: any(mode.length is Length.VIDEO for mode in _modes(s))),
+    Applies("condition.easy_latent_frames", lambda s: _mode(s).length is Length.EASY),
+    Applies("vae.sample_size vae.dc_ae.spatial_tile_size vae.flux_ae.tile_size", lambda s: s.vae.spatial_tiling),
+    Applies("vae.sample_tsize vae.dc_ae.temporal_tile_size", lambda s: s.vae.temporal_tiling),
+    Applies(
+        "vae.tile_overlap_factor vae.dc_ae.tile_overlap_factor vae.flux_ae.tile_overlap_factor",
+        lambda s: s.vae.spatial_tiling or s.vae.temporal_tiling,
+    ),
+    Applies("vae.temporal_tiling", lambda s: s.vae.temporal_tiling or s.vae.kind != "flux_ae"),
+    Applies(
+        "output.save_state_every",
+        lambda s: s.output.save_latents,
+        "with output.save_latents=false: drop it",
+        is_recorded=True,
+    ),
+    Applies(
+        "memory.resident_blocks memory.host_weights",
+        lambda s: s.memory.offload in ("auto", "blocks"),
+        "with memory.offload={s.memory.offload}: use blocks",
+    ),
+    Applies(
+        "precision.tf32", lambda s: s.runtime.device != "cpu", "with runtime.device=cpu: use none", is_recorded=True
+    ),
+)
+
+TRAIN = (
+    *PARALLEL,
+    *VAE,
+    Applies(
+        "init", lambda s: s.target != "text", "with target=text, whose encoders start from random weights: drop it"
+    ),
+    _typed("data vae", lambda s: s.target != "text", "with target=text: use target=vae or mmdit"),
+    _typed("train_vae", lambda s: s.target == "vae", "with target={s.target}: use target=vae"),
+    _typed(
+        "weights model train_mmdit lora memory compile samples watching.peak_tflops",
+        lambda s: s.target == "mmdit",
+        "with target={s.target}: use target=mmdit",
+    ),
+    _typed("text", lambda s: s.target != "vae", "with target=vae: use target=text or mmdit"),
+    _typed(
+        "text.batch_size",
+        lambda s: s.target != "mmdit",
+        "with target=mmdit: its micro-batches have as many captions as clips",
+    ),
+    _typed(
+        "data.scenes",
+        lambda s: s.data.table is None,
+        "with data.table={s.data.table}: drop data.table to train on procedural scenes",
+    ),
+    _needs("data.table", "data.buckets data.fps_max data.fit"),
+    _needs("data.scenes.picture_share", "data.scenes.picture_batch_size"),
+    _needs("data.workers", "data.prefetch"),
+    _needs("train_vae.picture_steps", "train_vae.picture_batch_size"),
+    _needs("train_vae.crop_size", "train_vae.whole_steps"),
+    _needs("train_vae.discriminator.weight", "train_vae.discriminator", but="weight"),
+    _needs("validation.every", "validation", but="every"),
+    _needs("samples.every", "samples", but="every"),
+    Applies(
+        "train_vae.perceptual_files",
+        lambda s: s.target != "vae" or s.train_vae.perceptual_weight,
+        "with train_vae.perceptual_weight=0: use 0.5, or no files",
+    ),
+    Applies(
+        "train_vae.kl_weight",
+        lambda s: s.target != "vae" or not s.train_vae.decoder_only,
+        "with train_vae.decoder_only=true: use 0",
+    ),
+    Applies(
+        "train_vae.kl_weight",
+        lambda s: s.target != "vae" or s.vae.kind != "dc_ae",
+        "with vae.kind=dc_ae, which has no posterior: use 0",
+    ),
+    Applies("lora", lambda s: s.lora.rank, "without lora.rank: set it, as in lora.rank=16", but="rank"),
+    _typed(
+        "optimizer.muon_learning_rate",
+        lambda s: s.optimizer.name == "muon",
+        "with optimizer.name={s.optimizer.name}: use muon",
+    ),
+    Applies(
+        "optimizer.decay_steps",
+        lambda s: s.optimizer.schedule != "cosine",
+        "with optimizer.schedule=cosine, which falls from the end of the warm-up on: use 0",
+    ),
+    Applies(
+        "optimizer.initial_learning_rate",
+        lambda s: s.optimizer.warmup_steps,
+        "with optimizer.warmup_steps=0: use 0, or more warmup_steps",
+    ),
+    Applies(
+        "optimizer.final_learning_rate",
+        lambda s: s.optimizer.decay_steps or s.optimizer.schedule == "cosine",
+        "with optimizer.decay_steps=0: use 0, or more decay_steps",
+    ),
+    Applies(
+        "precision.initial_loss_scale precision.loss_scale_window",
+        lambda s: s.precision.compute == "fp16",
+        "with precision.compute={s.precision.compute}: use fp16",
+    ),
+    Applies("precision.tf32", lambda s: s.device != "cpu", "with device=cpu: use none"),
+    Applies(
+        "memory.checkpoint_double_blocks memory.checkpoint_single_blocks memory.activation_offload",
+        lambda s: s.memory.checkpointing,
+        "without memory.checkpointing=true: set it, too",
+    ),
+    Applies(
+        "memory.offload_above",
+        lambda s: s.memory.activation_offload == "dynamic",
+        "with memory.activation_offload={s.memory.activation_offload}: use dynamic",
+    ),
+    Applies(
+        "memory.activation_buffer",
+        lambda s: s.memory.activation_offload != "none",
+        "with memory.activation_offload=none: use all or dynamic",
+    ),
+    Applies(
+        "memory.resident_blocks memory.host_weights",
+        lambda s: s.memory.offload != "none",
+        "with memory.offload=none: use blocks",
+    ),
+)
+
+
+def refuse_without_effect(settings: Section, overrides: Mapping[str, Given]) -> None:
+    """Raise RequestError for the first setting that was typed and does not apply.
+
+    A file may have such a setting because another file may extend it.
+    """
+    for row in settings.applies:
+        if row.why and not row.is_refused and not row.when(settings):
+            for key, given in overrides.items():
+                if row.covers(key):
+                    why, _, fix = row.why.format(s=settings).rpartition(": ")
+                    is_flag = given.source.startswith("--") and given.source != "--set"
+                    value, source = shown(given.value), given.source
+                    setting = f"{source} {value}" if is_flag else f"{key}={value} (from {source})"
+                    raise RequestError(f"{setting} has no effect {why}", hint=fix)
+
+
+def used_settings(settings: Section) -> dict[str, Any]:
+    """Return the settings that took part as JSON values. The others may change without changing the result.
+
+    Settings that depend on the machine are omitted where they are unset. `settings` have their condition mode.
+    """
+    rows = [row for row in settings.applies if not row.is_recorded and not row.when(settings)]
+
+    def is_used(key: str, value: object, usual: object) -> bool:
+        return not any(row.covers(key) for row in rows) and (key not in _RECORDED_IF_CHANGED or value != usual)
+
+    def used(section: Section, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        found = {}
+        for name, value in values.items():
+            key, child = f"{prefix}{name}", getattr(section, name)
+            if isinstance(child, Section):
+                if inside := used(child, value, f"{key}."):
+                    found[name] = inside
+            elif is_used(key, child, type(section).model_fields[name].default):
+                found[name] = value
+        return found
+
+    return used(settings, settings.model_dump(mode="json"), "")

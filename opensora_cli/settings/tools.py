@@ -1,0 +1,144 @@
+"""Settings of `osora bench-comm`, `osora env-check` and `osora mem-profile`."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.applies import PARALLEL
+from opensora_cli.settings.base import Applies, ByteSize, FileName, PlotFile, Section
+from opensora_cli.settings.devices import ParallelSettings
+from opensora_cli.settings.enums import BenchDevice, Collective, ModelName, Scaling
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import read_yaml, settings_path
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import collect_overrides
+from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.reference import is_for_training
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+MIB = 2**20
+_BenchBytes = Annotated[ByteSize, Field(le=2**40)]
+_FOR_SCALING = {Collective.ALL_REDUCE, Collective.ALL_TO_ALL}
+"""Collectives that the timed steps use most."""
+_ANY_PROMPT = "a boat on the sea"
+
+
+class BenchCommSettings(Section):
+    """Measurements between ranks."""
+
+    applies = PARALLEL
+
+    parallel: ParallelSettings = Field(
+        default=ParallelSettings(), description="Ranks. The default is one for each GPU, or two on CPUs."
+    )
+    device: BenchDevice = Field(default=BenchDevice.AUTO, description="auto, cpu or cuda. auto means GPUs if present.")
+    min_bytes: _BenchBytes = Field(default=8, description="Smallest size, as in 8 or 1KiB.")
+    max_bytes: _BenchBytes | None = Field(
+        default=None, description="Largest size, as in 1GiB. None means 1 GiB on GPUs and 4 MiB on CPUs."
+    )
+    iters: int = Field(default=20, ge=1, le=100_000, description="Timed repeats of each size.")
+    warmup: int = Field(default=5, ge=2, le=100_000, description="Repeats before the timed ones.")
+    collectives: tuple[Collective, ...] = Field(
+        default=tuple(Collective), min_length=1, description="Collectives to measure."
+    )
+    scaling: Scaling | None = Field(
+        default=None, description="Also time sampling and training steps at 1, 2, 4 .. ranks. None: do not."
+    )
+    plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
+    overwrite: bool = Field(default=False, description="Replace an existing file.")
+
+    @field_validator("parallel")
+    @classmethod
+    def _a_rank_has_a_peer(cls, value: ParallelSettings) -> ParallelSettings:
+        if value.degrees:
+            raise ValueError(
+                f"parallel.{next(iter(value.degrees))} has no effect here: use none of {', '.join(value.degree_names)}"
+            )
+        if (value.gpus is not None or value.devices is not None) and value.world_size < 2:
+            raise ValueError(f"gpus={value.ranks_per_node} must be at least 2: one rank has no peer")
+        return value
+
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        if self.max_bytes is not None and self.min_bytes > self.max_bytes:
+            yield f"min_bytes={self.min_bytes} is over max_bytes={self.max_bytes}: swap them"
+
+    @property
+    def measured(self) -> tuple[Collective, ...]:
+        """Collectives that are asked for, and those that the prediction for more ranks needs."""
+        asked = set(self.collectives) | (_FOR_SCALING if self.scaling else set())
+        return tuple(collective for collective in Collective if collective in asked)
+
+    def largest_bytes(self, *, on_gpu: bool) -> int:
+        """Return the largest size for a device."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        return max(1024 * MIB if on_gpu else 4 * MIB, self.min_bytes)
+
+
+class EnvCheckSettings(Section):
+    """Checks of the environment."""
+
+    files: tuple[str, ...] = Field(default=(), description="Dockerfiles and shell files with variables to check.")
+    all_reduce: bool = Field(default=True, description="Run an all-reduce over the devices.")
+    all_reduce_seconds: float = Field(default=15.0, gt=0, le=600, description="Timeout of the all-reduce in seconds.")
+    bug_report: bool = Field(default=False, description="Hide users, hosts, folders and tokens.")
+
+
+class MemProfileSettings(Section):
+    """Measurements and files of a memory profile."""
+
+    applies = (Applies("memory_limit", lambda s: s.adaptive_batch, "without adaptive_batch: give it, too"),)
+
+    compare: bool = Field(default=False, description="Measure techniques that save memory, one by one.")
+    adaptive_batch: bool = Field(default=False, description="Find the largest batch that fits in memory.")
+    memory_limit: ByteSize | None = Field(default=None, description="Memory for the batch, as in 24GiB. None: all.")
+    runs: int = Field(default=3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
+    snapshot: FileName | None = Field(default=None, description="File for PyTorch's memory viewer.")
+    plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
+    overwrite: bool = Field(default=False, description="Replace existing files.")
+
+    def rules(self) -> Iterator[str]:
+        """Yield one line for each broken rule between these settings."""
+        if self.snapshot and self.plot and os.path.abspath(self.snapshot) == os.path.abspath(self.plot):
+            yield f"snapshot={self.snapshot} and plot must be two files"
+
+
+def profiled_settings(
+    config: Path | None,
+    *,
+    assignments: Sequence[str],
+    device: str | None,
+    environment: Mapping[str, str],
+    gpus: int | None = None,
+) -> GenerateRequest | TrainSettings:
+    """Return the request to generate, or the settings of a training run, to profile.
+
+    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe or preset.
+    A file with the key `target` is for training. None means generation with the demo.
+
+    Raises:
+        RequestError: There is no such recipe, a key is unknown, or a value breaks a rule.
+        FileProblem: The file is missing or broken.
+    """
+    shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
+    if config is not None and _is_training(config):
+        if device not in (None, "auto", "cpu"):
+            raise RequestError(f"--device {device} is not possible: training is profiled on the CPU", hint="drop it")
+        overrides = collect_overrides(TrainSettings, shared, assignments)
+        return load_train_settings(config=config, overrides=overrides, environment=environment)
+    flags = {} if device is None else {"runtime.device": Given(device, "--device")}
+    overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
+    overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
+    if config is None:
+        overrides.setdefault("runtime.model_choice", Given(ModelName.DEMO.value, "mem-profile"))
+    return GenerateRequest(overrides=overrides, config=config, environment=environment, others=(TrainSettings,))
+
+
+def _is_training(config: Path) -> bool:
+    path = settings_path(config, "train", "generate")
+    return is_for_training(path) if path.suffix == ".py" else "target" in read_yaml(path)
