@@ -33,7 +33,7 @@ WRITTEN = {
     "--format": Option("format", OUTPUT, "Format to write.", default="by the ending of DST, else safetensors shards"),
     "--shard-size": Option("shard_size", OUTPUT, "Size of a shard, as in 4GB.", "SIZE", default="4096MiB"),
     "--no-hash": Option("hashing", OUTPUT, "Do not record hashes of SRC and of shards: faster.", is_negated=True),
-    "--overwrite": Option("overwrite", OUTPUT, "Replace DST."),
+    "--overwrite": Option("overwrite", OUTPUT),
 }
 
 
@@ -184,7 +184,7 @@ _INSPECT_ROWS = {
 }
 _VERIFY_ROWS = {
     "PATH": Option("path"),
-    "--sha256": Option("sha256", help="Required hash of the file.", metavar="HEX"),
+    "--sha256": Option("sha256", metavar="HEX"),
     "--no-data": Option("data", help="Read headers and indexes alone: no hashes, no search for NaN.", is_negated=True),
     **SELECT,
     **PRESET,
@@ -213,7 +213,7 @@ _DOWNLOAD_ROWS = {
         "preset", help="open-sora-v2, open-sora-v2-dc-ae or flux1-dev; text encoders come with each.", kind=str
     ),
     "--to": Option("to", help="Folder for the files; osora generate looks in ckpts.", metavar="DIR"),
-    "--overwrite": Option("overwrite", help="Replace files that differ from the Hub."),
+    "--overwrite": Option("overwrite"),
     "--dry-run": Option(kind=bool, help="Print files, sizes and licenses, and download nothing."),
     **options.PRINTED,
 }

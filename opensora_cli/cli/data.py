@@ -115,25 +115,20 @@ def cache(given: "Layer", *, config: Path | None, set_: list[str] | None, json: 
 
 
 _SCAN_ROWS = {
-    "DIR": Option("folder", help="Folder of pictures and videos."),
+    "DIR": Option("folder"),
     "--out": Option("table", help="CSV or parquet file to write.", metavar="TABLE", default="DIR.csv", short="-o"),
     "--workers": Option("workers", help="Files to read at a time.", default="cores"),
     "--deep": Option("deep"),
     "--overwrite": Option("overwrite"),
     **options.PRINTED,
 }
-_SHARD_ROWS = {
-    "TABLE": _TABLE,
-    "--parts": Option("parts", help="Number of files."),
-    "--overwrite": Option("overwrite"),
-    **options.PRINTED,
-}
+_SHARD_ROWS = {"TABLE": _TABLE, "--parts": Option("parts"), "--overwrite": Option("overwrite"), **options.PRINTED}
 _PREVIEW_ROWS = {
     "TABLE": _TABLE,
     "--out": Option("sheet", help="Picture to write: .png, .jpg or .webp.", metavar="FILE", short="-o"),
     "--config": options.config_row("Recipe of osora train whose buckets to show.", "train"),
     "--count": Option("count"),
-    "--seed": Option("seed", help="Seed of their choice.", kind=int),
+    "--seed": Option("seed", kind=int),
     "--overwrite": Option("overwrite"),
     **options.PRINTED,
 }

@@ -66,7 +66,7 @@ def _print_profile(name: EnvProfile, *, export: bool, as_json: bool) -> None:
 
 
 _ROWS = {
-    "FILE": Option("files", help="Dockerfiles and shell files to check."),
+    "FILE": Option("files"),
     "--no-all-reduce": Option("all_reduce", help="Do not run the all-reduce over the devices.", is_negated=True),
     "--timeout": Option("all_reduce_seconds", help="Timeout of the all-reduce.", metavar="SECONDS", default="15"),
     "--bug-report": Option("bug_report", help="Print a short report that hides users, hosts, folders and tokens."),

@@ -93,17 +93,15 @@ _MODEL_ROWS = {
     "--set": Option(
         kind=list[str], metavar="KEY=VALUE", help="Set any setting, as in vae.temporal_tiling=true. Repeatable."
     ),
-    "--clip-frames": Option(
-        "clip.num_frames", help="Longest clip to encode at once; longer videos are split.", kind=int
-    ),
+    "--clip-frames": Option("clip.num_frames", kind=int),
     "--weights": Option(
         "runtime.weights", MACHINE, "Folder with the weights.", "DIR", default="./ckpts or the Hugging Face cache"
     ),
     **options.device_rows("runtime."),
-    "--dtype": Option("runtime.dtype", MACHINE, "auto is bfloat16 on CUDA and float32 on a CPU."),
+    "--dtype": Option("runtime.dtype", MACHINE),
 }
 _RECONSTRUCT_ROWS = {
-    "FILE": Option("files", help="Pictures and videos."),
+    "FILE": Option("files"),
     **_MODEL_ROWS,
     "--out": Option("output.folder", OUTPUT, "Folder of the results.", "DIR", short="-o"),
     "--overwrite": Option("output.overwrite", OUTPUT),

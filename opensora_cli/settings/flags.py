@@ -73,8 +73,8 @@ class Flags(TypedDict, total=False):
     ]
     res: Annotated[str | None, Option("video.resolution", VIDEO, "Pixel count.", "SIZE", is_common=True)]
     aspect_ratio: Annotated[str | None, Option("video.aspect_ratio", VIDEO, "Width to height.", "W:H", is_common=True)]
-    width: Annotated[int | str | None, Option("video.width", VIDEO, "Width in pixels; needs --height.")]
-    height: Annotated[int | str | None, Option("video.height", VIDEO, "Height in pixels; needs --width.")]
+    width: Annotated[int | str | None, Option("video.width", VIDEO)]
+    height: Annotated[int | str | None, Option("video.height", VIDEO)]
     num_frames: Annotated[int | str | None, Option("video.num_frames", VIDEO, "Frames: 4 k + 1.", is_common=True)]
     fps: Annotated[int | str | None, Option("video.fps", VIDEO)]
     extend: Annotated[
@@ -103,7 +103,7 @@ class Flags(TypedDict, total=False):
             complete=lambda incomplete: [mode for mode in CONDITION_MODES if mode.startswith(incomplete)],
         ),
     ]
-    fit: Annotated[str | None, Option("condition.fit", REFERENCE, "How to fit a reference of another shape.")]
+    fit: Annotated[str | None, Option("condition.fit", REFERENCE)]
     ref_fps: Annotated[
         str | None,
         Option(
@@ -112,30 +112,18 @@ class Flags(TypedDict, total=False):
             "For a reference video of another frame rate: keep its frames, or match the rate by resampling.",
         ),
     ]
-    seamless: Annotated[
-        bool | None,
-        Option("condition.seamless", REFERENCE, "With --cond i2v_loop: drop the last frame, which repeats the first."),
-    ]
+    seamless: Annotated[bool | None, Option("condition.seamless", REFERENCE)]
     t2i2v: Annotated[
         bool | None,
         Option("picture.first", REFERENCE, "Make a picture with flux1-dev first, and use it as the first frame."),
     ]
-    steps: Annotated[
-        int | str | None, Option("sampling.num_inference_steps", SAMPLING, "Sampling steps.", is_common=True)
-    ]
+    steps: Annotated[int | str | None, Option("sampling.num_inference_steps", SAMPLING, is_common=True)]
     seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, "Seed of the noise.", is_common=True)]
     fast: Annotated[
         bool | None,
         Option("sampling.fast", SAMPLING, "Use fewer evaluations for nearly the same video.", is_common=True),
     ]
-    solver: Annotated[
-        str | None,
-        Option(
-            "sampling.solver",
-            SAMPLING,
-            "ODE solver: euler as the reference, ab2 with the previous step, heun with twice the evaluations.",
-        ),
-    ]
+    solver: Annotated[str | None, Option("sampling.solver", SAMPLING)]
     guidance_scale: Annotated[
         float | str | None, Option("sampling.guidance_scale", SAMPLING, "Weight of the prompt.", "X")
     ]
@@ -221,15 +209,9 @@ class Flags(TypedDict, total=False):
         str | None,
         Option("output.format", OUTPUT, "File format.", default="from the file name, else mp4, and png of a picture"),
     ]
-    name_from: Annotated[
-        str | None,
-        Option("output.name_from", OUTPUT, "Name results in a folder by prompt and seed, or as VBench reads them."),
-    ]
+    name_from: Annotated[str | None, Option("output.name_from", OUTPUT)]
     overwrite: Annotated[bool | None, Option("output.overwrite", OUTPUT)]
-    save_last_frame: Annotated[
-        bool | None,
-        Option("output.last_frame", OUTPUT, "Keep the last frame as NAME.last.png, a reference for the next."),
-    ]
+    save_last_frame: Annotated[bool | None, Option("output.last_frame", OUTPUT)]
     no_metadata: Annotated[
         bool | None,
         Option(
@@ -243,7 +225,7 @@ class Flags(TypedDict, total=False):
 
 FLAGS: Mapping[str, Option] = {
     "model": Option("runtime.model_choice", MACHINE, "Model; auto is the best that can run here.", is_common=True),
-    "num_samples": Option("sampling.num_samples", SAMPLING, "Videos to make, with consecutive seeds."),
+    "num_samples": Option("sampling.num_samples", SAMPLING),
     "resume": Option("resume", "", "Continue a stopped run from its saved latents, as --from does.", "FILE"),
     "save_state_every": Option(
         "output.save_state_every", OUTPUT, "Save the latents every N steps; Ctrl-C always saves them."
@@ -251,7 +233,7 @@ FLAGS: Mapping[str, Option] = {
     "preview_every": Option(
         "output.preview_every", OUTPUT, "Write the predicted video to NAME.preview.gif every N steps."
     ),
-    "save_picture": Option("picture.save", OUTPUT, "With --t2i2v: keep the picture as NAME.picture.png."),
+    "save_picture": Option("picture.save", OUTPUT),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }
 """The row of each option that is a setting; those before `Flags` exist on the command line alone."""
