@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 import opensora_cli
 from opensora_cli.cli.app import app
-from opensora_cli.cli.command import describe
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings
@@ -48,7 +47,7 @@ def pages() -> dict[str, str]:
             GenerateSettings,
             "Settings of `osora generate`",
             "The defaults are those of the schema. A preset sets its own values: "
-            "`osora generate --list-presets --json` prints all of them.",
+            "`osora presets --json` prints all of them.",
         ),
         "settings_train.md": settings_page(
             TrainSettings,
@@ -72,7 +71,7 @@ def commands_page() -> str:
         parts.append(f"## `{name}`")
         parts.extend(_help_paragraphs(command.help or ""))
         panels: dict[str, list[tuple[str, ...]]] = {}
-        describe(command.params, command.defaults())
+        command.describe()
         for parameter in command.params:
             if not parameter.hidden and "--help" not in parameter.opts:
                 panel = getattr(parameter, "rich_help_panel", None) or "Arguments and options"

@@ -41,9 +41,6 @@ class LoggingReporter:
     def figures(self, values: Mapping[str, str]) -> None:
         """Drop them: no stage of a generation has any."""
 
-    def picture(self, png: bytes, label: str) -> None:
-        """Drop it: calls make no previews."""
-
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator["_Stage"]:
         """Hand on the progress of a stage."""

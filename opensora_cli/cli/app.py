@@ -1,7 +1,7 @@
-"""The `osora` command: its subcommands, and the one place where they start and end.
+"""The `osora` command: its subcommands, and the place where they start and end.
 
-A command module imports nothing heavy at its top (no torch, no numpy): `osora --help` and shell
-completion load all of them.
+A command module imports nothing heavy at its top (no torch, no numpy, no pydantic): `osora --help` and shell completion
+load all of them.
 """
 
 import os
@@ -23,32 +23,55 @@ from opensora_cli.cli import (
     errors,
     generate,
     mem_profile,
+    presets,
+    show,
     train,
     vae,
 )
-from opensora_cli.cli.command import Command, Group
+from opensora_cli.cli.command import Group
 from opensora_cli.cli.streams import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
 
+_COMMANDS = (
+    generate.COMMAND,
+    train.COMMAND,
+    show.COMMAND,
+    presets.COMMAND,
+    env_check.COMMAND,
+    mem_profile.COMMAND,
+    bench_generate.COMMAND,
+    bench_comm.COMMAND,
+    ckpt.COMMAND,
+    data.COMMAND,
+    vae.COMMAND,
+    ckpt.CONVERT,
+)
+
+
+class _Root(Group):
+    """All commands; without arguments the help leaves out the options."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for command in _COMMANDS:
+            self.add_command(command)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command line."""
+        options: list[Any] = self.params
+        for option in options:
+            option.hidden = not args
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="osora",
-    cls=Group,
+    cls=_Root,
     rich_markup_mode="rich",
-    # errors.py reports errors; what is not ours keeps Python's own traceback.
+    # errors.py reports errors; a bug keeps Python's own traceback.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-app.command("generate", cls=generate.GenerateCommand)(generate.generate)
-app.command("train", cls=Command)(train.train)
-app.command("env-check", cls=Command)(env_check.env_check)
-app.command("mem-profile", cls=Command)(mem_profile.mem_profile)
-app.command("bench-generate", cls=Command)(bench_generate.bench_generate)
-app.command("bench-comm", cls=Command)(bench_comm.bench_comm)
-app.add_typer(ckpt.app, name="ckpt")
-app.add_typer(data.app, name="data")
-app.add_typer(vae.app, name="vae")
-app.command("convert-ckpt", cls=Command, help="The same as osora ckpt convert.")(ckpt.convert)
 
 
 def _show_version(wanted: bool) -> None:
@@ -57,50 +80,52 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def _osora(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Run, train, measure and convert Open-Sora 2.0."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    """Run, train, measure and convert Open-Sora 2.0.
+
+    Examples:
+
+      osora generate "raining, sea"
+
+      osora generate "the boat turns around" --ref boat.png --out boat.mp4
+
+      osora train --config demo_lora
+    """
 
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
-    """Have threads of OpenMP sleep while they wait, unless the user chose how; it is read when torch is loaded.
+    """Let waiting OpenMP threads sleep unless the user chose otherwise; torch reads the variable when it is loaded.
 
-    Spinning, they take their cores from all others, and from each other where these are busy: two threads on two busy
-    cores took 2.6 s for layers of the demo model's size, and 0.4 s asleep.
+    Spinning threads take cores from all others: on two busy cores, layers of the demo model's size took 2.6 s with
+    spinning threads and 0.4 s with sleeping ones.
     """
     if not any(environment.get(name) for name in _WAITING):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-def _silence_pillow() -> None:
-    """Ignore its warnings, of broken EXIF data and the like: where it cannot read the pixels, it raises."""
-    warnings.filterwarnings("ignore", module=r"PIL\.")
-
-
 @cache
 def _command() -> Any:
-    """Return all commands with their options, which take longer to make than many a request to refuse."""
+    """Return the tree of commands."""
     return typer.main.get_command(app)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; without `args` it is that of `sys.argv`."""
+    """Run the command line, by default `sys.argv`, and return its exit code."""
     guard_streams()
     escape_foreign_texts()
     if "torch" not in sys.modules:
         _wait_without_spinning(os.environ)
-    # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.
+    # Its threads gain nothing on a few texts, and it aborts if none can be started (`ulimit -u`).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     name_eager_cache(os.environ)
-    _silence_pillow()
+    # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))

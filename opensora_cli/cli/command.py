@@ -1,84 +1,265 @@
-"""Commands and groups whose help reads well in 80 columns."""
+"""Commands that are built from rows of options, and help that reads well in 80 columns."""
 
-from collections.abc import Iterable, Mapping
+import builtins
+import inspect
+import keyword
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from inspect import cleandoc
-from typing import Any
+from functools import cached_property
+from pkgutil import resolve_name
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
+from opensora_cli.cli import errors
+from opensora_cli.settings.flags import Option, given_by
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.layers import Layer
+
+Rows = Mapping[str, Option]
+"""Options and arguments by what is typed: `--num-frames`, or the metavar of an argument, `FILE`."""
+
 _EXAMPLES = "Examples:"
-_DEFAULT = " Default: "
 _WIDEST_CHOICES = 18
+_EVERYTHING = "opensora_cli.everything"
+"""Key of a context in which the help text has all options."""
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Command(TyperCommand):
-    """A command. Its help has no line breaks of the source, no type of switches, and the defaults."""
+    """A command whose parameters are built from rows when they are first needed: their types come from settings.
 
-    def defaults(self) -> Mapping[str, str]:
-        """Return what an option is without being given, where its help does not say so; by option, `--steps`.
+    Args:
+        run: called with the validated settings, or with the given ones by key (see `layers.Layer`) if `layered`; and by
+            keyword with the values of rows without a setting, named `from_` where Python has the name. Its docstring is
+            the help text.
+        rows: options and arguments in the order of the help text.
+        settings: `module:Class` of the settings that rows set, below `opensora_cli.settings`.
+        layered: whether files or other options set them, too.
+        defaults: returns defaults for the help text by option; called for help alone.
+    """
 
-        Called for help alone, so that nothing else waits for what it imports; it imports no torch.
-        """
-        return {}
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., None],
+        rows: Rows,
+        *,
+        settings: str = "",
+        layered: bool = False,
+        about: str = "",
+        defaults: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._run, self._settings, self._layered, self._defaults = run, settings, layered, defaults
+        self._has_all = any(row.is_common for row in rows.values())
+        more = {"--help-all": Option(kind=bool, help="Show all options.", is_common=True)} if self._has_all else {}
+        self._rows: Rows = {**rows, **more}
+        help_text = unwrapped(about or run.__doc__ or "")
+        super().__init__(name, help=help_text, context_settings=_HELP, rich_markup_mode="rich")
+
+    @property
+    def params(self) -> list[Any]:
+        """The options and arguments."""
+        parameters: list[Any] = self._built.params
+        return parameters
+
+    @params.setter
+    def params(self, value: object) -> None:
+        """Ignore the empty list of the base class."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        return self._built.invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of a command line; an error knows the command, whose help its hint names."""
+        """Parse the words of a command line; an error names the command, whose help its hint names."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             if getattr(error, "ctx", ctx) is None:
-                error.ctx = ctx  # type: ignore[attr-defined]  # of a value that is missing, Typer leaves it out
+                error.ctx = ctx  # type: ignore[attr-defined]  # Typer leaves it out for a missing value
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
-        self.help = unwrapped(self.help or "")
-        describe(self.get_params(ctx), self.defaults())
+        self.describe(everything=not self._has_all or ctx.meta.get(_EVERYTHING, False))
+        _hide_types(self.get_params(ctx))
         super().format_help(ctx, formatter)
+
+    def describe(self, *, everything: bool = True) -> None:
+        """Complete the help of all parameters: description, choices and default; `--help` shows the common ones."""
+        defaults = self._defaults()
+        for parameter, (label, row) in zip(self.params, self._rows.items(), strict=True):
+            field = self._field(row)
+            about = row.help or field.description
+            kind = _kind(row, field)
+            choices = [str(each.value) for each in kind] if _is_enum(kind) else []
+            if choices and parameter.metavar == "NAME":
+                about += f" One of {', '.join(choices)}."
+            default = row.default or defaults.get(label) or _shown(field)
+            parameter.help = about + (f" Default: {default}." if default else "")
+            parameter.hidden = not (everything or row.is_common)
+
+    @cached_property
+    def _built(self) -> Any:
+        """The same command as Typer makes it of a function with these parameters."""
+
+        def call(**values: Any) -> None:
+            given: dict[str, Given] = {}
+            others = {}
+            with errors.interruptible():
+                for label, row in self._rows.items():
+                    value = values[_name(label)]
+                    if not row.key:
+                        others[_name(label)] = value
+                    elif value is not False and value != []:
+                        given |= given_by(row, value, label)
+                others.pop("help_all", None)
+                self._run(given if self._layered else self._validated(given), **others)
+
+        parameters = [self._parameter(label, row) for label, row in self._rows.items()]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
+        single = typer.Typer(add_completion=False)
+        single.command()(call)
+        return typer.main.get_command(single)
+
+    def _validated(self, given: "Layer") -> Any:
+        from opensora_cli.settings.layers import validate
+
+        return validate(self._schema, given)
+
+    @property
+    def _schema(self) -> Any:
+        return resolve_name(f"opensora_cli.settings.{self._settings}")
+
+    def _parameter(self, label: str, row: Option) -> inspect.Parameter:
+        field = self._field(row)
+        kind: Any = _kind(row, field)
+        is_option = label.startswith("-")
+        extra: dict[str, Any] = {"metavar": row.metavar or _metavar(kind), "autocompletion": row.complete}
+        if row.panel:
+            extra["rich_help_panel"] = row.panel
+        if not is_option:
+            info: Any = typer.Argument(**{**extra, "metavar": label}, show_default=False)
+        elif label == "--help-all":
+            info = typer.Option(label, is_eager=True, callback=_show_all, metavar="")
+        else:
+            info = typer.Option(label, *row.short.split(), show_default=False, **extra)
+        is_required = field is not None and field.is_required()
+        default = inspect.Parameter.empty if is_required else False if kind is bool else None
+        annotation: Any = kind if is_required or kind is bool else kind | None
+        return inspect.Parameter(
+            _name(label), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, info]
+        )
+
+    def _field(self, row: Option) -> Any:
+        """Return the pydantic field of a row's setting; None where it has none."""
+        if not row.key or not self._settings:
+            return None
+        from opensora_cli.settings.base import alternatives
+
+        *sections, name = row.key.split(".")
+        schema = self._schema
+        for section in sections:
+            # One of the alternatives of an optional section is None.
+            schema = next(
+                kind for kind in alternatives(schema.model_fields[section].annotation) if kind is not NoneType
+            )
+        return schema.model_fields[name]
 
 
 class Group(TyperGroup):
-    """A group of commands; its help is as that of `Command`."""
+    """A group of commands; without arguments it prints its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command line."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            raise typer.Exit
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
-        for command in (self, *self.commands.values()):
-            command.help = unwrapped(command.help or "")
-        describe(self.get_params(ctx), {})
+        self.help = unwrapped(self.help or "")
+        _hide_types(self.get_params(ctx))
         super().format_help(ctx, formatter)
+
+
+def group(name: str, about: str, *commands: Command) -> Group:
+    """Return a group of commands."""
+    return Group(name=name, help=about, commands=commands, context_settings=_HELP)
 
 
 def unwrapped(text: str) -> str:
     """Return a help text with a line for each paragraph, and below `Examples:` a line for each command, unindented."""
-    about, heading, examples = cleandoc(text).partition(_EXAMPLES)
+    about, heading, examples = inspect.cleandoc(text).partition(_EXAMPLES)
     paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n") if paragraph.strip()]
     lines = [line.strip() for line in examples.splitlines() if line.strip()]
     return "\n\n".join([*paragraphs, *(["\n".join([heading, *lines])] if heading else [])])
 
 
-def describe(parameters: Iterable[Any], defaults: Mapping[str, str]) -> None:
-    """Complete the help of `parameters` in place: choices where they are many, and `defaults`, by option.
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[_EVERYTHING] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
 
-    What is complete stays as it is.
-    """
+
+def _name(label: str) -> str:
+    """Return the name of a parameter: `num_frames` for `--num-frames`, `from_` for `--from`."""
+    name = label.lstrip("-").replace("-", "_").lower()
+    return f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else name
+
+
+def _kind(row: Option, field: Any) -> Any:
+    """Return the type of a value on the command line; text where pydantic reads more than one type."""
+    if row.kind is not None or field is None:
+        return row.kind or str
+    from pydantic import BeforeValidator
+
+    from opensora_cli.settings.base import alternatives
+
+    kinds = [kind for kind in alternatives(field.annotation) if kind is not NoneType]
+    kind: Any = kinds[0] if len(kinds) == 1 else str
+    read_by = [*field.metadata, *getattr(kind, "__metadata__", ())]
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        [part, *_] = get_args(kind)
+        return list[part if _is_enum(part) else str]  # type: ignore[misc]  # a type that only Typer sees
+    is_plain = kind in (bool, int, float) or _is_enum(kind)
+    return kind if is_plain and not any(isinstance(each, BeforeValidator) for each in read_by) else str
+
+
+def _is_enum(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _metavar(kind: Any) -> str | None:
+    if kind is bool:
+        return ""
+    if kind is int:
+        return "N"
+    if not _is_enum(kind):
+        return None
+    choices = "|".join(str(each.value) for each in kind)
+    return choices if len(choices) <= _WIDEST_CHOICES else "NAME"
+
+
+def _shown(field: Any) -> str:
+    """Return the default of a field for the help text; empty where there is none to show."""
+    default = None if field is None or field.is_required() else field.default
+    return "" if default is None or isinstance(default, bool | tuple) or default == "" else f"{default}"
+
+
+def _hide_types(parameters: Iterable[Any]) -> None:
+    """Keep the help text from naming the types of arguments, which are words, and of switches."""
     for parameter in parameters:
-        is_option = parameter.param_type_name == "option"
-        kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
-        about, _, default = (parameter.help or "").partition(_DEFAULT)
-        if not is_option:
-            parameter.display_type_rich = _no_type
-        elif parameter.metavar is None and parameter.is_flag:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
+        elif parameter.is_flag:
             parameter.metavar = ""
-        elif parameter.metavar is None and isinstance(kind, type) and issubclass(kind, Enum):
-            choices = [str(each.value) for each in kind]
-            parameter.metavar = "|".join(choices)
-            if len(parameter.metavar) > _WIDEST_CHOICES:
-                parameter.metavar = "NAME"
-                about += f" One of {', '.join(choices)}."
-        known = next((f"{defaults[name]}." for name in parameter.opts if name in defaults), "")
-        parameter.help = about + (f"{_DEFAULT}{default or known}" if default or known else "")
-
-
-def _no_type(ctx: object) -> None:
-    """Arguments are words; their type is not shown."""

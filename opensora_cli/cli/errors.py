@@ -1,4 +1,4 @@
-"""From an exception to a message and an exit code: the one place that knows both."""
+"""Messages and exit codes of exceptions, and Ctrl-C."""
 
 import _thread
 import gc
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -28,10 +28,10 @@ INTERRUPTED = 130
 
 _MOMENT_S = 0.02
 
-_OF_LIBRARIES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")
-"""How the variables begin that libraries read while they are imported."""
+_LIBRARY_PREFIXES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")
+"""Prefixes of the variables that libraries read while they are imported."""
 
-# Typer brings its own Click and exposes only this subclass of the error that a command line does not parse.
+# Typer vendors Click and exposes only this subclass of the error for a command line that does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -60,15 +60,15 @@ OF_REFERENCE = {
     "prompt_refine": "--refine",
     "ckpt_path": "--weights",
 }
-"""What the scripts of the reference implementation call it, without dashes, and what it is here."""
+"""Options of the reference implementation's scripts, without dashes, and the option of osora."""
+
+REMOVED = {"--profile": "osora bench-generate", "--profile-runs": "osora bench-generate --repeats N"}
+"""Options of earlier versions, and the command that took their place."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a command ends when it did not succeed: what is wrong, one problem a line, and how to fix it.
-
-    Exit codes: 2 a bad request, 3 a bad or missing file, 4 this machine cannot do it, 130 interrupted.
-    """
+    """Message of a failed command, one problem a line, with its exit code and a hint."""
 
     lines: tuple[str, ...]
     exit_code: int
@@ -76,65 +76,68 @@ class Failure:
 
 
 class InterruptError(OsoraError):
-    """Ctrl-C, with what is left to do."""
+    """Ctrl-C, with a hint on how to continue."""
 
     exit_code = INTERRUPTED
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-@contextmanager
 def uninterrupted() -> Iterator[None]:
-    """For the import of torch and what needs it: interrupted, that can abort the program.
+    """Hold back Ctrl-C while torch and the modules that need it are imported: interrupted, an import can abort.
 
-    What torch brings stays: the collector of garbage is off meanwhile, and never looks at it, which takes a tenth of a
-    second each time. What libraries log from then on is escaped.
+    The objects of torch stay, so garbage collection is off meanwhile and ignores them afterwards: scanning them takes a
+    tenth of a second each time. From then on, log messages of libraries are escaped.
 
-    Raises RequestError if a library refuses an environment variable meanwhile.
+    Raises RequestError if a library refuses an environment variable.
     """
     is_first = "torch" not in sys.modules
     escape_foreign_logs()
-    with held_back(), _uncollected() if is_first else nullcontext():
-        try:
+    if is_first:
+        gc.disable()
+    try:
+        with held_back():
             yield
-        except (ValueError, RuntimeError) as error:
-            text = str(error)
-            named = {
-                name: value
-                for name, value in sorted(os.environ.items())
-                if name.startswith(_OF_LIBRARIES) and (name in text or repr(value) in text)
-            }
-            if not named:
-                raise
-            from opensora_cli.core.redaction import shown_value
+    except (ValueError, RuntimeError) as error:
+        refused = _refused_variable(error)
+        if refused is None:
+            raise
+        raise refused from error
+    finally:
+        if is_first:
+            gc.freeze()
+            gc.enable()
 
-            shown = {name: shown_value(name, value) for name, value in named.items()}
-            for name, value in named.items():
-                if value and shown[name] != value:
-                    text = text.replace(value, shown[name])
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            variables = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-            raise RequestError(
-                f"a library cannot be loaded with {variables}: {plain(lines[0])}",
-                hint=f"unset {' '.join(named)}, or set what it takes",
-            ) from error
+
+def _refused_variable(error: Exception) -> RequestError | None:
+    """Return the error for an environment variable that a library refuses; None if it names none."""
+    from opensora_cli.core.redaction import shown_value
+
+    text = str(error)
+    named = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_LIBRARY_PREFIXES) and (name in text or repr(value) in text)
+    }
+    if not named:
+        return None
+    shown = {name: shown_value(name, value) for name, value in named.items()}
+    for name, value in named.items():
+        if value and shown[name] != value:
+            text = text.replace(value, shown[name])
+    first_line = next(line.strip() for line in text.splitlines() if line.strip())
+    variables = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+    return RequestError(
+        f"a library cannot be loaded with {variables}: {plain(first_line)}",
+        hint=f"unset {' '.join(named)}, or set a value that it accepts",
+    )
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn Ctrl-C into an error with a message, before Typer makes a bare exit of it.
+    """Turn Ctrl-C into an error with a message, before Typer exits without one.
 
-    A request to end (SIGTERM: `kill`, a container that stops, a job whose time is up; see `core.signals`) counts as
-    Ctrl-C, and leaves as little behind. The engine may hand in lines on how to go on, as the argument of
-    `KeyboardInterrupt`.
+    A request to end (SIGTERM: `kill`, a container that stops, a job that is out of time; see `core.signals`) counts as
+    Ctrl-C. The argument of `KeyboardInterrupt`, if there is one, says how to continue.
     Raises InterruptError if Ctrl-C was pressed.
     """
     with _watching() as was_pressed, requests_as_interrupts():
@@ -143,85 +146,71 @@ def interruptible() -> Iterator[None]:
         except KeyboardInterrupt as stop:
             raise InterruptError("interrupted", hint=str(stop.args[0]) if stop.args else None) from stop
         except Exception as error:
-            # Compiled modules that are interrupted while they are imported blame something else.
+            # A compiled module whose import is interrupted raises another error.
             if was_pressed():
-                left = getattr(error, "__notes__", None)
-                raise InterruptError("interrupted", hint="\n".join(left) if left else None) from error
+                notes = getattr(error, "__notes__", None)
+                raise InterruptError("interrupted", hint="\n".join(notes) if notes else None) from error
             raise
 
 
 @contextmanager
 def _watching() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed inside the block, and let no finaliser swallow it."""
+    """Yield a function that returns whether Ctrl-C was pressed inside the block; a finalizer cannot swallow it.
+
+    Nothing is watched outside of the main thread, which alone may set handlers, and if Ctrl-C is ignored (nohup).
+    """
+    handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: False
+        return
     pressed = was_swallowed = False
     last = -REPEAT_S
-    again: list[threading.Timer] = []
+    timers: list[threading.Timer] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal pressed, was_swallowed, last
         before, last = last, time.monotonic()
         if last - before < REPEAT_S and not was_swallowed:
-            return  # sent twice, and the first one is on its way up
+            return  # sent twice: the first one is being handled
         pressed, was_swallowed = True, False
         signal.default_int_handler(number, frame)
 
     def press_again(ignored: "sys.UnraisableHookArgs") -> None:
-        # Python drops what is raised in a finaliser, and in this hook too: so a moment later.
+        # Python drops exceptions of finalizers and of this hook, so Ctrl-C is sent again a moment later.
         nonlocal was_swallowed
         if ignored.exc_type is KeyboardInterrupt:
             was_swallowed = True
-            again.append(threading.Timer(_MOMENT_S, _press))
-            again[-1].start()
+            timers.append(threading.Timer(_MOMENT_S, _press))
+            timers[-1].start()
         else:
             hook(ignored)
 
-    hook = sys.unraisablehook
-    with _handler(note) as is_set:
-        if is_set:
-            sys.unraisablehook = press_again
-        try:
-            yield lambda: pressed
-        finally:
-            for timer in again:
-                timer.cancel()
-            sys.unraisablehook = hook
-
-
-@contextmanager
-def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
-    """Let `handle` take Ctrl-C inside the block; yields whether it does.
-
-    It does not outside of the main thread, which alone may set handlers, nor where Ctrl-C is ignored (nohup).
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield False
-        return
-    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGINT, note)
+    sys.unraisablehook = press_again
     try:
-        yield True
+        yield lambda: pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        for timer in timers:
+            timer.cancel()
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGINT, handler)
 
 
 def _press() -> None:
-    """Do what the keyboard does, from another thread."""
+    """Send Ctrl-C to the main thread."""
     main = threading.main_thread().ident
     if sys.platform == "win32" or main is None:
         _thread.interrupt_main()
     else:
-        # A real signal also ends what the main thread waits for.
+        # A real signal also ends a wait of the main thread.
         signal.pthread_kill(main, signal.SIGINT)
 
 
 def run(command: Callable[[], object]) -> int:
-    """Run `command` and return the exit code of the program.
+    """Run `command`, which returns an exit code or anything else for success, and return the program's exit code.
 
-    Errors that a user can act on are printed in a few lines on stderr. Any other is a bug: it is raised, so that Python
-    prints the traceback and exits with 1.
-
-    Where this process is one of several ranks, the launcher that started it gets the message and prints it once.
-    `command` returns an exit code, or anything else for success.
+    Errors that a user can act on are printed in a few lines on stderr. Any other error is a bug: it is raised, so that
+    Python prints the traceback and exits with 1. A rank sends its message to the launcher, which prints it once.
     """
     context = _context()
     with ExitStack() as stack:
@@ -233,7 +222,7 @@ def run(command: Callable[[], object]) -> int:
             return error.exit_code
         try:
             return _run(command, context)
-        except KeyboardInterrupt:  # where no block is `interruptible`, such as while an error is reported
+        except KeyboardInterrupt:  # outside of `interruptible`, such as while an error is reported
             if not rank_link.report_failure("interrupted", hint=None, exit_code=INTERRUPTED):
                 output.print_failure(("interrupted",))
             return INTERRUPTED
@@ -248,26 +237,23 @@ def _run(command: Callable[[], object], context: RankContext | None) -> int:
             if rank_link.report_bug(error):
                 return OsoraError.exit_code
             if context is not None and rank_link.is_loss(error):
-                output.print_failure((_lost(context.rank),), hint="the rank that ended first printed the reason")
+                where = f"rank {context.rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
+                output.print_failure(
+                    (f"{where}: lost the others",), hint="the rank that ended first printed the reason"
+                )
                 return HardwareError.exit_code
             raise
         message = "\n".join(failure.lines)
         if not rank_link.report_failure(message, hint=failure.hint, exit_code=failure.exit_code):
             output.print_failure(failure.lines, hint=failure.hint)
         return failure.exit_code
-    if code == INTERRUPTED:  # Typer's own, of a command line that was being read, or help that was being printed
+    if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
         raise KeyboardInterrupt
-    if code == OsoraError.exit_code:  # Typer's own, of a shell that it cannot complete for
+    if code == OsoraError.exit_code:  # by Typer, for a shell without completion
         hint = "run it from bash, zsh, fish or PowerShell"
-        output.print_failure(("no shell was found above this process that can complete commands",), hint=hint)
+        output.print_failure(("no shell was found that can complete commands",), hint=hint)
         return HardwareError.exit_code
     return code if isinstance(code, int) else 0
-
-
-def _lost(rank: int) -> str:
-    """Return the message of a rank without a launcher whose collective failed since another rank ended."""
-    where = f"rank {rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
-    return f"{where}: lost the others"
 
 
 def _context() -> RankContext | None:
@@ -279,8 +265,7 @@ def _context() -> RankContext | None:
 
 
 def explain_failure(error: Exception) -> Failure | None:
-    """Return the message and exit code for `error`, or None where it is a bug."""
-    # pydantic takes long to import, and without it there is nothing of its to catch.
+    """Return the message and exit code for `error`; None for a bug."""
     from pydantic import ValidationError
 
     from opensora_cli.settings.explain import explain
@@ -306,7 +291,9 @@ def explain_failure(error: Exception) -> Failure | None:
 def _usage_line(error: Exception) -> str:
     if hasattr(error, "possibilities"):
         option = getattr(error, "option_name", "")
-        # Best first here; Typer's own message sorts them by name.
+        if option in REMOVED:
+            return f"no such option: {option}. Use {REMOVED[option]}"
+        # The nearest option comes first; Typer's own message sorts them by name.
         likely = [*_named_by_reference(error, option), *(error.possibilities or ())]
         if likely:
             return f"no such option: {option}. Did you mean {likely[0]}?"
@@ -315,7 +302,7 @@ def _usage_line(error: Exception) -> str:
 
 
 def _named_by_reference(error: Exception, option: str) -> list[str]:
-    """Return what the command has for an option of the reference implementation's scripts, if it is one."""
+    """Return the option of the command for an option of the reference's scripts, if there is one."""
     ours = OF_REFERENCE.get(option.lstrip("-").replace("-", "_"))
     parameters = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", ())
     return [ours] if ours is not None and any(ours in parameter.opts for parameter in parameters) else []
@@ -326,7 +313,7 @@ def _usage_hint(error: Exception) -> str:
     option = getattr(error, "option_name", "")
     advice = ""
     if "unexpected extra argument" in str(error):
-        advice = "quote a text that has blanks in it, or "
+        advice = "quote a text with blanks in it, or "
     elif option.startswith("-") and not option.startswith("--"):
-        advice = "put a text that begins with - last, after --, or "
+        advice = "put a text that begins with - after --, at the end, or "
     return f"{advice}see {path} --help"

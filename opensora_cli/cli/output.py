@@ -13,23 +13,21 @@ if TYPE_CHECKING:
     from opensora_cli.core.documents import Document
 
 _LONGEST_LINE = 2000
-"""Of a message: no list of choices is longer."""
+"""Characters of a message; every list of choices is shorter."""
 
 
-def make_reporter(*, quiet: bool, pictures: bool = False) -> Reporter:
-    """Return what shows progress: bars on a terminal, with `pictures` if wanted, a few plain lines elsewhere, and
-    nothing when `quiet`.
-    """
-    # Python has no stderr where the shell closed it (2>&-).
+def make_reporter(*, quiet: bool) -> Reporter:
+    """Return a reporter: bars on a terminal, a few plain lines elsewhere, and nothing when `quiet`."""
+    # Python has no stderr if the shell closed it (2>&-).
     if quiet or sys.stderr is None:
         return SilentReporter()
     from opensora_cli.cli.progress import BarReporter, LineReporter
 
-    return BarReporter(pictures=pictures) if sys.stderr.isatty() else LineReporter()
+    return BarReporter() if sys.stderr.isatty() else LineReporter()
 
 
 def note_start(reporter: Reporter) -> None:
-    """Report on a terminal that torch is being loaded: before that nothing is, and a busy machine takes long."""
+    """Report on a terminal that torch is being loaded, which takes seconds on a busy machine."""
     if sys.stderr is not None and sys.stderr.isatty() and "torch" not in sys.modules:
         reporter.note("loading torch ...")
 
@@ -43,18 +41,18 @@ def print_result(result: "Document", *, as_json: bool) -> None:
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """Print one JSON document to stdout, in plain ASCII so that no terminal or pipe can spoil it."""
+    """Print one JSON document to stdout, in ASCII, which every terminal and pipe can carry."""
     _print(json.dumps(document, indent=2, allow_nan=False))
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines of data to stdout, in as many lines: control characters in names are escaped."""
+    """Print lines of data to stdout, with control characters escaped, so that each stays one line."""
     for line in lines:
         _print(escaped(line))
 
 
 def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
-    """Print what went wrong to stderr, and below it how to fix it, which may take several lines."""
+    """Print errors to stderr, and the hint below them, which may have several lines."""
     from rich.console import Console
     from rich.text import Text
 
@@ -66,7 +64,7 @@ def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
 
 
 def readable(line: str) -> str:
-    """Return a line for people, of which a value that was given, however long, leaves what is wrong with it."""
+    """Return a printable line; the middle of a very long one, such as a quoted value, is dropped."""
     kept = _LONGEST_LINE // 2
     return escaped(as_unicode(line if len(line) <= _LONGEST_LINE else f"{line[:kept]} ... {line[-kept:]}"))
 
@@ -75,5 +73,5 @@ def _print(line: str) -> None:
     if sys.stdout is None:  # closed by the shell (>&-)
         return
     encoding = sys.stdout.encoding or "utf-8"
-    # A console that cannot show a file's name must not turn a finished run into a crash.
+    # A file name that the console cannot show must not crash a finished run.
     print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)

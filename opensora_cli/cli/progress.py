@@ -1,15 +1,24 @@
-"""Progress of stages on stderr, with the time left."""
+"""Progress of stages on stderr, with the time left, as rich estimates it."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
+from rich.columns import Columns
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 from rich.text import Text
 
 from opensora_cli.core.formatting import best_unit, duration, escaped, format_bytes
@@ -17,44 +26,8 @@ from opensora_cli.core.progress import BYTES, StageProgress
 
 Clock = Callable[[], float]
 
-
-class Pace:
-    """How far a stage is, how fast it goes, and what is left of it; `total` is None when that is unknown."""
-
-    def __init__(self, total: int | None, *, clock: Clock = time.monotonic) -> None:
-        self.total = total
-        self.done = 0
-        self._clock = clock
-        self._start = clock()
-        self._first: tuple[float, int] | None = None
-        self._last = self._start
-
-    def advance(self, amount: int) -> None:
-        """Count `amount` more units."""
-        self.done += amount
-        self._last = self._clock()
-        if self._first is None:
-            self._first = (self._last, self.done)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return self._clock() - self._start
-
-    @property
-    def remaining(self) -> float | None:
-        """Seconds left, or None while that cannot be said.
-
-        The first advance is left out of the pace: it has warming up in it.
-        """
-        if self.total is None or self._first is None or self.done >= self.total:
-            return None
-        first_time, first_done = self._first
-        if self.done == first_done:
-            return None
-        seconds_per_unit = (self._last - first_time) / (self.done - first_done)
-        since = self._clock() - self._last
-        return max(0.0, (self.total - self.done) * seconds_per_unit - since)
+_WHOLE_STAGE = float("inf")
+"""Seconds over which rich measures the speed: a step may take longer than its default of 30."""
 
 
 class LineReporter:
@@ -66,7 +39,7 @@ class LineReporter:
 
     def note(self, text: str) -> None:
         """Print one line."""
-        # At once, with its end: Ctrl-C may come between two writes.
+        # Line and end in one write: Ctrl-C may come between two.
         print(f"{escaped(text)}\n", end="", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
@@ -74,45 +47,35 @@ class LineReporter:
         self.note(f"warning: {text}")
 
     def figures(self, values: Mapping[str, str]) -> None:
-        """Drop them: lines stay where they are."""
-
-    def picture(self, png: bytes, label: str) -> None:
-        """Drop it: a log shows none."""
+        """Ignore figures: printed lines cannot be updated."""
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run a stage; one that fails ends without a line, since the error will follow, and one of no time, too."""
-        running = _LineStage(self, name, unit, Pace(total, clock=self._clock), every=self._every)
-        yield running
-        if _took_time(running.pace):
-            self.note(_summary(name, unit, running.pace))
+        """Run a stage; one that fails or takes no time prints no line."""
+        progress = Progress(get_time=self._clock, speed_estimate_period=_WHOLE_STAGE)  # never started: it only counts
+        task_id = progress.add_task(name, total=total, unit=unit)
+        task = progress.tasks[0]
+        next_s = self._every
 
+        def print_now_and_then() -> None:
+            nonlocal next_s
+            elapsed_s = task.elapsed or 0.0
+            if elapsed_s < next_s or task.finished:
+                return
+            next_s = elapsed_s + self._every
+            left = "" if task.time_remaining is None else f", about {duration(task.time_remaining)} left"
+            self.note(f"{name}: {_count(task)}, {duration(elapsed_s)}{left}")
 
-class _LineStage:
-    def __init__(self, reporter: LineReporter, name: str, unit: str, pace: Pace, *, every: float) -> None:
-        self.pace = pace
-        self._reporter = reporter
-        self._name = name
-        self._unit = unit
-        self._every = every
-        self._next = every
-
-    def advance(self, amount: int = 1) -> None:
-        self.pace.advance(amount)
-        if self.pace.elapsed < self._next or self.pace.done == self.pace.total:
-            return
-        self._next = self.pace.elapsed + self._every
-        self._reporter.note(f"{self._name}: {_count(self.pace, self._unit)}, {_times(self.pace)}")
+        yield _Stage(progress, task_id, print_now_and_then)
+        if _took_time(task):
+            self.note(_summary(task))
 
 
 class BarReporter:
     """Bars on a terminal, stderr by default, one per running stage; a finished stage leaves a line."""
 
-    def __init__(
-        self, console: Console | None = None, *, pictures: bool = False, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._pictures = pictures
         self._clock = clock
         self._progress: _Bars | None = None
 
@@ -125,46 +88,39 @@ class BarReporter:
         self._console.print(Text.assemble(("warning: ", "yellow"), escaped(text)), soft_wrap=True)
 
     def figures(self, values: Mapping[str, str]) -> None:
-        """Show them in a table above the bars, until the last bar ends."""
+        """Show figures above the bars until the last stage ends."""
         if self._progress is not None:
             self._progress.values = dict(values)
 
-    def picture(self, png: bytes, label: str) -> None:
-        """Show it above the bars, with its line, in the best way that the terminal has."""
-        if not self._pictures:
-            return
-        from opensora_cli.cli.terminal_pictures import shown
-
-        renderable = shown(png, self._console, os.environ)
-        if renderable is not None:
-            self.note(label)
-            self._console.print(renderable, soft_wrap=True)
-
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run a stage; one that fails ends without a line, since the error will follow, and one of no time, too."""
-        pace = Pace(total, clock=self._clock)
+        """Run a stage; one that fails or takes no time leaves no line."""
         progress = self._started()
-        task = progress.add_task(escaped(name), total=total, pace=pace, unit=unit)
+        task_id = progress.add_task(escaped(name), total=total, unit=unit)
+        task = next(each for each in progress.tasks if each.id == task_id)
         try:
-            yield _BarStage(progress, task, pace)
+            yield _Stage(progress, task_id)
         finally:
-            progress.remove_task(task)
+            progress.remove_task(task_id)
             if not progress.tasks:
                 progress.stop()
                 self._progress = None
-        if _took_time(pace):
-            self.note(_summary(name, unit, pace))
+        if _took_time(task):
+            self.note(_summary(task))
 
     def _started(self) -> "_Bars":
         if self._progress is None:
             self._progress = _Bars(
                 TextColumn("{task.description:8}", markup=False),
-                BarColumn(),
-                _PaceColumn(),
+                BarColumn(bar_width=None),
+                _CountColumn(Column(no_wrap=True)),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
                 console=self._console,
+                get_time=self._clock,
+                speed_estimate_period=_WHOLE_STAGE,
                 transient=True,
-                # Data may go to stdout at any time, and stays there.
+                # Results may be printed to stdout at any time and stay there.
                 redirect_stdout=False,
             )
             self._progress.start()
@@ -172,73 +128,58 @@ class BarReporter:
 
 
 class _Bars(Progress):
-    """Bars, below the figures of what is running."""
+    """Bars below the figures of the running stage."""
 
     values: Mapping[str, str] = MappingProxyType({})
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield the table of figures, if there are any, and the bars."""
+        """Yield the figures, if there are any, and the bars."""
         if self.values:
-            yield _table(self.values, width=self.console.width)
+            cells = [Text.assemble((escaped(name), "dim"), "\n", escaped(value)) for name, value in self.values.items()]
+            yield Columns(cells, equal=True, padding=(0, 2))
         yield from super().get_renderables()
 
 
-def _table(values: Mapping[str, str], *, width: int) -> Table:
-    """Return names above values, in as many columns as there is room for."""
-    cells = [(escaped(name), escaped(value)) for name, value in values.items()]
-    column = max(len(text) for cell in cells for text in cell) + 2
-    table = Table.grid(padding=(0, 2, 0, 0))
-    count = max(1, min(len(cells), width // column))
-    for start in range(0, len(cells), count):
-        row = cells[start : start + count]
-        table.add_row(*(Text(name, style="dim") for name, _ in row))
-        table.add_row(*(Text(value) for _, value in row))
-    return table
-
-
-class _BarStage:
-    def __init__(self, progress: Progress, task: TaskID, pace: Pace) -> None:
-        self._progress = progress
-        self._task = task
-        self._pace = pace
-
-    def advance(self, amount: int = 1) -> None:
-        self._pace.advance(amount)
-        self._progress.advance(self._task, amount)
-
-
-class _PaceColumn(ProgressColumn):
-    """Units done, time passed and time left."""
+class _CountColumn(ProgressColumn):
+    """Units done of all, or bytes."""
 
     def render(self, task: Task) -> Text:
-        pace: Pace = task.fields["pace"]
-        count = _count(pace, task.fields["unit"])
-        return Text(", ".join(filter(None, (count, _times(pace)))))
+        return Text(_count(task))
 
 
-def _took_time(pace: Pace) -> bool:
-    """Return whether the time of a stage is shown as more than 0."""
-    return duration(pace.elapsed) != duration(0)
+class _Stage:
+    """Running stage; it calls `show` after every advance."""
+
+    def __init__(self, progress: Progress, task_id: TaskID, show: Callable[[], None] = lambda: None) -> None:
+        self._progress = progress
+        self._task_id = task_id
+        self._show = show
+
+    def advance(self, amount: int = 1) -> None:
+        self._progress.advance(self._task_id, amount)
+        self._show()
 
 
-def _count(pace: Pace, unit: str) -> str:
-    if pace.total is None:
-        return _amount(pace.done, unit) if pace.done else ""
+def _took_time(task: Task) -> bool:
+    """Return whether the duration of a stage is shown as more than 0."""
+    return duration(task.elapsed or 0.0) != duration(0)
+
+
+def _count(task: Task) -> str:
+    done, unit = round(task.completed), task.fields["unit"]
+    if task.total is None:
+        return _amount(done, unit)
     if unit != BYTES:
-        return f"{pace.done}/{pace.total} {unit}"
-    name = best_unit(pace.total)
-    return f"{format_bytes(pace.done, unit=name).removesuffix(f' {name}')}/{format_bytes(pace.total, unit=name)}"
+        return f"{done}/{round(task.total)} {unit}"
+    name = best_unit(round(task.total))
+    return f"{format_bytes(done, unit=name).removesuffix(f' {name}')}/{format_bytes(round(task.total), unit=name)}"
 
 
 def _amount(count: int, unit: str) -> str:
     return format_bytes(count) if unit == BYTES else f"{count} {unit}"
 
 
-def _times(pace: Pace) -> str:
-    left = pace.remaining
-    return duration(pace.elapsed) + (f", about {duration(left)} left" if left is not None else "")
-
-
-def _summary(name: str, unit: str, pace: Pace) -> str:
-    done = f"{_amount(pace.done, unit)}, " if pace.total is not None and pace.total > 1 else ""
-    return f"{name}: {done}{duration(pace.elapsed)}"
+def _summary(task: Task) -> str:
+    counted = task.total is not None and task.total > 1
+    done = f"{_amount(round(task.completed), task.fields['unit'])}, " if counted else ""
+    return f"{task.description}: {done}{duration(task.elapsed or 0.0)}"

@@ -1,4 +1,4 @@
-"""Standard streams that cannot be written: a log that is lost ends no run, and a result that is lost is reported."""
+"""Standard streams that cannot be written: a lost log line ends no run, and a lost result is an error."""
 
 import io
 import os
@@ -17,28 +17,28 @@ from opensora_cli.core.signals import held_back
 
 
 def guard_streams() -> None:
-    """Make standard error drop what it cannot write, and standard output raise an OutputError for it.
+    """Make standard error drop text that it cannot write, and standard output raise an OutputError.
 
-    Standard output drops it, too, where a reader has left (`| head`). Streams that the shell closed lead nowhere: else
-    the next file that is opened would take their number, and what libraries log would be written to it. Streams that
-    are not those of the process, as in tests, stay as they are.
+    Standard output drops text, too, if its reader has left (`| head`). A stream that the shell closed is opened on the
+    null device: otherwise the next file would take its number, and libraries would log to that file. Streams that a
+    program or a test replaced are not changed.
     """
     if sys.platform == "win32":
-        return  # consoles there are no files
+        return  # consoles are no files there
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-    if sys.stderr is None:  # what is printed there would go to standard output
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    if sys.stderr is None:  # print() would write to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
     sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log, _LogText)
     sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results, io.TextIOWrapper)
 
 
 @cache
 def escape_foreign_texts() -> None:
-    """Escape what steers terminals in warnings and tracebacks, which quote files and servers; see `foreign_text`."""
+    """Escape control characters in warnings and tracebacks, which quote files and servers; see `foreign_text`."""
 
     def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         import traceback
@@ -58,7 +58,7 @@ def escape_foreign_texts() -> None:
 
 @cache
 def escape_foreign_logs() -> None:
-    """Do so in the log records of libraries: huggingface_hub prints the warnings of a server. Imports logging."""
+    """Escape control characters in log records of libraries: huggingface_hub prints the warnings of a server."""
     import logging
 
     class Record(logging.LogRecord):
@@ -69,7 +69,7 @@ def escape_foreign_logs() -> None:
 
 
 def foreign_text(text: str) -> str:
-    """Return lines of a library for a terminal: without passwords in addresses, and with control characters escaped."""
+    """Return text of a library for a terminal: no passwords in addresses, and control characters escaped."""
     return "\n".join(escaped(line) for line in without_credentials(text).split("\n"))
 
 
@@ -82,10 +82,10 @@ class _Log(io.FileIO):
 
 
 class _LogText(io.TextIOWrapper):
-    """Writes each text once, also where Ctrl-C comes just after: the buffer would not know, and write it again."""
+    """Text layer that writes each text once: interrupted by Ctrl-C, the buffer would write it again."""
 
     def write(self, text: str, /) -> int:
-        with suppress(OSError, ValueError):  # Ctrl-C may end waiting for a reader
+        with suppress(OSError, ValueError):  # Ctrl-C may end this wait for a reader
             select.select([], [self.fileno()], [])
         with held_back():
             return super().write(text)
@@ -100,9 +100,9 @@ class _Results(io.FileIO):
         try:
             return super().write(content)
         except OSError as error:
-            # Python flushes its buffer again while it exits, which must not fail.
+            # Python flushes its buffer again at exit, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            if isinstance(error, BrokenPipeError):  # the reader has seen enough
+            if isinstance(error, BrokenPipeError):  # the reader has left
                 return len(content)
             raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
 
@@ -110,7 +110,7 @@ class _Results(io.FileIO):
 def _guarded(
     stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO], text: type[io.TextIOWrapper]
 ) -> TextIO:
-    """Return a stream of the same form, to the same file, with another lowest and another highest layer."""
+    """Return a stream to the same file with the layers `raw` and `text`."""
     if original is None or stream is not original:
         return stream
     stream.flush()

@@ -1,91 +1,23 @@
-"""`osora vae`: what autoencoders make of pictures and videos."""
+"""`osora vae`: reconstruct pictures and videos with an autoencoder, and measure its latents."""
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from opensora_cli.cli import errors, options, output
-from opensora_cli.cli.command import Command, Group
+from opensora_cli.cli.command import Command, group
+from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 
 if TYPE_CHECKING:
     from opensora_cli.core.progress import Reporter
+    from opensora_cli.settings.layers import Layer
     from opensora_cli.settings.vae_reconstruct import EncodeSettingsT
 
-app = typer.Typer(cls=Group, help="See what an autoencoder makes of pictures and videos.")
 
-Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Pictures and videos.", show_default=False)]
-FilesAndFolders = Annotated[
-    list[str], typer.Argument(metavar="FILE", help="Pictures and videos, or folders of them.", show_default=False)
-]
-Out = Annotated[
-    str | None, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results. Default: reconstructed/")
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="NAME|FILE",
-        help="demo, hunyuan, dc_ae or flux_ae; a YAML file of settings; a .py configuration of the reference; or what "
-        "osora train was given or wrote (settings.json), for the autoencoder that it trained. Default: demo.",
-        autocompletion=options.completed_settings("vae", "train"),
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        "--weights", metavar="DIR", help="Folder with the weights. Default: ./ckpts or the Hugging Face cache."
-    ),
-]
-ClipFrames = Annotated[
-    int | None,
-    typer.Option("--clip-frames", metavar="N", help="Longest clip that is encoded at once; longer videos in several."),
-]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as in vae.temporal_tiling=true. Repeatable."),
-]
-NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Write no sidecar beside a result.")]
-
-
-def _settings(
-    schema: "type[EncodeSettingsT]",
-    flags: Mapping[str, tuple[str, object]],
-    *,
-    config: Path | None,
-    assignments: Sequence[str],
-    reporter: "Reporter",
-) -> "EncodeSettingsT":
-    """Return the settings that flags (None: not given), assignments, environment and configuration add up to."""
-    from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.vae_reconstruct import load_vae_settings
-
-    given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
-    overrides = collect_overrides(schema, given, assignments)
-    return load_vae_settings(schema, config=config, overrides=overrides, environment=os.environ, report=reporter.note)
-
-
-def reconstruct(
-    files: Files,
-    config: Config = None,
-    weights: Weights = None,
-    out: Out = None,
-    clip_frames: ClipFrames = None,
-    overwrite: options.Overwrite = False,
-    no_metadata: NoMetadata = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    set_: Assignments = None,
-    json_: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
+def reconstruct(given: "Layer", *, config: Path | None, set_: list[str] | None, json: bool, quiet: bool) -> None:
     """Encode and decode files, write both side by side, and print PSNR and SSIM.
 
-    The original is left, the reconstruction right. Sizes are cropped to what the autoencoder takes.
+    The original is on the left. Sizes are cropped to multiples that the autoencoder supports.
 
     Examples:
 
@@ -95,48 +27,23 @@ def reconstruct(
 
       osora vae reconstruct boat.mp4 --config runs/vae/settings.json
     """
-    flags = {
-        "files": ("FILE", tuple(files)),
-        "runtime.weights": ("--weights", weights),
-        "runtime.device": ("--device", device),
-        "runtime.dtype": ("--dtype", dtype),
-        "runtime.threads": ("--threads", threads),
-        "output.folder": ("--out", out),
-        "output.overwrite": ("--overwrite", True if overwrite else None),
-        "output.metadata": ("--no-metadata", False if no_metadata else None),
-        "clip.num_frames": ("--clip-frames", clip_frames),
-    }
-    with errors.interruptible():
-        from opensora_cli.engine.vae.early import refuse_early
-        from opensora_cli.settings.vae_reconstruct import ReconstructSettings
+    from opensora_cli.settings.vae_reconstruct import ReconstructSettings
 
-        reporter = output.make_reporter(quiet=quiet)
-        settings = _settings(ReconstructSettings, flags, config=config, assignments=set_ or [], reporter=reporter)
-        refuse_early(settings)
-        with errors.uninterrupted():
-            from opensora_cli.engine.vae import reconstruct as engine
+    reporter = output.make_reporter(quiet=quiet)
+    settings = _settings(ReconstructSettings, given, config, set_, reporter)
+    with errors.uninterrupted():
+        from opensora_cli.engine.vae import reconstruct as engine
 
-        result = engine.reconstruct(settings, reporter=reporter)
-        output.print_result(result, as_json=json_)
-        result.require_whole()
+    result = engine.reconstruct(settings, reporter=reporter)
+    output.print_result(result, as_json=json)
+    result.require_whole()
 
 
-def stats(
-    files: FilesAndFolders,
-    config: Config = None,
-    weights: Weights = None,
-    clip_frames: ClipFrames = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    set_: Assignments = None,
-    json_: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
-    """Print mean and deviation of the latents of files, channel by channel.
+def stats(given: "Layer", *, config: Path | None, set_: list[str] | None, json: bool, quiet: bool) -> None:
+    """Print mean and deviation of the latents of files, by channel.
 
-    The last line has the settings that a transformer is trained with over this autoencoder: its scale, and its shift.
-    Sizes are cropped to what the autoencoder takes. Writes nothing.
+    The last line has the scale and shift with which a transformer is trained over this autoencoder. Sizes are cropped
+    to multiples that the autoencoder supports. Writes nothing.
 
     Examples:
 
@@ -144,34 +51,73 @@ def stats(
 
       osora vae stats clips/ --config runs/vae/settings.json --json
     """
-    flags = {
-        "files": ("FILE", tuple(files)),
-        "runtime.weights": ("--weights", weights),
-        "runtime.device": ("--device", device),
-        "runtime.dtype": ("--dtype", dtype),
-        "runtime.threads": ("--threads", threads),
-        "clip.num_frames": ("--clip-frames", clip_frames),
-    }
-    with errors.interruptible():
-        from opensora_cli.engine.vae.early import refuse_early
-        from opensora_cli.settings.vae_reconstruct import EncodeSettings
+    from opensora_cli.settings.vae_reconstruct import EncodeSettings
 
-        reporter = output.make_reporter(quiet=quiet)
-        settings = _settings(EncodeSettings, flags, config=config, assignments=set_ or [], reporter=reporter)
-        refuse_early(settings)
-        with errors.uninterrupted():
-            from opensora_cli.engine.vae.stats import latent_statistics
+    reporter = output.make_reporter(quiet=quiet)
+    settings = _settings(EncodeSettings, given, config, set_, reporter)
+    with errors.uninterrupted():
+        from opensora_cli.engine.vae.stats import latent_statistics
 
-        result = latent_statistics(settings, reporter=reporter)
-        output.print_result(result, as_json=json_)
-        result.require_whole()
+    result = latent_statistics(settings, reporter=reporter)
+    output.print_result(result, as_json=json)
+    result.require_whole()
 
 
-app.command("reconstruct", cls=Command)(reconstruct)
-app.command("stats", cls=Command)(stats)
+def _settings(
+    schema: "type[EncodeSettingsT]",
+    given: "Layer",
+    config: Path | None,
+    assignments: list[str] | None,
+    reporter: "Reporter",
+) -> "EncodeSettingsT":
+    """Return the settings of a command whose files and weights are there."""
+    from opensora_cli.engine.vae.early import refuse_early
+    from opensora_cli.settings.layers import collect_overrides
+    from opensora_cli.settings.vae_reconstruct import load_vae_settings
+
+    overrides = collect_overrides(schema, given, assignments or [])
+    settings = load_vae_settings(
+        schema, config=config, overrides=overrides, environment=os.environ, report=reporter.note
+    )
+    refuse_early(settings)
+    return settings
 
 
-@app.callback(invoke_without_command=True)
-def _vae(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+_MODEL_ROWS = {
+    "--config": options.config_row(
+        "demo, hunyuan, dc_ae or flux_ae; a settings file; a .py file of the reference; or a recipe or "
+        "settings.json of osora train, for the autoencoder that it trained. Default: demo.",
+        "vae",
+        "train",
+    ),
+    "--set": Option(
+        kind=list[str], metavar="KEY=VALUE", help="Set any setting, as in vae.temporal_tiling=true. Repeatable."
+    ),
+    "--clip-frames": Option("clip.num_frames", kind=int),
+    "--weights": Option(
+        "runtime.weights", MACHINE, "Folder with the weights.", "DIR", default="./ckpts or the Hugging Face cache"
+    ),
+    **options.device_rows("runtime."),
+    "--dtype": Option("runtime.dtype", MACHINE),
+}
+_RECONSTRUCT_ROWS = {
+    "FILE": Option("files"),
+    **_MODEL_ROWS,
+    "--out": Option("output.folder", OUTPUT, "Folder of the results.", "DIR", short="-o"),
+    "--overwrite": Option("output.overwrite", OUTPUT),
+    "--no-metadata": Option("output.metadata", OUTPUT, "Write no sidecar beside a result.", is_negated=True),
+    **options.PRINTED,
+}
+_STATS_ROWS = {
+    "FILE": Option("files", help="Pictures and videos, or folders of them."),
+    **_MODEL_ROWS,
+    **options.PRINTED,
+}
+COMMAND = group(
+    "vae",
+    "Reconstruct pictures and videos with an autoencoder, and measure its latents.",
+    Command(
+        "reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings="vae_reconstruct:ReconstructSettings", layered=True
+    ),
+    Command("stats", stats, _STATS_ROWS, settings="vae_reconstruct:EncodeSettings", layered=True),
+)

@@ -27,9 +27,6 @@ class Reporter(Protocol):
     def figures(self, values: Mapping[str, str]) -> None:
         """Show what is measured of the running stage, by name, in the place of what was shown before."""
 
-    def picture(self, png: bytes, label: str) -> None:
-        """Show a small picture, a PNG file, and a line on it, where pictures can be shown."""
-
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> AbstractContextManager[StageProgress]:
         """Open a stage of `total` units (None: unknown)."""
 
@@ -42,8 +39,6 @@ class SilentReporter:
     def warn(self, text: str) -> None: ...
 
     def figures(self, values: Mapping[str, str]) -> None: ...
-
-    def picture(self, png: bytes, label: str) -> None: ...
 
     def advance(self, amount: int = 1) -> None: ...
 

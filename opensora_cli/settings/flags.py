@@ -1,24 +1,46 @@
-"""The options of `osora generate` that are settings: one table of names, for the command line and for Python."""
+"""The options of `osora generate` that are settings: one table of rows, for the command line and for Python.
+
+It imports no pydantic, so that command modules stay cheap to import.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.explain import Given, nearest, nearest_key
-from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import all_keys
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.explain import Given
+
+PROMPT, VIDEO, REFERENCE, SAMPLING = "Prompt", "Video", "Reference", "Sampling"
+MACHINE, OUTPUT = "Memory and devices", "Output"
 
 
-class Flag(NamedTuple):
-    """What an option sets."""
+class Option(NamedTuple):
+    """Row of a command's options. Type, default and help are those of the setting unless the row has its own."""
 
-    key: str
+    key: str = ""
+    """Dotted key of the setting; empty for an argument of the command's function."""
+    panel: str = ""
+    """Panel of the help text; empty for the panel of general options."""
+    help: str = ""
+    metavar: str = ""
+    kind: Any = None
+    """Type of the value."""
+    default: str = ""
+    """Default for the help text."""
+    short: str = ""
+    """Other names, such as `-o`."""
+    is_common: bool = False
+    """Whether `--help` shows the option of a command that has `--help-all`, too."""
     is_negated: bool = False
-    """Whether it turns the setting off."""
+    """Whether the option turns its setting off."""
     each: str | None = None
-    """What each of several files is; None: it has one value."""
+    """Noun for each of several files; None for options with one value."""
+    complete: Callable[[str], list[str]] | None = None
+    """Shell completion."""
 
 
 _File = str | os.PathLike[str]
@@ -28,66 +50,193 @@ _Files = _File | Sequence[_File]
 class Flags(TypedDict, total=False):
     """The options of one video by their names without dashes, `num_frames` for `--num-frames`.
 
-    Every value may also be text, as on the command line, where `none` leaves a setting unset.
+    Every value may also be text, as on the command line, where `none` unsets a setting.
     """
 
-    negative_prompt: Annotated[str | None, Flag("negative_prompt")]
-    refine: Annotated[bool | None, Flag("refine.prompt")]
-    from_latents: Annotated[_File | None, Flag("from_latents")]
-    res: Annotated[str | None, Flag("video.resolution")]
-    aspect_ratio: Annotated[str | None, Flag("video.aspect_ratio")]
-    width: Annotated[int | str | None, Flag("video.width")]
-    height: Annotated[int | str | None, Flag("video.height")]
-    num_frames: Annotated[int | str | None, Flag("video.num_frames")]
-    fps: Annotated[int | str | None, Flag("video.fps")]
-    draft_res: Annotated[str | None, Flag("draft.resolution")]
-    draft_strength: Annotated[float | str | None, Flag("draft.strength")]
-    prompt_at: Annotated[str | Sequence[str] | None, Flag("prompts_at")]
-    extend: Annotated[int | str | None, Flag("video.extend")]
-    motion_score: Annotated[int | str | None, Flag("prompt_suffix.motion_score")]
-    steps: Annotated[int | str | None, Flag("sampling.num_inference_steps")]
-    fast: Annotated[bool | None, Flag("sampling.fast")]
-    solver: Annotated[str | None, Flag("sampling.solver")]
-    stop_at: Annotated[int | str | None, Flag("sampling.stop_at")]
-    guidance_scale: Annotated[float | str | None, Flag("sampling.guidance_scale")]
-    image_guidance_scale: Annotated[float | str | None, Flag("sampling.image_guidance_scale")]
-    seed: Annotated[int | str | None, Flag("sampling.seed")]
-    cond: Annotated[str | None, Flag("condition.mode")]
-    ref: Annotated[_Files | None, Flag("condition.references", each="a picture or a video")]
-    seamless: Annotated[bool | None, Flag("condition.seamless")]
-    fit: Annotated[str | None, Flag("condition.fit")]
-    ref_fps: Annotated[str | None, Flag("condition.ref_fps")]
-    t2i2v: Annotated[bool | None, Flag("picture.first")]
-    lora: Annotated[_Files | None, Flag("loras", each="an adapter")]
-    out: Annotated[_File | None, Flag("output.path")]
-    format: Annotated[str | None, Flag("output.format")]
-    name_from: Annotated[str | None, Flag("output.name_from")]
-    overwrite: Annotated[bool | None, Flag("output.overwrite")]
-    save_last_frame: Annotated[bool | None, Flag("output.last_frame")]
-    no_metadata: Annotated[bool | None, Flag("output.metadata", is_negated=True)]
-    weights: Annotated[_File | None, Flag("runtime.weights")]
-    device: Annotated[str | None, Flag("runtime.device")]
-    dtype: Annotated[str | None, Flag("runtime.dtype")]
-    attention: Annotated[str | None, Flag("runtime.attention")]
-    threads: Annotated[int | str | None, Flag("runtime.threads")]
-    no_cache: Annotated[bool | None, Flag("runtime.prompt_cache", is_negated=True)]
-    offload: Annotated[str | None, Flag("memory.offload")]
-    resident_blocks: Annotated[int | str | None, Flag("memory.resident_blocks")]
-    memory_limit: Annotated[int | str | None, Flag("memory.limit")]
-    gpus: Annotated[int | str | None, Flag("parallel.gpus")]
-    devices: Annotated[str | Sequence[int] | None, Flag("parallel.devices")]
+    negative_prompt: Annotated[str | None, Option("negative_prompt", PROMPT, "What the video should not show.", "TEXT")]
+    motion_score: Annotated[
+        int | str | None,
+        Option(
+            "prompt_suffix.motion_score",
+            PROMPT,
+            "Amount of motion, as in 4. none adds no score to the prompt; auto asks the server of --refine.",
+            "N",
+            str,
+        ),
+    ]
+    refine: Annotated[
+        bool | None, Option("refine.prompt", PROMPT, "Rewrite the prompt with the language model at OSORA_REFINE_URL.")
+    ]
+    prompt_at: Annotated[
+        str | Sequence[str] | None,
+        Option("prompts_at", PROMPT, "With --extend: prompt from a time on, as in 2s=snow. Repeatable.", "Ts=PROMPT"),
+    ]
+    res: Annotated[str | None, Option("video.resolution", VIDEO, "Pixel count.", "SIZE", is_common=True)]
+    aspect_ratio: Annotated[str | None, Option("video.aspect_ratio", VIDEO, "Width to height.", "W:H", is_common=True)]
+    width: Annotated[int | str | None, Option("video.width", VIDEO)]
+    height: Annotated[int | str | None, Option("video.height", VIDEO)]
+    num_frames: Annotated[int | str | None, Option("video.num_frames", VIDEO, "Frames: 4 k + 1.", is_common=True)]
+    fps: Annotated[int | str | None, Option("video.fps", VIDEO)]
+    extend: Annotated[
+        int | str | None,
+        Option("video.extend", VIDEO, "Add N segments, each continuing the last frames of the one before."),
+    ]
+    ref: Annotated[
+        _Files | None,
+        Option(
+            "condition.references",
+            REFERENCE,
+            "Picture or video that the video starts from. Repeatable.",
+            "FILE",
+            is_common=True,
+            each="a picture or a video",
+        ),
+    ]
+    cond: Annotated[
+        str | None,
+        Option(
+            "condition.mode",
+            REFERENCE,
+            f"Frames that the references give: {', '.join(CONDITION_MODES)}.",
+            "MODE",
+            default="by the references",
+            complete=lambda incomplete: [mode for mode in CONDITION_MODES if mode.startswith(incomplete)],
+        ),
+    ]
+    fit: Annotated[str | None, Option("condition.fit", REFERENCE)]
+    ref_fps: Annotated[
+        str | None,
+        Option(
+            "condition.ref_fps",
+            REFERENCE,
+            "For a reference video of another frame rate: keep its frames, or match the rate by resampling.",
+        ),
+    ]
+    seamless: Annotated[bool | None, Option("condition.seamless", REFERENCE)]
+    t2i2v: Annotated[
+        bool | None,
+        Option("picture.first", REFERENCE, "Make a picture with flux1-dev first, and use it as the first frame."),
+    ]
+    steps: Annotated[int | str | None, Option("sampling.num_inference_steps", SAMPLING, is_common=True)]
+    seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, "Seed of the noise.", is_common=True)]
+    fast: Annotated[
+        bool | None,
+        Option("sampling.fast", SAMPLING, "Use fewer evaluations for nearly the same video.", is_common=True),
+    ]
+    solver: Annotated[str | None, Option("sampling.solver", SAMPLING)]
+    guidance_scale: Annotated[
+        float | str | None, Option("sampling.guidance_scale", SAMPLING, "Weight of the prompt.", "X")
+    ]
+    image_guidance_scale: Annotated[
+        float | str | None, Option("sampling.image_guidance_scale", SAMPLING, "Weight of the reference.", "X")
+    ]
+    lora: Annotated[
+        _Files | None,
+        Option(
+            "loras",
+            SAMPLING,
+            "Add a LoRA, scaled by SCALE: a PEFT folder, or a diffusers, ComfyUI or kohya file. Repeatable.",
+            "FILE[:SCALE]",
+            each="an adapter",
+        ),
+    ]
+    draft_res: Annotated[
+        str | None, Option("draft.resolution", SAMPLING, "Make a smaller video first, and start from it.", "SIZE")
+    ]
+    draft_strength: Annotated[
+        float | str | None,
+        Option("draft.strength", SAMPLING, "With --draft-res: start time, from 1 (noise) to 0 (the draft).", "X"),
+    ]
+    stop_at: Annotated[
+        int | str | None,
+        Option("sampling.stop_at", SAMPLING, "Stop after N steps and write NAME_stepN; --from continues."),
+    ]
+    weights: Annotated[
+        _File | None,
+        Option(
+            "runtime.weights",
+            MACHINE,
+            "Folder with the weights.",
+            "DIR",
+            default="OSORA_WEIGHTS, ./ckpts or the Hugging Face cache",
+        ),
+    ]
+    device: Annotated[str | None, Option("runtime.device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE")]
+    gpus: Annotated[
+        int | str | None, Option("parallel.gpus", MACHINE, "GPUs that share the work.", default="1", is_common=True)
+    ]
+    devices: Annotated[
+        str | Sequence[int] | None,
+        Option("parallel.devices", MACHINE, "GPUs to use, as in 0,2.", "LIST", str, default="the first ones"),
+    ]
+    memory_limit: Annotated[
+        int | str | None,
+        Option("memory.limit", MACHINE, "Most GPU memory to use, as in 24GiB.", "SIZE", default="what is free"),
+    ]
+    offload: Annotated[
+        str | None,
+        Option(
+            "memory.offload", MACHINE, "Weights to keep on the host: auto, none, model, blocks.", "MODE", is_common=True
+        ),
+    ]
+    resident_blocks: Annotated[
+        int | str | None,
+        Option(
+            "memory.resident_blocks",
+            MACHINE,
+            "With --offload blocks: transformer blocks on the device at a time.",
+            default="as many as fit",
+        ),
+    ]
+    dtype: Annotated[
+        str | None, Option("runtime.dtype", MACHINE, "auto is bfloat16 on CUDA and float32 on a CPU.", default="auto")
+    ]
+    attention: Annotated[
+        str | None,
+        Option("runtime.attention", MACHINE, "Attention backend; auto is the first that works.", default="auto"),
+    ]
+    threads: Annotated[
+        int | str | None,
+        Option("runtime.threads", MACHINE, "CPU threads.", default="OMP_NUM_THREADS, or by work, cores and load"),
+    ]
+    no_cache: Annotated[
+        bool | None, Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True)
+    ]
+    out: Annotated[
+        _File | None, Option("output.path", OUTPUT, "Folder, or file to write.", "PATH", short="-o", is_common=True)
+    ]
+    format: Annotated[
+        str | None,
+        Option("output.format", OUTPUT, "File format.", default="from the file name, else mp4, and png of a picture"),
+    ]
+    name_from: Annotated[str | None, Option("output.name_from", OUTPUT)]
+    overwrite: Annotated[bool | None, Option("output.overwrite", OUTPUT)]
+    save_last_frame: Annotated[bool | None, Option("output.last_frame", OUTPUT)]
+    no_metadata: Annotated[
+        bool | None,
+        Option(
+            "output.metadata", OUTPUT, "Write no sidecar, and no prompt or settings into the file.", is_negated=True
+        ),
+    ]
+    from_latents: Annotated[
+        _File | None, Option("from_latents", "", "Decode finished latents, as --from does.", "FILE")
+    ]
 
 
-FLAGS: Mapping[str, Flag] = {
-    "model": Flag("runtime.model_choice"),
-    "num_samples": Flag("sampling.num_samples"),
-    "resume": Flag("resume"),
-    "save_state_every": Flag("output.save_state_every"),
-    "preview_every": Flag("output.preview_every"),
-    "save_picture": Flag("picture.save"),
+FLAGS: Mapping[str, Option] = {
+    "model": Option("runtime.model_choice", MACHINE, "Model; auto is the best that can run here.", is_common=True),
+    "num_samples": Option("sampling.num_samples", SAMPLING),
+    "resume": Option("resume", "", "Continue a stopped run from its saved latents, as --from does.", "FILE"),
+    "save_state_every": Option(
+        "output.save_state_every", OUTPUT, "Save the latents every N steps; Ctrl-C always saves them."
+    ),
+    "preview_every": Option(
+        "output.preview_every", OUTPUT, "Write the predicted video to NAME.preview.gif every N steps."
+    ),
+    "save_picture": Option("picture.save", OUTPUT),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }
-"""The setting of each option."""
+"""The row of each option that is a setting; those before `Flags` exist on the command line alone."""
 
 
 def option_of(name: str) -> str:
@@ -95,38 +244,53 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def given_flags(values: Mapping[str, object], *, called: Callable[[str], str] = lambda name: name) -> dict[str, Given]:
-    """Return the settings that options give, None where not given; `called` is how messages name an option.
+def given_flags(
+    values: Mapping[str, object], *, called: Callable[[str], str] = lambda name: name
+) -> dict[str, "Given"]:
+    """Return the settings that options give, None where not given; `called` returns the name of an option in messages.
 
-    Raises RequestError for a name that is no option, with the nearest, and for one of several files that is empty.
+    Raises RequestError for an unknown name, with the nearest option, and for an empty list of files.
     """
-    given = {}
+    given: dict[str, Given] = {}
     for name, value in values.items():
         if name not in FLAGS:
             raise RequestError(f"{name} is not an option of generate", hint=_nearest(name))
-        flag, source = FLAGS[name], called(name)
-        if value is not None and (set_to := _value(flag, value, source)) is not None:
-            given[flag.key] = Given(set_to, source)
+        given |= given_by(FLAGS[name], value, called(name))
     return given
 
 
-def _value(flag: Flag, value: object, source: str) -> object:
-    if flag.each is not None:
+def given_by(row: Option, value: object, source: str) -> dict[str, "Given"]:
+    """Return the setting that one option gives, by key; empty for None.
+
+    Raises RequestError if one of several files is empty.
+    """
+    from opensora_cli.settings.explain import Given
+
+    set_to = None if value is None else _value(row, value, source)
+    return {} if set_to is None else {row.key: Given(set_to, source)}
+
+
+def _value(row: Option, value: object, source: str) -> object:
+    if row.each is not None:
         files = value if isinstance(value, list | tuple) else [value]
         texts = [os.fspath(file) if isinstance(file, Path) else str(file) for file in files]
         if not all(text.strip(" ;") for text in texts):
-            # Most often an unset variable of a script: without a word it would become a video from text alone.
-            raise RequestError(f"{source} is empty: name {flag.each}, or drop {source}")
-        # Several may already be in one.
+            # Most often an unset shell variable: ignored, it would make a video from text alone.
+            raise RequestError(f"{source} is empty: name {row.each}, or drop {source}")
+        # One text may already have several.
         return ";".join(texts) or None
-    if flag.is_negated and isinstance(value, bool):
+    if row.is_negated and isinstance(value, bool):
         return not value
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _nearest(name: str) -> str:
+    from opensora_cli.settings.explain import nearest, nearest_key
+    from opensora_cli.settings.generate import GenerateSettings
+    from opensora_cli.settings.layers import all_keys
+
     close = nearest(name, FLAGS)
     if close is None and (key := nearest_key(name, all_keys(GenerateSettings))) is not None:
-        options = {flag.key: option for option, flag in FLAGS.items()}
+        options = {row.key: option for option, row in FLAGS.items()}
         close = options.get(key) or f'set={{"{key}": ...}}'
     return f"did you mean {close}?" if close else f"there are {', '.join(FLAGS)}"

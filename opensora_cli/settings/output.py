@@ -34,7 +34,7 @@ class OutputSettings(Section):
     )
     preview_every: Count | None = Field(
         default=None,
-        description="Steps between previews in the terminal and in NAME.preview.gif. None means no previews.",
+        description="Steps between previews of the predicted video, NAME.preview.gif. None means no previews.",
     )
     explore: bool = Field(default=False, description="Stop all samples early and make a contact sheet of them.")
 

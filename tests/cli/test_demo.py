@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from media_tags import read_metadata
 
 from opensora_cli.cli.app import main
 from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.tags import read_tags
 
 MOST_BYTES = 40_000_000
 PROMPT = "raining, sea with a zeppelin"
@@ -30,7 +30,7 @@ def test_makes_a_video_of_the_size_it_promises(run):
     clip = read_video(run[0])
     assert tuple(clip.frames_THWC.shape) == (33, 128, 128, 3)
     assert clip.fps == 12
-    assert read_metadata(run[0])["prompt"] == PROMPT
+    assert read_tags(run[0])["prompt"] == PROMPT
 
 
 def test_the_video_shows_a_rainy_sea(run):

@@ -45,23 +45,15 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["vae", "reconstruct", "x", "--ckpt-path=3"], "no such option: --ckpt-path. Did you mean --weights?"),
         (["train", "--save-dir", "y"], "o such option: --save-dir"),
         (["generate", "x", "--cfg-scale", "5"], "--cfg-scale"),
-        (["generate", "raining,", "sea"], "quote a text that has blanks in it"),
-        (["generate", "-sea, raining"], "put a text that begins with - last, after --"),
+        (["generate", "raining,", "sea"], "quote a text with blanks in it"),
+        (["generate", "-sea, raining"], "put a text that begins with - after --"),
         (["generate", "x", "--fit", "zoom"], "'zoom' is not one of 'crop', 'pad', 'stretch'"),
-        (["generate", "x", "--aspect-ratio", "16x9"], "'16x9' is not one of"),
-        (["generate", "x", "--steps", "many"], "--steps"),
         (["generate", "x", "--steps"], "--steps"),
         (["generate", "x", "--steps", "0"], "sampling.num_inference_steps=0 must be at least 1 (from --steps)"),
-        (["generate", "x", "--set", "model.deph=1"], "did you mean model.depth?"),
         (["generate", "x", "--seed", "1", "--set", "sampling.seed=2"], "contradicts --seed"),
-        (["generate"], "prompt is empty: describe the video"),
         (["generate", "x", "--ref", ""], "--ref is empty"),
-        (["generate", "x", "--ref", "a.png", "--ref", ";"], "--ref is empty"),
         (["generate", "x", "--lora", "a", "--lora", ""], "--lora is empty: name an adapter, or drop --lora"),
-        (["generate", "x", "--lora", "a:1000"], "must be at most 100 (from --lora)"),
-        (["generate", "x", "--cond", "v2v_tail"], "give the video with --ref FILE (from --cond)"),
         (["generate", "x", "--model", "open-sora-v2", "--num-frames", "130"], "use 129 (from --num-frames)"),
-        (["generate", "x", "--res", "768px"], "use 128px, or get the released model: osora ckpt download"),
     ],
 )
 def test_bad_request(args: list[str], message: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,7 +395,7 @@ def test_a_variable_that_a_library_refuses_while_it_is_imported_is_named(
         raise ValueError(text)
     assert caught.value.message.startswith(f"a library cannot be loaded with {name}='{value}': ")
     assert caught.value.message.isprintable()
-    assert caught.value.hint == f"unset {name}, or set what it takes"
+    assert caught.value.hint == f"unset {name}, or set a value that it accepts"
     with pytest.raises(ValueError, match="a bug"), errors.uninterrupted():
         raise ValueError("a bug")
 

@@ -140,9 +140,13 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
         "raining-sea_seed43.mp4",
     ]
     sidecar = document["outputs"][1]["sidecar"]
+    assert app.main(["show", str(out / "raining-sea_seed43.mp4"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["kind"], shown["prompt"], shown["seed"]) == ("result", "raining, sea", 43)
+    assert shown["timings_s"].keys() == document["timings_s"].keys()
     chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others need a GPU"}
     assert document["attention"] == json.loads(Path(sidecar).read_text())["attention"] == chosen
-    assert again_with(world, sidecar, "--out", tmp_path / "again") == 0
+    assert again_with(world, sidecar.removesuffix(".json"), "--out", tmp_path / "again") == 0
     capsys.readouterr()
     again = tmp_path / "again" / "raining-sea_seed43.mp4"
     assert again.read_bytes() == (out / "raining-sea_seed43.mp4").read_bytes()
@@ -381,7 +385,7 @@ def test_ctrl_c_while_decoding(world, osora, out, monkeypatch):
     [command] = re.findall(r"go on with: osora (.*)", stderr)
     assert command == f"generate --from-latents {latents} --weights {world.released}"
     monkeypatch.undo()
-    assert app.main(shlex.split(command)) == 0
+    assert app.main(shlex.split(command.replace("--from-latents", "--from"))) == 0
     assert (out / "sea_seed42.mp4").exists()
 
 
@@ -398,11 +402,15 @@ def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
     monkeypatch.setattr(denoising, "denoise", interrupted)
     code, stdout, stderr = osora("sea")
     state = out / "sea_seed42.latents.safetensors"
+    assert app.main(["show", str(state), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["kind"], shown["prompt"], shown["seed"]) == ("state", "sea", 42)
     assert (code, stdout) == (130, "")
     [command] = re.findall(r"go on with: osora (.*)", stderr)
     assert command == f"generate --resume {state} --weights {world.released}"
     monkeypatch.setattr(denoising, "denoise", denoise)
-    assert app.main([*shlex.split(command), "--json"]) == 0
+    # --from finds out what the file is.
+    assert app.main([*shlex.split(command.replace("--resume", "--from")), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["outputs"][0]["path"] == str(out / "sea_seed42.mp4")
     assert document["model_evaluations"] == 2

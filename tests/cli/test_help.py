@@ -15,60 +15,22 @@ import opensora_cli
 from opensora_cli.cli import options
 from opensora_cli.cli.app import _wait_without_spinning, app, main
 from opensora_cli.cli.command import unwrapped
+from opensora_cli.cli.presets import NEEDS
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.solvers import Solver
+from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.dry_run import plan_from_request
 from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.hardware import read_machine
+from opensora_cli.settings.load import GenerateRequest, load_preset
 from opensora_cli.settings.tools import BenchCommSettings
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
-OPTIONS = {
-    "--model",
-    "--res",
-    "--aspect-ratio",
-    "--width",
-    "--height",
-    "--num-frames",
-    "--steps",
-    "--guidance-scale",
-    "--image-guidance-scale",
-    "--cond",
-    "--ref",
-    "--fit",
-    "--ref-fps",
-    "--lora",
-    "--seed",
-    "--num-samples",
-    "--negative-prompt",
-    "--motion-score",
-    "--fps",
-    "--out",
-    "--format",
-    "--weights",
-    "--device",
-    "--dtype",
-    "--config",
-    "--preset",
-    "--prompt-text",
-    "--set",
-    "--dry-run",
-    "--json",
-    "--quiet",
-    "--from",
-    "--from-latents",
-    "--resume",
-    "--save-state-every",
-    "--save-last-frame",
-    "--seamless",
-    "--stop-at",
-    "--overwrite",
-    "--no-metadata",
-    "--no-cache",
-    "--list-presets",
-    "--threads",
-}
 
 
 def modules_after(*commands: list[str]) -> list[set[str]]:
@@ -87,7 +49,7 @@ def modules_after(*commands: list[str]) -> list[set[str]]:
 
 
 def test_help_version_and_presets_import_nothing_heavy() -> None:
-    every = modules_after(["--version"], ["--help"], ["generate", "--help"], ["generate", "--list-presets"])
+    every = modules_after(["--version"], ["--help"], ["generate", "--help"], ["presets"])
     assert len(every) == 4
     for modules in every:
         assert "opensora_cli.cli.generate" in modules
@@ -102,10 +64,20 @@ def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None
     assert modules.isdisjoint({"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy"})
 
 
-def test_generate_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_generate_fits_two_screens_and_help_all_names_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["generate", "--help"]) == 0
-    named = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert OPTIONS - named == set()
+    short = capsys.readouterr().out.splitlines()
+    assert len(short) <= 2 * 24
+    assert main(["generate", "--help-all"]) == 0
+    full = capsys.readouterr().out
+    named = set(re.findall(r"--[a-z0-9-]+", full))
+    assert {option_of(name) for name in FLAGS} - named == set()
+    assert set(re.findall(r"--[a-z0-9-]+", "\n".join(short))) < named
+    panels = re.findall(r"╭─ (.*?) ─", full)
+    assert panels[-6:] == ["Prompt", "Video", "Reference", "Sampling", "Memory and devices", "Output"]
 
 
 @pytest.mark.parametrize("args", [["-h"], []], ids=" ".join)
@@ -113,7 +85,8 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
     assert main(args) == 0
     out = capsys.readouterr().out
     assert "generate" in out
-    assert "--install-completion" in out
+    assert ("--install-completion" in out) is bool(args)
+    assert len(re.findall(r"^ *osora \w+", out, re.MULTILINE)) == 3  # examples
 
 
 def test_completion_for_a_shell_that_is_not_known_is_no_bug(
@@ -204,20 +177,39 @@ def test_list_recipes(capsys: pytest.CaptureFixture[str]) -> None:
 PRESETS = ["256px", "768px", "demo", "flux1_dev", "high_compression", "t2i2v_256px", "t2i2v_768px"]
 
 
-def test_list_presets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--list-presets"]) == 0
+@pytest.mark.parametrize("words", [["presets"], ["generate", "--list-presets"]])
+def test_list_presets(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
     captured = capsys.readouterr()
-    assert [line.split()[0] for line in captured.out.splitlines()] == PRESETS
+    assert [line.split(":")[0] for line in captured.out.splitlines() if not line.startswith(" ")] == PRESETS
     assert captured.err == ""
-
-
-def test_list_presets_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--list-presets", "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "osora.presets/1"
+    assert document["schema"] == "osora.presets/2"
     assert [preset["name"] for preset in document["presets"]] == PRESETS
     for preset in document["presets"]:
         assert GenerateSettings(prompt="x", **preset["settings"]).video.resolution in ("128px", "256px", "768px")
+        assert preset["least_memory_gib"] <= preset["memory_gib"]
+        assert "H200" in preset["fits"]
+    assert "4090" in document["presets"][1]["fits_with_offload"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_needs_of_presets_are_those_of_their_plans(name: str) -> None:
+    def planned(**more: str) -> PlanDocument:
+        given = {"prompt": "sea", **{key.replace("__", "."): value for key, value in more.items()}}
+        request = GenerateRequest(
+            overrides={key: Given(value, "test") for key, value in given.items()},
+            config=Path(name),
+            on=read_machine("1xH200"),
+        )
+        return plan_from_request(request, reporter=SilentReporter())
+
+    needs, whole = NEEDS[name], planned(memory__offload="none")
+    least = planned(memory__offload="blocks", memory__resident_blocks="1")
+    assert needs.memory_gib == pytest.approx(whole.peak_gib, abs=0.1)
+    assert needs.least_memory_gib == pytest.approx(least.peak_gib, abs=0.1)
 
 
 def commands() -> dict[str, object]:
@@ -237,9 +229,9 @@ COMMANDS = commands()
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Return the lines of a command's help, as wide as asked for."""
 
-    def run(words: str, *, columns: int = 80) -> list[str]:
+    def run(words: str, *, columns: int = 80, option: str = "--help") -> list[str]:
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main([*words.split(), "--help"]) == 0
+        assert main([*words.split(), option]) == 0
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -269,7 +261,7 @@ def test_help_has_no_line_breaks_of_the_source(words: str, help_of) -> None:
 
 
 def test_help_of_generate_has_the_defaults(help_of) -> None:
-    lines = help_of("generate", columns=400)
+    lines = help_of("generate", columns=400, option="--help-all")
     released, demo = (load_preset(name, prompt="x").model_dump(mode="json") for name in ("256px", "demo"))
     shown = {}
     for flag, key in ((option_of(name), flag.key) for name, flag in FLAGS.items()):
@@ -284,8 +276,8 @@ def test_help_of_generate_has_the_defaults(help_of) -> None:
             expected = [
                 f"{values[section][name]}".removesuffix(".0").replace("None", "none") for values in (released, demo)
             ]
-            assert shown[flag] == (expected[0] if len(set(expected)) == 1 else "{}; of the demo {}".format(*expected))
-    assert shown["--steps"] == "50; of the demo 30"
+            assert shown[flag] == (expected[0] if len(set(expected)) == 1 else "{}; demo {}".format(*expected))
+    assert shown["--steps"] == "50; demo 30"
     assert shown["--seed"] == "42"
     assert {"--res", "--fps", "--num-frames", "--guidance-scale", "--fit", "--out", "--offload"} <= shown.keys()
 
@@ -309,3 +301,13 @@ def test_every_out_has_its_short_form() -> None:
     outs = [option for command in COMMANDS.values() for option in command.params if "--out" in option.opts]
     assert len(outs) >= 5
     assert [option for option in outs if "-o" not in option.opts] == []
+
+
+def test_types_of_options_come_from_their_settings() -> None:
+    parameters = {parameter.opts[0]: parameter for parameter in COMMANDS["generate"].params}
+    kinds = {option: parameter.type_descriptor.annotation for option, parameter in parameters.items()}
+    assert [kinds[option] for option in ("--steps", "--guidance-scale", "--memory-limit", "--fast", "--solver")] == [
+        *(int, float, str, bool, Solver)
+    ]
+    scan = {parameter.opts[0]: parameter for parameter in COMMANDS["data scan"].params}
+    assert (scan["dir_"].required, scan["--workers"].required) == (True, False)

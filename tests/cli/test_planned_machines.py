@@ -66,12 +66,8 @@ def test_what_does_not_fit_there_ends_with_4(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["--on", "8xH100"], 2, "--on 8xH100 has no effect without --dry-run"),
-        (["--dry-run", "--on", "8xH10O"], 2, "hardware 'H10O' is not one of"),
-        (["--dry-run", "--on", "0xH100"], 2, "--on 0xH100 must name 1 to 1024 devices"),
         (["--dry-run", "--on", "rig.yaml"], 3, "rig.yaml"),
         (["--dry-run", "--on", "H100", "--device", "cpu"], 2, "--on H100 plans for GPUs, and the device is cpu"),
-        (["--dry-run", "--on", "2xH100", "--gpus", "4"], 2, "--on 2xH100 has 2 devices, and 4 are asked for"),
         (["--dry-run", "--on", "H100", "--gpus", "16"], 2, "and gpus_per_node=8 of H100: use --on 16xH100"),
         (
             ["--dry-run", "--on", "64xH100", "--set", "parallel.tensor_parallel_degree=64"],

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from opensora_cli.cli import output
-from opensora_cli.cli.progress import BarReporter, LineReporter, Pace, duration
+from opensora_cli.cli.progress import BarReporter, LineReporter
+from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
 
 
@@ -36,42 +37,6 @@ class Clock:
 )
 def test_duration(seconds: float, expected: str) -> None:
     assert duration(seconds) == expected
-
-
-def test_time_left_leaves_the_warm_up_out() -> None:
-    clock = Clock()
-    pace = Pace(10, clock=clock)
-    assert pace.remaining is None
-    clock.now += 30
-    pace.advance(1)
-    assert pace.remaining is None
-    for _ in range(2):
-        clock.now += 2
-        pace.advance(1)
-    assert pace.remaining == pytest.approx(7 * 2)
-    clock.now += 1.5
-    assert pace.remaining == pytest.approx(7 * 2 - 1.5)
-    clock.now += 1000
-    assert pace.remaining == 0
-    assert pace.elapsed == pytest.approx(1035.5)
-    pace.advance(7)
-    assert pace.remaining is None
-
-
-def test_time_left_counts_units_of_uneven_steps() -> None:
-    clock = Clock()
-    pace = Pace(8, clock=clock)
-    pace.advance(2)
-    clock.now += 4
-    pace.advance(2)
-    assert pace.remaining == pytest.approx(8)
-
-
-def test_no_time_left_without_a_total() -> None:
-    pace = Pace(None)
-    pace.advance(1)
-    pace.advance(1)
-    assert pace.remaining is None
 
 
 def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:

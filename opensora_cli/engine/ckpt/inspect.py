@@ -94,9 +94,10 @@ class Inspection(Document):
         rows = [tensor.cells() for tensor in self.tensors]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return [*table, "", *self._summary(), *self._findings()]
+        return [*table, "", *self.summary(), *self._findings()]
 
-    def _summary(self) -> list[str]:
+    def summary(self) -> list[str]:
+        """Return a line for each fact about the checkpoint as a whole."""
         files = f"{len(self.files)} files" if len(self.files) > 1 else "1 file"
         lines = [f"format      {self.form}, {files}"]
         if self.selections:

@@ -25,9 +25,8 @@ from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path
-from opensora_cli.media.pictures import png_bytes
 from opensora_cli.media.resize import to_uint8
-from opensora_cli.media.sheets import enlarged, film_strip
+from opensora_cli.media.sheets import enlarged
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 
@@ -191,9 +190,9 @@ _GIF_SIDE = 256
 
 
 class Previews:
-    """Shows and keeps previews after every few steps, as `output.preview_every` asks for, and at the end of exploring.
+    """Writes previews after every few steps, as `output.preview_every` asks for, and at the end of exploring.
 
-    What fails is a warning once, and then left out: no video is lost for it.
+    A failure is a warning once, and ends no run.
     """
 
     def __init__(self, plan: Plan, map_: PreviewMap, record: RunRecord) -> None:
@@ -201,7 +200,7 @@ class Previews:
         self._failed: set[str] = set()
 
     def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
-        """Show and keep what the latents of a sample are predicted to be after so many steps, if it is time."""
+        """Write the predicted video of a sample after so many steps, if a preview is due."""
         settings = self._plan.settings
         every = settings.output.preview_every
         ends_exploring = settings.output.explore and steps == settings.sampling.stop_at
@@ -210,11 +209,9 @@ class Previews:
         frames_THWC = self._tried("made", lambda: self._map.frames(predicted_CTHW()))
         if frames_THWC is None:
             return
-        label = f"preview of seed {sample.seed} after step {steps} of {len(self._plan.timesteps) - 1}"
-        self._tried("kept", lambda: self._keep(frames_THWC, sample))
-        self._tried("shown", lambda: self._record.reporter.picture(png_bytes(film_strip(frames_THWC)), label))
+        self._tried("written", lambda: self._write(frames_THWC, sample))
 
-    def _keep(self, frames_THWC: torch.Tensor, sample: SampleFiles) -> None:
+    def _write(self, frames_THWC: torch.Tensor, sample: SampleFiles) -> None:
         settings = self._plan.settings
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         path = preview_path(sample.target)

@@ -150,9 +150,6 @@ class WatchedReporter:
     def figures(self, values: Mapping[str, str]) -> None:
         self._reporter.figures(values)
 
-    def picture(self, png: bytes, label: str) -> None:
-        self._reporter.picture(png, label)
-
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Run a stage that is watched."""

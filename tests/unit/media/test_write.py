@@ -11,7 +11,6 @@ import av
 import numpy as np
 import pytest
 import torch
-from media_tags import read_metadata
 from PIL import Image
 
 from opensora_cli.core.exceptions import OutputError
@@ -19,6 +18,7 @@ from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.media import pictures, write
 from opensora_cli.media.files import media_path
 from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.tags import read_tags
 from opensora_cli.media.write import write_media
 
 TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}
@@ -80,15 +80,15 @@ def test_metadata_comes_back_and_without_any_there_is_none(
 ) -> None:
     for tags in (TAGS, {}):
         path = write_media([moving_frames[:2]], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=tags)
-        metadata = read_metadata(path)
+        metadata = read_tags(path)
         assert {key: metadata[key] for key in tags} == tags
     assert metadata == {}
 
 
 def test_mp4_has_the_tags_that_every_player_shows(tmp_path: Path, moving_frames: torch.Tensor) -> None:
     path = write_media([moving_frames], tmp_path / "a.mp4", fps=12, format="mp4", metadata=TAGS)
-    assert read_metadata(path)["title"] == TAGS["prompt"]
-    assert read_metadata(path)["comment"] == "seed: 42; software: osora 0.1.0"
+    assert read_tags(path)["title"] == TAGS["prompt"]
+    assert read_tags(path)["comment"] == "seed: 42; software: osora 0.1.0"
 
 
 @pytest.mark.parametrize("format_", [*MediaFormat])
@@ -98,8 +98,8 @@ def test_a_very_long_prompt_and_undecodable_bytes_can_be_stored(
     prompt = "海 and " * 1000
     tags = {"prompt": prompt, "seed": "caf\udce9\0"}
     path = write_media([moving_frames[:2]], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=tags)
-    assert read_metadata(path)["prompt"] == prompt
-    assert read_metadata(path)["seed"] == "caf?"
+    assert read_tags(path)["prompt"] == prompt
+    assert read_tags(path)["seed"] == "caf?"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the number of processors cannot be limited here")
@@ -179,7 +179,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
     resource = pytest.importorskip("resource")
     noise = torch.randint(0, 256, (6, 160, 160, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     target = write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_)
-    before = read_metadata(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))
+    before = read_tags(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -189,7 +189,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(target) in caught.value.message
     assert "\n" not in caught.value.message
-    assert (read_metadata(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))) == before
+    assert (read_tags(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))) == before
     assert os.listdir(tmp_path) == [target.name]
 
 
@@ -271,7 +271,7 @@ def test_a_piece_that_cannot_be_made_leaves_the_old_file_and_its_error_is_raised
     target = write_media([moving_frames], tmp_path / "a", fps=12, format=format_, metadata=TAGS)
     with pytest.raises(type(error)):
         write_media(pieces(), tmp_path / "a", fps=12, format=format_)
-    assert read_metadata(target)["seed"] == "42"
+    assert read_tags(target)["seed"] == "42"
     assert os.listdir(tmp_path) == ["a"]
 
 

@@ -1,36 +1,38 @@
 """The table of options: one for the command line and for Python."""
 
-import inspect
 from pathlib import Path
+from types import NoneType
+from typing import get_type_hints
 
 import pytest
-import typer
 
-from opensora_cli.cli.app import app
-from opensora_cli.cli.generate import generate
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.base import alternatives
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.flags import FLAGS, given_flags, option_of
+from opensora_cli.settings.flags import FLAGS, Flags, given_flags, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
-
-NO_SETTINGS = {"prompt", "prompt_text", "json_", "quiet", "dry_run", "on", "list_presets"}
-OF_ROWS = {"prompts", "shard"}
-OF_FILES = {"config", "set_", "from_"}
-OF_SEVERAL_SETTINGS = {"explore", "explore_steps"}
-
-
-def test_every_option_of_generate_is_in_the_table() -> None:
-    in_no_table = NO_SETTINGS | OF_FILES | OF_ROWS | OF_SEVERAL_SETTINGS
-    assert set(inspect.signature(generate).parameters) == {*FLAGS, *in_no_table}
-    command = typer.main.get_command(app).commands["generate"]
-    assert {option_of(name) for name in FLAGS} <= {option for parameter in command.params for option in parameter.opts}
 
 
 def test_each_names_a_setting_of_its_own() -> None:
     keys = [flag.key for flag in FLAGS.values()]
     assert len(set(keys)) == len(keys)
     assert set(keys) <= set(all_keys(GenerateSettings))
+
+
+def test_keywords_of_python_have_the_types_of_their_settings() -> None:
+    """A number is a number or text, a choice is text, and a switch is a bool."""
+    hints = get_type_hints(Flags)
+    for name, row in ((name, FLAGS[name]) for name in hints):
+        section, field = GenerateSettings, None
+        for part in row.key.split("."):
+            field = section.model_fields[part]
+            section = field.annotation
+        kinds, typed = set(alternatives(field.annotation)), set(alternatives(hints[name]))
+        assert NoneType in typed, name
+        assert (bool in kinds) is (typed == {bool, NoneType}), name
+        assert str in typed or bool in kinds, name
+        assert (float in kinds) is (float in typed), name
 
 
 def test_options_become_settings() -> None:

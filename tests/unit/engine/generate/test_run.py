@@ -13,7 +13,6 @@ import killing
 import pytest
 import torch
 from closeness import assert_close
-from media_tags import read_metadata
 from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, flux_settings, moving_frames, released_settings
 
@@ -35,6 +34,7 @@ from opensora_cli.engine.generate.run import (
 )
 from opensora_cli.engine.generate.targets import Claims
 from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.tags import read_tags
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, read_sidecar
@@ -615,7 +615,7 @@ class TestPrompts:
     def test_any_text(self, world, tmp_path, prompt):
         result = generate(released_settings(world, tmp_path / "out", prompt=prompt, sampling__num_inference_steps="1"))
         assert result.videos[0].path.parent == tmp_path / "out"
-        tags = read_metadata(result.videos[0].path)
+        tags = read_tags(result.videos[0].path)
         assert (tags["prompt"], tags["seed"]) == (prompt, "42")
 
     def test_unknown_words_of_the_demo(self, world, tmp_path, reporter):

@@ -12,7 +12,6 @@ import pytest
 import tiny_frozen
 import tiny_training
 import torch
-from media_tags import read_metadata
 from toy_training import Listener
 
 from opensora_cli.core.exceptions import OutputError
@@ -28,6 +27,7 @@ from opensora_cli.engine.train.watching import samples
 from opensora_cli.engine.train.watching.samples import open_samples
 from opensora_cli.media import write
 from opensora_cli.media.read import probe
+from opensora_cli.media.tags import read_tags
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -107,7 +107,7 @@ def test_videos_have_their_size_and_tags(watched: Path) -> None:
         assert path.read_bytes()[4:8] == b"ftyp"
     # Each step and each prompt has a video of its own.
     assert len({path.read_bytes() for path in videos}) == 4
-    tags = read_metadata(watched / "samples" / "step4" / "1.mp4")
+    tags = read_tags(watched / "samples" / "step4" / "1.mp4")
     assert (tags["prompt"], tags["seed"], tags["step"]) == (PROMPTS[1], "1", "4")
 
 

@@ -1,0 +1,45 @@
+"""`osora show`: what a file records of how it was made."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opensora_cli.cli import errors, options, output
+from opensora_cli.cli.command import Command
+from opensora_cli.settings.flags import Option
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.ckpt import InspectSettings
+
+
+def show(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
+    """Print prompt, seed, settings and timings of a result, and what a checkpoint holds.
+
+    FILE is a video or picture, its sidecar, a saved state, latents, weights, or a folder of a training run.
+
+    Examples:
+
+      osora show samples/raining-sea_seed42.mp4
+
+      osora show runs/demo --json
+    """
+    from opensora_cli.engine.show import Shown, run_settings, show_recorded
+
+    path = Path(settings.path)
+    shown = show_recorded(path)
+    if shown is None:
+        with errors.uninterrupted():
+            from opensora_cli.engine.ckpt.inspect import inspect
+
+        inspection = inspect(settings, reporter=output.make_reporter(quiet=quiet))
+        shown = Shown(
+            path=path,
+            kind="checkpoint",
+            settings=run_settings(path),
+            recorded={key: value for key, value in inspection.to_json().items() if key != "tensors"},
+            summary=tuple(inspection.summary()),
+        )
+    output.print_result(shown, as_json=json)
+
+
+_ROWS = {"FILE": Option("path"), **options.PRINTED}
+COMMAND = Command("show", show, _ROWS, settings="ckpt:InspectSettings")

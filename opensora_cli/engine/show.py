@@ -1,0 +1,180 @@
+"""What a result, a sidecar, saved latents or a checkpoint records of how it was made. Needs no torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.formatting import duration, plain
+from opensora_cli.core.reading import read_json_object, reading
+from opensora_cli.core.strict_json import parse_object
+from opensora_cli.engine.generate.targets import STEPS_KEY
+from opensora_cli.media.results import sidecar_path
+from opensora_cli.media.tags import read_tags
+from opensora_cli.settings.explain import Given
+
+_MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png", ".webp"})
+_WEIGHTS_ENDING = ".safetensors"
+_RUN_SETTINGS = "settings.json"
+_MODEL_KEYS = ("model", "device_name", "dtype")
+
+
+class Shown(Document):
+    """What a file records."""
+
+    SCHEMA = "osora.show/1"
+
+    path: Path
+    kind: str
+    """result, sidecar, settings, state (latents of an unfinished run), latents, run or checkpoint."""
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    timings_s: dict[str, float] = Field(default={})
+    """Seconds of each stage."""
+    settings: dict[str, Any] = Field(default={})
+    recorded: dict[str, Any] = Field(default={})
+    """Everything else that the file records."""
+    summary: tuple[str, ...] = ()
+    """Lines about a checkpoint."""
+
+    def lines(self) -> list[str]:
+        """Return it for people: a line for each fact and each setting."""
+        facts = {
+            "file": f"{self.path} ({self.kind})",
+            "prompt": self.prompt,
+            "negative": self.negative_prompt,
+            "seed": self.seed,
+            "model": ", ".join(str(self.recorded[key]) for key in _MODEL_KEYS if key in self.recorded),
+            "video": self._video(),
+            "steps": self.recorded.get(STEPS_KEY),
+            "timings": ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.timings_s.items()),
+        }
+        known = [f"{name:9} {value}" for name, value in facts.items() if value not in (None, "")]
+        return [*known, *self.summary, *(f"setting   {line}" for line in _flat(self.settings))]
+
+    def _video(self) -> str:
+        values = [self.recorded.get(key) for key in ("width", "height", "num_frames", "fps")]
+        return "" if None in values else "{}x{}, {} frames at {} fps".format(*values)
+
+
+def show_recorded(path: Path) -> Shown | None:
+    """Return what a file records; None for weights, whose tensors `osora ckpt inspect` reads.
+
+    Raises FileProblem if the file is missing, broken, or of no known kind.
+    """
+    with reading(path):
+        path.stat()
+    if path.is_dir():
+        return _of_media(path) if any(path.glob("frame_*.png")) else None
+    if path.suffix == _WEIGHTS_ENDING:
+        metadata = latents_metadata(path)
+        return None if metadata is None else _of_latents(path, metadata)
+    if path.suffix.lower() in _MEDIA_ENDINGS:
+        return _of_media(path)
+    if path.suffix == ".json":
+        return _of_document(path, read_json_object(path, hint="osora show reads sidecars and settings"))
+    return None
+
+
+def continued(path: Path, given: dict[str, Given]) -> Path | None:
+    """Return the sidecar that `--from` names; of saved latents, add the setting that continues them to `given`.
+
+    Raises:
+        RequestError: saved latents are given twice.
+        FileProblem: a result has no sidecar.
+    """
+    if path.name.endswith(_WEIGHTS_ENDING):
+        if twice := next((key for key in ("resume", "from_latents") if key in given), None):
+            raise RequestError(f"--from {path} and {given[twice].source} both name latents: drop one of them")
+        metadata = latents_metadata(path) or {}
+        given["resume" if STEPS_KEY in metadata else "from_latents"] = Given(str(path), "--from")
+        return None
+    if path.suffix.lower() not in _MEDIA_ENDINGS:
+        return path
+    sidecar = sidecar_path(path)
+    if not sidecar.is_file():
+        raise FileProblem(
+            f"{path} has no sidecar {sidecar.name} beside it, and cannot be made again from itself",
+            hint=f"osora show {path} prints the prompt and seed in the file",
+        )
+    return sidecar
+
+
+def latents_metadata(path: Path) -> dict[str, str] | None:
+    """Return the metadata of saved latents; None for other files, and for broken ones."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError, ValueError):
+        return None
+    return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
+
+
+def _of_latents(path: Path, metadata: Mapping[str, str]) -> Shown:
+    try:
+        settings = parse_object(metadata.get("settings", "").encode("utf-8", "surrogatepass"))
+    except ValueError as error:
+        raise FileProblem(f"{path} does not record the settings that made it") from error
+    recorded = {key: value for key, value in metadata.items() if key != "settings"}
+    return _shown(path, "state" if STEPS_KEY in metadata else "latents", {**recorded, "settings": settings})
+
+
+def _of_media(path: Path) -> Shown:
+    sidecar = sidecar_path(path)
+    if sidecar.is_file():
+        return _of_document(path, read_json_object(sidecar, hint="it is not a sidecar"), kind="result")
+    tags: dict[str, Any] = read_tags(path)
+    if not tags:
+        raise FileProblem(f"{path} records nothing, and has no sidecar {sidecar.name} beside it")
+    if str(tags.get("seed", "")).isdecimal():
+        tags["seed"] = int(tags["seed"])
+    return _shown(path, "result", tags)
+
+
+def _of_document(path: Path, document: Mapping[str, Any], *, kind: str = "sidecar") -> Shown:
+    if isinstance(document.get("settings"), dict):
+        return _shown(path, kind, document)
+    return _shown(path, "settings", {"settings": document})
+
+
+def _shown(path: Path, kind: str, document: Mapping[str, Any]) -> Shown:
+    """Return the facts of a document; prompt and seed may stand in its settings alone."""
+    settings = document.get("settings") or {}
+    sampling = settings.get("sampling")
+    seed = document.get("seed", sampling.get("seed") if isinstance(sampling, dict) else None)
+    own = ("prompt", "negative_prompt", "seed", "timings_s", "settings")
+    try:
+        return Shown(
+            path=path,
+            kind=kind,
+            prompt=document.get("prompt", settings.get("prompt")),
+            negative_prompt=document.get("negative_prompt", settings.get("negative_prompt")),
+            seed=seed,
+            timings_s=document.get("timings_s", {}),
+            settings=settings,
+            recorded={key: value for key, value in document.items() if key not in own},
+        )
+    except ValueError as error:
+        raise FileProblem(f"{path} is damaged: {plain(str(error).splitlines()[0])}") from error
+
+
+def run_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of the training run that wrote weights; empty for weights from elsewhere."""
+    folders = (path, *path.parents[:2]) if path.is_dir() else path.parents[:2]
+    file = next((folder / _RUN_SETTINGS for folder in folders if (folder / _RUN_SETTINGS).is_file()), None)
+    return {} if file is None else read_json_object(file, hint="it is not the settings of a run")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield each setting as `--set` takes it."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}"
