@@ -18,8 +18,7 @@ from opensora_cli.cli.command import unwrapped
 from opensora_cli.cli.presets import NEEDS
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.solvers import Solver
-from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.dry_run import plan_from_request
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_from_request
 from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.explain import Given

@@ -100,7 +100,7 @@ def step_bytes(plan, config):
         text_tokens=plan.settings.text.t5_max_length,
         latent_tokens=frames * rows * columns // config.patch_size**2,
         itemsize=4,
-        branches=plan.evaluations_per_sample // STEPS,
+        branches=plan.model_evaluations // STEPS,
     )
     return step_traffic(sizes, plan.mesh).num_bytes
 

@@ -137,7 +137,7 @@ def test_every_rank_asks_for_what_it_may_and_takes_the_memory_that_is_planned(tm
 def test_t5_comes_layer_by_layer_where_it_has_no_room(tmp_path):
     row = Row("256px", changes=NO_DOUBLE_BLOCK | PINNED, given=("text",), does=("encodes",), memory_bytes=8 * GIB)
     turn = rehearsed_without_faults(tmp_path, row)
-    assert turn.plan.offload.stream_text
+    assert turn.chain.video.offload.stream_text
     with on_meta():
         layers = T5Model(T5Sizes()).encoder.block.parameters()
     pieces = lines_of(_MappedWeights._copy_piece)

@@ -65,7 +65,7 @@ def found(turns):
     """Return what each check finds in the turns of all ranks, those that find nothing left out."""
     lines = {"collectives": [*collective_faults({rank: turn.log for rank, turn in turns.items()})]}
     for turn in turns.values():
-        log, planned = turn.log, {stage.name: stage.total_bytes for stage in turn.plan.stages}
+        log, planned = turn.log, turn.planned
         for name, faults in {
             "dtypes": dtype_faults(log),
             "devices": device_faults(log, turn.device),
