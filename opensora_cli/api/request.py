@@ -1,4 +1,4 @@
-"""From options to a request to generate: what the command line and Python have in common before torch is imported."""
+"""Requests to generate, as the command line and Python make them before torch is imported."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -7,8 +7,9 @@ from pathlib import Path
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.layers import Layer, collect_overrides
-from opensora_cli.settings.load import GenerateRequest, read_sidecar
+from opensora_cli.settings.load import GenerateRequest, read_request, read_sidecar
 
 
 def generate_request(
@@ -18,33 +19,37 @@ def generate_request(
     assignments: Iterable[str] | Mapping[str, object] = (),
     sidecar: Path | None = None,
     config: Path | None = None,
+    on: str | None = None,
 ) -> GenerateRequest:
-    """Return what was asked for, with the variables of the environment.
+    """Return the settings of a request from all sources, with the variables of the environment.
 
     Args:
-        given: the options, and the prompt.
-        below: what gives way to them and to the assignments, and wins over all else.
-        assignments: as in `collect_overrides`.
-        sidecar: of an earlier run, whose description of the video is taken.
-        config: a preset by name, or a file of settings.
+        given: Options, and the prompt.
+        below: Settings that give way to `given` and `assignments` alone.
+        assignments: Settings by key; see `collect_overrides`.
+        sidecar: Sidecar of an earlier run, whose description of the video is taken.
+        config: Preset by name, or file of settings.
+        on: Machine that a dry run plans for, as in `8xH100`.
 
     Raises:
-        RequestError: an assignment is wrong.
-        FileProblem: the sidecar is missing or broken.
+        RequestError: A key is unknown, an assignment is wrong, or there is no such machine.
+        FileProblem: A file of settings or the sidecar is missing or broken.
     """
-    return GenerateRequest(
-        overrides={**(below or {}), **collect_overrides(GenerateSettings, given, assignments)},
+    overrides = {**(below or {}), **collect_overrides(GenerateSettings, given, assignments)}
+    machine = None if on is None else read_machine(on)
+    if machine is not None:
+        overrides = {**machine.counts(overrides), **overrides}
+    others: tuple[type[Section], ...] = ()
+    if any(name.startswith("OSORA_") for name in os.environ):
+        # Variables of training are not refused.
+        from opensora_cli.settings.train import TrainSettings
+
+        others = (TrainSettings,)
+    return read_request(
+        overrides=overrides,
         saved=read_sidecar(sidecar, is_own=is_of_launcher(sidecar, os.environ)) if sidecar else None,
         config=config,
         environment=os.environ,
-        others=_other_settings(),
+        others=others,
+        on=machine,
     )
-
-
-def _other_settings() -> tuple[type[Section], ...]:
-    """Return training's settings, whose variables are not refused; imported only where there are variables of osora."""
-    if not any(name.startswith("OSORA_") for name in os.environ):
-        return ()
-    from opensora_cli.settings.train import TrainSettings
-
-    return (TrainSettings,)

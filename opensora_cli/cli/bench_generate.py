@@ -59,7 +59,7 @@ def bench_generate(
         from opensora_cli.engine.generate.request import refuse_early, settings_early
 
         refuse_early(request, dry_run=False, reporter=reporter)
-        exact = settings_early(request, [])
+        exact = settings_early(request)
         if exact is not None:
             refuse_unfit(exact)
         for name, changes in (tries or {}).items():

@@ -4,7 +4,6 @@ import os
 import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +77,10 @@ def generate(
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(explore, "--explore")
         given["sampling.stop_at"] = Given(explore_steps, "--explore-steps")
-    request = generate_request(given, assignments=set_ or [], sidecar=sidecar, config=config)
-    if on is not None:
-        from opensora_cli.settings.hardware import read_machine
-
-        machine = read_machine(on)
-        request = replace(request, on=machine, overrides={**machine.counts(request.overrides), **request.overrides})
+    request = generate_request(given, assignments=set_ or [], sidecar=sidecar, config=config, on=on)
     if prompts is not None:
-        _run_rows(request, prompts, shard, sidecar=sidecar, dry_run=dry_run, as_json=json, quiet=quiet)
+        files = {"--config": config, "--from": sidecar}
+        _run_rows(request, prompts, shard, files=files, dry_run=dry_run, as_json=json, quiet=quiet)
         return
     from opensora_cli.engine.generate.request import dry_run_named
 
@@ -181,7 +176,7 @@ def _run_rows(
     prompts: Path,
     part: str | None,
     *,
-    sidecar: Path | None,
+    files: Mapping[str, Path | None],
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -209,9 +204,7 @@ def _run_rows(
         f"--prompts={prompts}",
         *(argument for key, at in request.overrides.items() for argument in given_again(key, at.value)),
     ]
-    arguments += options.rank_words(
-        {"--shard": part, "--config": request.config, "--from": sidecar, "--json": as_json, "--quiet": quiet}
-    )
+    arguments += options.rank_words({"--shard": part, **files, "--json": as_json, "--quiet": quiet})
     result = generate_rows(request, rows, shard=shard, reporter=reporter, context=context, rank_arguments=arguments)
     if result is None:
         return

@@ -78,7 +78,15 @@ _RECORDED_IF_CHANGED = (
 )
 """Settings that sidecars omit at their defaults, so that request hashes stay those of versions without them."""
 
+_SAMPLED_WITH = (
+    "prompt prompts_at negative_prompt refine prompt_suffix sampling condition model text loras draft picture compile "
+    "precision.linear runtime.attention video.extend output.save_state_every output.preview_every"
+)
+
 GENERATE = (
+    _typed(
+        _SAMPLED_WITH, lambda s: s.from_latents is None, "with --from-latents, whose latents are made already: drop it"
+    )._replace(is_recorded=True),
     *PARALLEL,
     *VAE,
     Applies(" ".join(_NEVER_RECORDED), lambda s: False),
@@ -167,6 +175,16 @@ GENERATE = (
         "precision.tf32", lambda s: s.runtime.device != "cpu", "with runtime.device=cpu: use none", is_recorded=True
     ),
 )
+
+SAME_FOR_ALL_RUNS = Applies(
+    "prompt prompts_at negative_prompt refine prompt_suffix text loras model files video condition picture draft "
+    "from_latents resume output sampling.seed sampling.num_samples sampling.stop_at "
+    "runtime.weights runtime.model_choice runtime.device runtime.prompt_cache runtime.prompt_cache_limit "
+    "parallel.gpus parallel.devices parallel.nnodes parallel.data_parallel_degree parallel.watch "
+    "parallel.watch_limit_s",
+    lambda s: False,
+)
+"""Settings that `bench-generate --try` cannot change: what the video shows, and where it is made."""
 
 TRAIN = (
     *PARALLEL,

@@ -129,13 +129,6 @@ class Section(BaseModel):
             return split_list(value, separator=",")
         return value
 
-    @field_validator("*")
-    @classmethod
-    def _check_size(cls, value: object) -> object:
-        if isinstance(value, int) and abs(value) > _MAX_INT:
-            raise PydanticKnownError("int_parsing_size")
-        return value
-
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         problems = [

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.applies import SAME_FOR_ALL_RUNS
 from opensora_cli.settings.base import PlotFile, Section
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import check_key
-from opensora_cli.settings.load import GenerateRequest, few_evaluations, given_for
+from opensora_cli.settings.load import GenerateRequest, few_evaluations
 from opensora_cli.settings.output import OutputSettings
 
 Changes = Mapping[str, object]
@@ -39,18 +40,6 @@ STANDARD: Mapping[str, Changes] = {
 """Settings that are compared if no `--try` is given."""
 
 _ANY_PROMPT = "raining, sea"
-_SAME_FOR_ALL = frozenset(
-    {
-        *("prompt", "prompts_at", "negative_prompt", "refine", "prompt_suffix", "text", "loras", "model", "files"),
-        *("video", "condition", "picture", "draft", "from_latents", "resume", "output"),
-        *("sampling.seed", "sampling.num_samples", "sampling.stop_at"),
-        *("runtime.weights", "runtime.model_choice", "runtime.device"),
-        *("runtime.prompt_cache", "runtime.prompt_cache_limit"),
-        *("parallel.gpus", "parallel.devices", "parallel.nnodes", "parallel.data_parallel_degree"),
-        *("parallel.watch", "parallel.watch_limit_s"),
-    }
-)
-"""Settings and sections that decide what the video shows or where it is made, not how."""
 
 
 class BenchGenerateSettings(Section):
@@ -79,9 +68,9 @@ def read_tries(texts: Sequence[str]) -> Tries:
 
 
 def benched_request(request: GenerateRequest) -> GenerateRequest:
-    """Return a request that names no result, with a prompt. Errors are those of `given_for`."""
+    """Return a request that names no result, with a prompt. Errors are those of `given`."""
     overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
-    if given_for(request, "prompt") is None:
+    if request.find("prompt") is None:
         overrides["prompt"] = Given(_ANY_PROMPT, "bench-generate")
     return replace(request, overrides=overrides)
 
@@ -128,7 +117,7 @@ def _changes(text: str) -> Changes:
         if not equals or not key:
             raise RequestError(f"--try {text} must be KEY=VALUE,KEY=VALUE, and has {pair!r}")
         check_key(GenerateSettings, key, source=f"--try {text}")
-        if not _SAME_FOR_ALL.isdisjoint((key, key.partition(".")[0])):
+        if SAME_FOR_ALL_RUNS.covers(key):
             hint = f"drop it, or give it to all runs: --set {key}={value}"
             raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
         if key in changes:

@@ -79,11 +79,7 @@ def generate_preset(model: ModelName, *, resolution: str | None) -> str:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Loader that keeps scalars as text, and refuses duplicate keys and aliases that expand to too many values."""
-
-    def construct_document(self, node: yaml.Node) -> object:
-        _count_values(node, {})
-        return super().construct_document(node)
+    """Loader that keeps scalars as text and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[object] = set()
@@ -94,22 +90,6 @@ class _TextLoader(yaml.BaseLoader):
                 raise _wrong_value(f"{key_node.value!r} is there twice: keep one", key_node)
             seen.add(key_node.value)
         return dict(super().construct_mapping(node, deep=deep))
-
-
-def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Return the number of values in a node with its aliases expanded. `known` has the counts of earlier nodes."""
-    if id(node) in known:
-        count = known[id(node)]
-        if count is None:
-            raise _wrong_value("an alias refers to a value that contains it", node)
-        return count
-    known[id(node)] = None
-    inside = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
-    count = 1 + (sum(_count_values(each, known) for each in inside) if isinstance(node, yaml.CollectionNode) else 0)
-    if count > _MAX_VALUES:
-        raise _wrong_value(f"it means more than {_MAX_VALUES:,} values", node)
-    known[id(node)] = count
-    return count
 
 
 def _wrong_value(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
@@ -124,9 +104,17 @@ def parse_yaml_text(text: str) -> object:
     """
     # The loader is a subclass of the one that builds only text, lists and mappings.
     try:
-        return yaml.load(text, Loader=_TextLoader)
+        value: object = yaml.load(text, Loader=_TextLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
+    waiting, count = [value], 0
+    while waiting:
+        each = waiting.pop()
+        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        count += 1
+        if count > _MAX_VALUES:
+            raise yaml.YAMLError(f"it means more than {_MAX_VALUES:,} values")
+    return value
 
 
 def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:

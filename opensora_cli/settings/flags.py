@@ -1,4 +1,4 @@
-"""The options of `osora generate` that are settings: one table of rows, for the command line and for Python.
+"""Options of `osora generate` that are settings: one table of rows for the command line and for Python.
 
 It imports no pydantic, so that command modules stay cheap to import.
 """
@@ -48,39 +48,25 @@ _Files = _File | Sequence[_File]
 
 
 class Flags(TypedDict, total=False):
-    """The options of one video by their names without dashes, `num_frames` for `--num-frames`.
+    """Options of one video by their names without dashes, `num_frames` for `--num-frames`.
 
     Every value may also be text, as on the command line, where `none` unsets a setting.
     """
 
-    negative_prompt: Annotated[str | None, Option("negative_prompt", PROMPT, "What the video should not show.", "TEXT")]
-    motion_score: Annotated[
-        int | str | None,
-        Option(
-            "prompt_suffix.motion_score",
-            PROMPT,
-            "Amount of motion, as in 4. none adds no score to the prompt; auto asks the server of --refine.",
-            "N",
-            str,
-        ),
-    ]
-    refine: Annotated[
-        bool | None, Option("refine.prompt", PROMPT, "Rewrite the prompt with the language model at OSORA_REFINE_URL.")
-    ]
+    negative_prompt: Annotated[str | None, Option("negative_prompt", PROMPT, metavar="TEXT")]
+    motion_score: Annotated[int | str | None, Option("prompt_suffix.motion_score", PROMPT, metavar="N", kind=str)]
+    refine: Annotated[bool | None, Option("refine.prompt", PROMPT)]
     prompt_at: Annotated[
         str | Sequence[str] | None,
         Option("prompts_at", PROMPT, "With --extend: prompt from a time on, as in 2s=snow. Repeatable.", "Ts=PROMPT"),
     ]
-    res: Annotated[str | None, Option("video.resolution", VIDEO, "Pixel count.", "SIZE", is_common=True)]
-    aspect_ratio: Annotated[str | None, Option("video.aspect_ratio", VIDEO, "Width to height.", "W:H", is_common=True)]
+    res: Annotated[str | None, Option("video.resolution", VIDEO, metavar="SIZE", is_common=True)]
+    aspect_ratio: Annotated[str | None, Option("video.aspect_ratio", VIDEO, metavar="W:H", is_common=True)]
     width: Annotated[int | str | None, Option("video.width", VIDEO)]
     height: Annotated[int | str | None, Option("video.height", VIDEO)]
-    num_frames: Annotated[int | str | None, Option("video.num_frames", VIDEO, "Frames: 4 k + 1.", is_common=True)]
+    num_frames: Annotated[int | str | None, Option("video.num_frames", VIDEO, is_common=True)]
     fps: Annotated[int | str | None, Option("video.fps", VIDEO)]
-    extend: Annotated[
-        int | str | None,
-        Option("video.extend", VIDEO, "Add N segments, each continuing the last frames of the one before."),
-    ]
+    extend: Annotated[int | str | None, Option("video.extend", VIDEO)]
     ref: Annotated[
         _Files | None,
         Option(
@@ -104,32 +90,18 @@ class Flags(TypedDict, total=False):
         ),
     ]
     fit: Annotated[str | None, Option("condition.fit", REFERENCE)]
-    ref_fps: Annotated[
-        str | None,
-        Option(
-            "condition.ref_fps",
-            REFERENCE,
-            "For a reference video of another frame rate: keep its frames, or match the rate by resampling.",
-        ),
-    ]
+    ref_fps: Annotated[str | None, Option("condition.ref_fps", REFERENCE)]
     seamless: Annotated[bool | None, Option("condition.seamless", REFERENCE)]
-    t2i2v: Annotated[
-        bool | None,
-        Option("picture.first", REFERENCE, "Make a picture with flux1-dev first, and use it as the first frame."),
-    ]
+    t2i2v: Annotated[bool | None, Option("picture.first", REFERENCE)]
     steps: Annotated[int | str | None, Option("sampling.num_inference_steps", SAMPLING, is_common=True)]
-    seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, "Seed of the noise.", is_common=True)]
+    seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, is_common=True)]
     fast: Annotated[
         bool | None,
         Option("sampling.fast", SAMPLING, "Use fewer evaluations for nearly the same video.", is_common=True),
     ]
     solver: Annotated[str | None, Option("sampling.solver", SAMPLING)]
-    guidance_scale: Annotated[
-        float | str | None, Option("sampling.guidance_scale", SAMPLING, "Weight of the prompt.", "X")
-    ]
-    image_guidance_scale: Annotated[
-        float | str | None, Option("sampling.image_guidance_scale", SAMPLING, "Weight of the reference.", "X")
-    ]
+    guidance_scale: Annotated[float | str | None, Option("sampling.guidance_scale", SAMPLING, metavar="X")]
+    image_guidance_scale: Annotated[float | str | None, Option("sampling.image_guidance_scale", SAMPLING, metavar="X")]
     lora: Annotated[
         _Files | None,
         Option(
@@ -140,17 +112,9 @@ class Flags(TypedDict, total=False):
             each="an adapter",
         ),
     ]
-    draft_res: Annotated[
-        str | None, Option("draft.resolution", SAMPLING, "Make a smaller video first, and start from it.", "SIZE")
-    ]
-    draft_strength: Annotated[
-        float | str | None,
-        Option("draft.strength", SAMPLING, "With --draft-res: start time, from 1 (noise) to 0 (the draft).", "X"),
-    ]
-    stop_at: Annotated[
-        int | str | None,
-        Option("sampling.stop_at", SAMPLING, "Stop after N steps and write NAME_stepN; --from continues."),
-    ]
+    draft_res: Annotated[str | None, Option("draft.resolution", SAMPLING, metavar="SIZE")]
+    draft_strength: Annotated[float | str | None, Option("draft.strength", SAMPLING, metavar="X")]
+    stop_at: Annotated[int | str | None, Option("sampling.stop_at", SAMPLING)]
     weights: Annotated[
         _File | None,
         Option(
@@ -161,7 +125,7 @@ class Flags(TypedDict, total=False):
             default="OSORA_WEIGHTS, ./ckpts or the Hugging Face cache",
         ),
     ]
-    device: Annotated[str | None, Option("runtime.device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE")]
+    device: Annotated[str | None, Option("runtime.device", MACHINE, metavar="DEVICE")]
     gpus: Annotated[
         int | str | None, Option("parallel.gpus", MACHINE, "GPUs that share the work.", default="1", is_common=True)
     ]
@@ -188,9 +152,7 @@ class Flags(TypedDict, total=False):
             default="as many as fit",
         ),
     ]
-    dtype: Annotated[
-        str | None, Option("runtime.dtype", MACHINE, "auto is bfloat16 on CUDA and float32 on a CPU.", default="auto")
-    ]
+    dtype: Annotated[str | None, Option("runtime.dtype", MACHINE)]
     attention: Annotated[
         str | None,
         Option("runtime.attention", MACHINE, "Attention backend; auto is the first that works.", default="auto"),
@@ -202,9 +164,7 @@ class Flags(TypedDict, total=False):
     no_cache: Annotated[
         bool | None, Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True)
     ]
-    out: Annotated[
-        _File | None, Option("output.path", OUTPUT, "Folder, or file to write.", "PATH", short="-o", is_common=True)
-    ]
+    out: Annotated[_File | None, Option("output.path", OUTPUT, metavar="PATH", short="-o", is_common=True)]
     format: Annotated[
         str | None,
         Option("output.format", OUTPUT, "File format.", default="from the file name, else mp4, and png of a picture"),
@@ -218,25 +178,19 @@ class Flags(TypedDict, total=False):
             "output.metadata", OUTPUT, "Write no sidecar, and no prompt or settings into the file.", is_negated=True
         ),
     ]
-    from_latents: Annotated[
-        _File | None, Option("from_latents", "", "Decode finished latents, as --from does.", "FILE")
-    ]
+    from_latents: Annotated[_File | None, Option("from_latents", metavar="FILE")]
 
 
 FLAGS: Mapping[str, Option] = {
     "model": Option("runtime.model_choice", MACHINE, "Model; auto is the best that can run here.", is_common=True),
     "num_samples": Option("sampling.num_samples", SAMPLING),
-    "resume": Option("resume", "", "Continue a stopped run from its saved latents, as --from does.", "FILE"),
-    "save_state_every": Option(
-        "output.save_state_every", OUTPUT, "Save the latents every N steps; Ctrl-C always saves them."
-    ),
-    "preview_every": Option(
-        "output.preview_every", OUTPUT, "Write the predicted video to NAME.preview.gif every N steps."
-    ),
+    "resume": Option("resume", metavar="FILE"),
+    "save_state_every": Option("output.save_state_every", OUTPUT),
+    "preview_every": Option("output.preview_every", OUTPUT),
     "save_picture": Option("picture.save", OUTPUT),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }
-"""The row of each option that is a setting; those before `Flags` exist on the command line alone."""
+"""Row of each option that is a setting; those before `Flags` exist on the command line alone."""
 
 
 def option_of(name: str) -> str:
@@ -249,7 +203,7 @@ def given_flags(
 ) -> dict[str, "Given"]:
     """Return the settings that options give, None where not given; `called` returns the name of an option in messages.
 
-    Raises RequestError for an unknown name, with the nearest option, and for an empty list of files.
+    Raises RequestError for an unknown name, with the nearest option, and for an empty name of a file.
     """
     given: dict[str, Given] = {}
     for name, value in values.items():
@@ -266,22 +220,19 @@ def given_by(row: Option, value: object, source: str) -> dict[str, "Given"]:
     """
     from opensora_cli.settings.explain import Given
 
-    set_to = None if value is None else _value(row, value, source)
-    return {} if set_to is None else {row.key: Given(set_to, source)}
-
-
-def _value(row: Option, value: object, source: str) -> object:
-    if row.each is not None:
+    if value is not None and row.each is not None:
         files = value if isinstance(value, list | tuple) else [value]
         texts = [os.fspath(file) if isinstance(file, Path) else str(file) for file in files]
         if not all(text.strip(" ;") for text in texts):
-            # Most often an unset shell variable: ignored, it would make a video from text alone.
+            # Usually an unset shell variable. Dropping it would make a video from text alone.
             raise RequestError(f"{source} is empty: name {row.each}, or drop {source}")
         # One text may already have several.
-        return ";".join(texts) or None
-    if row.is_negated and isinstance(value, bool):
-        return not value
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+        value = ";".join(texts) or None
+    elif row.is_negated and isinstance(value, bool):
+        value = not value
+    elif isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return {} if value is None else {row.key: Given(value, source)}
 
 
 def _nearest(name: str) -> str:

@@ -36,17 +36,17 @@ class GenerateSettings(Section):
 
     applies = GENERATE
 
-    prompt: Words = Field(default="", description="Description of the video.")
+    prompt: Words = Field(default="", description="What the video shows.")
     prompts_at: tuple[PromptAt, ...] = Field(
         default=(),
-        description="Prompts of an extended video by time, each 2s=PROMPT. In text, separated by ;. A segment uses the "
+        description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;. A segment uses the "
         "prompt at the time of its first new frame.",
     )
-    negative_prompt: Words = Field(default="", description="Description of what the video should not show.")
-    from_latents: str | None = Field(default=None, description="File of latents to decode.")
-    resume: str | None = Field(default=None, description="File of latents of a stopped run to finish.")
+    negative_prompt: Words = Field(default="", description="What the video should not show.")
+    from_latents: str | None = Field(default=None, description="Finished latents to decode, as --from does.")
+    resume: str | None = Field(default=None, description="Saved latents of a stopped run to continue, as --from does.")
     loras: tuple[LoraFile, ...] = Field(
-        default=(), description="Adapters of the transformer, each FILE or FILE:SCALE. In text, separated by ;."
+        default=(), description="Adapters of the transformer, each FILE or FILE:SCALE, separated by ;."
     )
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()

@@ -4,14 +4,13 @@ Precedence, highest first: the command line, the description of the video in a f
 environment, `--config FILE`, the preset of the model, the defaults.
 
 An earlier run precedes the environment because it must make the same file again whatever the shell has set. Settings
-that such a file may not bring (see `saved.RESERVED`) come from the other sources alone.
+that such a file may not bring (see `saved.is_description`) come from the other sources alone.
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from math import prod
+from functools import cache, cached_property
 from pathlib import Path
 
 from opensora_cli.core.conditions import CONDITION_MODES
@@ -20,8 +19,8 @@ from opensora_cli.core.formatting import escaped, plain
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.applies import refuse_without_effect
-from opensora_cli.settings.base import Section
-from opensora_cli.settings.devices import RuntimeSettings, without_retired_keys
+from opensora_cli.settings.base import NO_VALUE, Section
+from opensora_cli.settings.devices import without_retired_keys
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import generate_preset, preset_path, read_yaml, settings_path
@@ -30,15 +29,7 @@ from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_reference_generation, read_settings
 from opensora_cli.settings.sampling import SamplingSettings
-from opensora_cli.settings.saved import (
-    DESCRIPTION,
-    RESERVED,
-    TYPED,
-    description,
-    files_needed,
-    named_format,
-    recorded_adapters,
-)
+from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description, named_format
 
 SIDECAR_SCHEMA = "osora.generate/1"
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
@@ -57,73 +48,89 @@ class SavedSettings:
     output: Path | None = None
     """Place of the result unless the command line names one. None means the usual place."""
 
+    @cached_property
+    def layer(self) -> dict[str, Given]:
+        """Settings by key. Raises RequestError if a key is unknown."""
+        return read_sections(GenerateSettings, without_retired_keys(self.values), source=self.source)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """A request before its model is chosen and its settings are validated.
-
-    `overrides` come from the command line (see `layers.collect_overrides`), and `saved` from an earlier run. `config`
-    is the name of a preset, a YAML file, or a `.py` file of the reference implementation. Variables in `environment`
-    that belong to `others`, the settings of other commands, are ignored.
-    """
+    """Settings from all sources, before a model is chosen and they are validated. `read_request` reads the files."""
 
     overrides: Layer = field(default_factory=dict)
+    """Settings of the command line; see `layers.collect_overrides`."""
     saved: SavedSettings | None = None
-    config: Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    others: Sequence[type[Section]] = ()
+    """Settings of an earlier run."""
+    environment: Layer = field(default_factory=dict)
+    config: Layer = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    """Lines about settings of a `.py` file that osora does not have."""
     on: PlannedMachine | None = None
     """Machine that a dry run plans for. None means this machine."""
 
-    @property
-    def given(self) -> dict[str, Given]:
-        """All settings above the preset. Files are read once.
+    @cached_property
+    def given(self) -> Layer:
+        """All settings above the preset.
 
         Raises:
-            RequestError: A key is unknown, or two files describe the video.
-            FileProblem: The file of settings is missing or broken.
+            RequestError: The earlier run has an unknown key, or two files describe the video.
         """
-        return dict(self._read[0])
-
-    @property
-    def notes(self) -> list[str]:
-        """One line for each setting of a `.py` file that osora does not have. Errors are those of `given`."""
-        return self._read[1]
-
-    @cached_property
-    def _read(self) -> tuple[Layer, list[str]]:
-        config: Layer = {}
-        notes: list[str] = []
-        if self.config:
-            path = settings_path(self.config, "generate")
-            read_reference = partial(read_reference_generation, num_devices=_num_devices(self.overrides))
-            values = read_settings(path, read_reference, notes.append)
-            config = read_sections(GenerateSettings, values, source=str(path))
-        environment = read_environment(GenerateSettings, self.environment, others=self.others)
-        below = {**config, **environment} if self.saved is None else self._with_saved(self.saved, config, environment)
+        below = {**self.config, **self.environment} if self.saved is None else self._with_saved(self.saved)
         if not self.overrides.keys().isdisjoint(("video.resolution", "video.aspect_ratio")):
             # A size in pixels from below would win over the size that is typed.
             below = {key: given for key, given in below.items() if key not in ("video.height", "video.width")}
         if "prompt" in self.overrides:
             # It belongs to the prompt of the earlier run.
             below.pop("refine.original", None)
-        return {**below, **self.overrides}, notes
+        given = {**below, **self.overrides}
+        if any("picture.first" not in layer and _gives_no_picture(layer) for layer in (self.overrides, given)):
+            # The first picture of a preset gives way to references.
+            given["picture.first"] = Given(False, "the reference or mode")
+        return given
 
-    def _with_saved(self, saved: SavedSettings, config: Layer, environment: Layer) -> dict[str, Given]:
+    def find(self, key: str) -> Given | None:
+        """Return the value and source of a setting; None if it is not given."""
+        given = self.given.get(key)
+        return None if given is None or given.value is None else given
+
+    def text(self, key: str) -> str | None:
+        """Return a setting as text before validation; None if it is not given or unset."""
+        given = self.find(key)
+        value = "" if given is None else str(given.value)
+        return None if value.strip().lower() in NO_VALUE else value
+
+    @property
+    def model(self) -> ModelName:
+        """Model that the settings name, or AUTO. A wrong name means the demo, whose validation reports it."""
+        choice = self.text("runtime.model_choice") or ModelName.AUTO
+        if choice == ModelName.AUTO:
+            # A plan for another machine does not look for weights here.
+            usual = ModelName.AUTO if self.on is None else ModelName.OPEN_SORA_V2
+            choice = self.text("model.name") or usual
+            if choice == ModelName.AUTO:
+                return usual
+        return ModelName(choice) if choice in list(ModelName) else ModelName.DEMO
+
+    @cached_property
+    def _loaded(self) -> dict[ModelName, GenerateSettings]:
+        return {}
+
+    def _with_saved(self, saved: SavedSettings) -> dict[str, Given]:
         """Return the layers below the command line where there is an earlier run."""
-        recorded = _read_saved(saved)
         # Sidecars without a first picture do not mention it.
-        recorded.setdefault("picture.first", Given(False, saved.source))
+        recorded = {"picture.first": Given(False, saved.source), **saved.layer}
         if saved.is_own:
             return recorded
-        if key := next((key for key in config if key in DESCRIPTION), None):
+        if key := next(filter(is_description, self.config), None):
             raise RequestError(
-                f"--config {self.config} cannot go with {saved.source}, whose description of the video is "
+                f"--config {self.config[key].source} cannot go with {saved.source}, whose description of the video is "
                 f"complete: both may have {key}",
                 hint="change single settings with flags or --set",
             )
         # Settings that the sidecar omits had no effect and must not come from the shell now.
-        below = {key: at for key, at in {**config, **environment}.items() if key in RESERVED - TYPED}
+        others = {**self.config, **self.environment}
+        below = {key: at for key, at in others.items() if not is_description(key) and key not in TYPED}
         taken = description(recorded, decodes=saved.decodes)
         if named_format(self.overrides.get("output.path", below.get("output.path"))) is not None:
             taken.pop("output.format", None)
@@ -132,51 +139,55 @@ class GenerateRequest:
         return {**below, **taken}
 
 
-def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:
-    """Return the settings that decide on the model and the device. The preset depends on the model.
+def read_request(
+    *,
+    overrides: Layer | None = None,
+    saved: SavedSettings | None = None,
+    config: Path | None = None,
+    environment: Mapping[str, str],
+    others: Sequence[type[Section]] = (),
+    on: PlannedMachine | None = None,
+) -> GenerateRequest:
+    """Return the settings from all sources.
 
-    `model_choice` is the model that the settings name, if they name one. Errors are those of `GenerateRequest.given`,
-    and RequestError if a value breaks a rule.
-    """
-    given = request.given
-    runtime = validate(_RuntimeOnly, {key: at for key, at in given.items() if key.startswith("runtime.")}).runtime
-    named = given.get("model.name")
-    if runtime.model_choice is not ModelName.AUTO:
-        return runtime
-    if named is None:
-        # A plan for another machine does not look for weights here.
-        return runtime if request.on is None else runtime.replace({"model_choice": ModelName.OPEN_SORA_V2})
-    models = [name for name in ModelName if name is not ModelName.AUTO]
-    if named.value not in models:
-        raise RequestError(f"model.name={named.value} must be one of {', '.join(models)} (from {named.source})")
-    return runtime.replace({"model_choice": named.value})
-
-
-class _RuntimeOnly(Section):
-    """Settings that can be validated without a preset."""
-
-    runtime: RuntimeSettings = RuntimeSettings()
-
-
-def load_generate_settings(
-    request: GenerateRequest, *, model: ModelName, report: Callable[[str], None] = lambda line: None
-) -> GenerateSettings:
-    """Return the settings of a request over the preset of `model`.
-
-    `report` gets one line for each setting of a `.py` file that osora does not have.
+    Args:
+        overrides: Settings of the command line.
+        saved: Settings of an earlier run.
+        config: Name of a preset, a YAML file, or a `.py` file of the reference implementation.
+        environment: Variables of the environment.
+        others: Settings of other commands, whose variables are ignored.
+        on: Machine that a dry run plans for.
 
     Raises:
-        RequestError: A key is unknown, a value breaks a rule, or a typed setting has no effect.
-        FileProblem: A file of settings is missing or broken.
+        RequestError: A key is unknown.
+        FileProblem: The file of settings is missing or broken.
     """
-    given = request.given
-    for line in request.notes:
-        report(line)
-    if any("picture.first" not in layer and _gives_no_picture(layer) for layer in (request.overrides, given)):
-        # The first picture of a preset gives way to references.
-        given["picture.first"] = Given(False, "the reference or mode")
-    resolution = given.get("video.resolution")
-    preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
+    overrides, layer, notes = overrides or {}, {}, list[str]()
+    if config is not None:
+        path = settings_path(config, "generate")
+        values = read_settings(path, read_reference_generation, notes.append)
+        layer = read_sections(GenerateSettings, values, source=str(path))
+    variables = read_environment(GenerateSettings, environment, others=others)
+    return GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
+
+
+def load_generate_settings(request: GenerateRequest, *, model: ModelName) -> GenerateSettings:
+    """Return the settings of a request over the preset of `model`. A request is validated once for each model.
+
+    Raises:
+        RequestError: A value breaks a rule, or a typed setting has no effect. Errors of `given` are raised, too.
+        FileProblem: The file of the earlier run is damaged.
+    """
+    loaded = request._loaded
+    if model not in loaded:
+        loaded[model] = _validated(request, model)
+    return loaded[model]
+
+
+def _validated(request: GenerateRequest, model: ModelName) -> GenerateSettings:
+    given = dict(request.given)
+    resolution = request.find("video.resolution")
+    preset = generate_preset(model, resolution=None if resolution is None else str(resolution.value))
     below = _preset(preset)
     settings = validate(GenerateSettings, given, below=below)
     if settings.sampling.fast:
@@ -187,11 +198,16 @@ def load_generate_settings(
         source = given["sampling.fast"].source
         given |= {key: Given(value, source) for key, value in values.items() if key not in above}
         settings = validate(GenerateSettings, given, below=below)
-    refuse_without_effect(settings, request.overrides)
-    if request.saved is None or request.saved.is_own:
+    saved, typed = request.saved, request.overrides
+    if saved is not None and saved.decodes:
+        # The settings that made the latents may be given again.
+        before = {key: str(at.value) for key, at in saved.layer.items()}
+        typed = {key: at for key, at in typed.items() if str(at.value) != before.get(key)}
+    refuse_without_effect(settings, typed)
+    if saved is None or saved.is_own:
         return settings
-    _refuse_sending_files(request, settings)
-    return _with_saved_files(request.saved, given, settings)
+    _refuse_sending_files(saved, request.overrides, settings)
+    return _with_saved_files(saved, request.given, settings)
 
 
 def few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, object]:
@@ -204,62 +220,6 @@ def few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, ob
     if sampling.solver is not Solver.HEUN:
         values["sampling.step_cache"] = _FAST_CACHE
     return values
-
-
-def _gives_no_picture(given: Layer) -> bool:
-    """Return whether references or a mode without a picture are asked for."""
-    files, named = given.get("condition.references"), given.get("condition.mode")
-    mode = None if named is None else CONDITION_MODES.get(str(named.value))
-    return bool(files and files.value) or (mode is not None and not mode.gives_pictures)
-
-
-def given_for(request: GenerateRequest, key: str) -> Given | None:
-    """Return the value and source of a setting, or None if it is not given. Errors are those of `given`."""
-    given = request.given.get(key)
-    return None if given is None or given.value is None else given
-
-
-def source_of(request: GenerateRequest, key: str) -> str | None:
-    """Return the source of a setting, or None if it is not given. Errors are those of `given`."""
-    given = given_for(request, key)
-    return None if given is None else given.source
-
-
-def _refuse_sending_files(request: GenerateRequest, settings: GenerateSettings) -> None:
-    """Refuse to send pictures to a server if only a file names them."""
-    files = settings.condition.references
-    if request.saved and files and settings.refine.is_on and "condition.references" not in request.overrides:
-        named = " ".join(f"--ref {shlex.quote(escaped(file))}" for file in files)
-        raise RequestError(
-            f"a refined prompt would send files to the server that {request.saved.source} names: {named}",
-            hint="give them again to send them, or drop --refine and --motion-score auto",
-        )
-
-
-def _with_saved_files(saved: SavedSettings, given: Layer, settings: GenerateSettings) -> GenerateSettings:
-    """Require that the weights and adapters of the earlier run are given again, with the same hashes if recorded."""
-    recorded = _read_saved(saved)
-    try:
-        needed = files_needed(recorded, settings, decodes=saved.decodes, given=given)
-        adapters = recorded_adapters(recorded)
-    except ValueError as error:
-        raise FileProblem(f"{saved.source} is damaged: {error}") from error
-    if needed:
-        others = {"runtime.weights": "--weights none for the usual folder", "loras": "--set loras= for no adapter"}
-        known = [words for key, words in others.items() if key in needed]
-        raise RequestError(
-            f"{saved.source} was made with {' '.join(needed.values())}, and files are not taken from it",
-            hint=f"give {'this' if len(needed) == 1 else 'these'} again, or {' and '.join(known) or 'other files'}",
-        )
-    if saved.decodes or "loras" not in given or given["loras"].source in ("--set", "set"):
-        return settings
-    loras = tuple(
-        lora.replace({"sha256": lora.sha256 or adapters[path].sha256})
-        if (path := str(Path(lora.path).absolute())) in adapters
-        else lora
-        for lora in settings.loras
-    )
-    return settings.replace({"loras": loras})
 
 
 def load_preset(name: str, *, prompt: str) -> GenerateSettings:
@@ -295,13 +255,44 @@ def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
     return SavedSettings(source=str(path), values=document["settings"], is_own=is_own)
 
 
-def _read_saved(saved: SavedSettings) -> dict[str, Given]:
-    return read_sections(GenerateSettings, without_retired_keys(saved.values), source=saved.source)
+def _gives_no_picture(given: Layer) -> bool:
+    """Return whether references or a mode without a picture are asked for."""
+    files, named = given.get("condition.references"), given.get("condition.mode")
+    mode = None if named is None else CONDITION_MODES.get(str(named.value))
+    return bool(files and files.value) or (mode is not None and not mode.gives_pictures)
 
 
-def _num_devices(overrides: Layer) -> int:
-    """Return the number of devices on the command line. Validation reports wrong numbers later."""
-    counts = [overrides[key].value for key in ("parallel.gpus", "parallel.nnodes") if key in overrides]
-    if "parallel.devices" in overrides and "parallel.gpus" not in overrides:
-        counts.append(len(str(overrides["parallel.devices"].value).split(",")))
-    return prod(int(str(count)) if str(count).isdigit() else 1 for count in counts)
+def _refuse_sending_files(saved: SavedSettings, overrides: Layer, settings: GenerateSettings) -> None:
+    """Refuse to send pictures to a server if only a file names them."""
+    files = settings.condition.references
+    if files and settings.refine.is_on and "condition.references" not in overrides:
+        named = " ".join(f"--ref {shlex.quote(escaped(file))}" for file in files)
+        raise RequestError(
+            f"a refined prompt would send files to the server that {saved.source} names: {named}",
+            hint="give them again to send them, or drop --refine and --motion-score auto",
+        )
+
+
+def _with_saved_files(saved: SavedSettings, given: Layer, settings: GenerateSettings) -> GenerateSettings:
+    """Require that the weights and adapters of the earlier run are given again, with the same hashes if recorded."""
+    try:
+        needed = files_needed(saved.layer, settings, decodes=saved.decodes, given=given)
+        adapters = {lora.path: lora for lora in adapters_in(saved.layer)}
+    except ValueError as error:
+        raise FileProblem(f"{saved.source} is damaged: {error}") from error
+    if needed:
+        others = {"runtime.weights": "--weights none for the usual folder", "loras": "--set loras= for no adapter"}
+        known = [words for key, words in others.items() if key in needed]
+        raise RequestError(
+            f"{saved.source} was made with {' '.join(needed.values())}, and files are not taken from it",
+            hint=f"give {'this' if len(needed) == 1 else 'these'} again, or {' and '.join(known) or 'other files'}",
+        )
+    if saved.decodes or "loras" not in given or given["loras"].source in ("--set", "set"):
+        return settings
+    loras = tuple(
+        lora.replace({"sha256": lora.sha256 or adapters[path].sha256})
+        if (path := str(Path(lora.path).absolute())) in adapters
+        else lora
+        for lora in settings.loras
+    )
+    return settings.model_copy(update={"loras": loras})

@@ -17,7 +17,7 @@ _OTHER_ENDINGS = frozenset(["apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "
 class OutputSettings(Section):
     """Files of results."""
 
-    path: FileName = Field(default="samples", description="Folder, or file name with a known ending.")
+    path: FileName = Field(default="samples", description="Folder, or file to write.")
     format: MediaFormat | None = Field(
         default=None, description="File format. None means by the ending of the path, or mp4, or png for a picture."
     )
@@ -30,11 +30,11 @@ class OutputSettings(Section):
     last_frame: bool = Field(default=False, description="Keep the last frame of a video as NAME.last.png.")
     save_latents: bool = Field(default=True, description="Save latents before decoding and when a run is stopped.")
     save_state_every: Count | None = Field(
-        default=None, description="Steps between saves of latents. None: at the end."
+        default=None, description="Steps between saves of the latents. Ctrl-C always saves them."
     )
     preview_every: Count | None = Field(
         default=None,
-        description="Steps between previews of the predicted video, NAME.preview.gif. None means no previews.",
+        description="Steps between writes of the predicted video to NAME.preview.gif. None means no previews.",
     )
     explore: bool = Field(default=False, description="Stop all samples early and make a contact sheet of them.")
 

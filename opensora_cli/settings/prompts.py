@@ -45,15 +45,18 @@ class PromptSuffixSettings(Section):
     """Additions to a prompt, as in the captions of the training data."""
 
     motion_score: int | None = Field(
-        default=4, ge=0, le=100, description="Amount of motion. None omits it, and auto asks a language model."
+        default=4,
+        ge=0,
+        le=100,
+        description="Amount of motion, as in 4. none omits it; auto asks the server of --refine.",
     )
     add_fps: bool = Field(default=True, description="Add the frames per second.")
 
 
 class RefineSettings(Section):
-    """Requests to the language model at OSORA_REFINE_URL before a video is made."""
+    """Requests to a language model before a video is made."""
 
-    prompt: bool = Field(default=False, description="Rewrite the prompt.")
+    prompt: bool = Field(default=False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
     motion_score: bool = Field(default=False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
     instructions: str | None = Field(
         default=None,

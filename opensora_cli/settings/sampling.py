@@ -25,25 +25,23 @@ class SamplingSettings(Section):
     )
     fast: bool = Field(
         default=False,
-        description="Sample in few evaluations. Unless they are set: solver=ab2, num_inference_steps=15, "
-        "step_cache=0.15 and mean_guidance_of=the preset's steps.",
+        description="Unless they are set: solver=ab2, num_inference_steps=15, step_cache=0.15 and "
+        "mean_guidance_of=the preset's steps.",
     )
     timesteps: tuple[Share, ...] | None = Field(
         default=None, description="Times between the steps, from 1 (noise) to 0 (video). None means by flow_shift."
     )
     stop_at: _Steps | None = Field(
         default=None,
-        description="Stop after this many steps, decode the predicted video, and save the latents to continue from. "
-        "None means the last step.",
+        description="Stop after this many steps and write NAME_stepN; --from continues. None means the last step.",
     )
-    guidance_scale: _Guidance = Field(default=7.5, description="Guidance scale of the prompt. 1 disables it.")
-    image_guidance_scale: _Guidance = Field(default=3.0, description="Guidance scale of the reference. 1 disables it.")
+    guidance_scale: _Guidance = Field(default=7.5, description="Weight of the prompt; 1 disables guidance.")
+    image_guidance_scale: _Guidance = Field(default=3.0, description="Weight of the reference; 1 disables guidance.")
     text_oscillation: bool = Field(default=True, description="Drop prompt guidance at odd steps from step 10 on.")
     image_oscillation: bool = Field(default=True, description="Drop reference guidance at odd steps from step 10 on.")
     mean_guidance_of: _Steps | None = Field(
         default=None,
-        description="Use the mean of oscillating guidance over a run of this many steps, which gives a similar video "
-        "with any number of steps. None means oscillating guidance.",
+        description="Use the mean of guidance that oscillates over this many steps. None means oscillating guidance.",
     )
     step_cache: float = Field(
         default=0.0,

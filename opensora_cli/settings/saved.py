@@ -6,9 +6,9 @@ use.
 """
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from operator import attrgetter
 from pathlib import PurePath
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,84 +20,41 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
 
-
-def _keys(sections: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(
-        f"{section}.{name}" if section else name for section in sections for name in sections[section].split()
-    )
-
-
-_MODEL = (
-    "name in_channels vec_in_dim context_in_dim hidden_size mlp_ratio num_heads depth depth_single_blocks axes_dim "
-    "theta qkv_bias guidance_embed cond_embed patch_size predicts_data"
-)
-_VAE = {
-    "vae": "kind latent_channels block_out_channels layers_per_block norm_num_groups sample_size sample_tsize "
-    "tile_overlap_factor scale_factor shift_factor time_compression_ratio spatial_compression_ratio spatial_tiling "
-    "temporal_tiling",
-    "vae.dc_ae": "latent_channels block_types width_list encoder_depth_list decoder_depth_list temporal "
-    "spatial_tile_size temporal_tile_size tile_overlap_factor scaling_factor",
-    "vae.flux_ae": "z_channels ch ch_mult num_res_blocks scale_factor shift_factor tile_size tile_overlap_factor",
-}
-
-DESCRIPTION = _keys(
+# References are read, never written, and sent to no server: see `load._refuse_sending_files`.
+_SECTIONS = "model vae text video sampling condition draft prompt_suffix picture.model picture.vae"
+_DESCRIPTION = frozenset(
     {
-        "": "prompt prompts_at negative_prompt compile",
-        "model": _MODEL,
-        "text": "t5_max_length clip_max_length known_words_warning",
-        "video": "resolution aspect_ratio height width num_frames fps resolutions aspect_ratios max_frames extend "
-        "causal_lengths",
-        "sampling": "num_inference_steps solver fast timesteps stop_at guidance_scale image_guidance_scale "
-        "text_oscillation image_oscillation mean_guidance_of step_cache temporal_image_scaling guidance_interval "
-        "flow_shift seed num_samples embedded_guidance",
-        # References are read, never written, and sent to no server: see `load._refuse_sending_files`.
-        "condition": "mode references fit ref_fps video_latent_frames seamless easy_latent_frames",
+        *("prompt", "prompts_at", "negative_prompt", "compile"),
+        *("picture.first", "picture.save", "picture.resolution", "picture.own_model"),
         # The prompt before it was rewritten. Results are named after it.
-        "refine": "original",
-        "picture": "first save resolution own_model",
-        "picture.model": _MODEL,
-        "draft": "resolution strength",
-        "prompt_suffix": "motion_score add_fps",
+        "refine.original",
         # Files beside the result, which are named after it.
-        "output": "format metadata last_frame save_latents save_state_every preview_every",
+        *("output.format", "output.metadata", "output.last_frame", "output.save_latents"),
+        *("output.save_state_every", "output.preview_every"),
         # Settings that change the bits of the result.
-        "runtime": "model_choice dtype threads attention",
-        "precision": "tf32 linear",
-        "memory": "fp8_storage",
-        "parallel": "compression",
-    }
-    | {f"{place}{section}": names for place in ("", "picture.") for section, names in _VAE.items()}
-)
-"""Settings that a file of an earlier run may bring. No others are taken."""
-
-RESERVED = _keys(
-    {
-        "": "from_latents resume loras",
-        "files": "transformer vae t5 clip hub_repo",
-        "picture.files": "transformer vae hub_repo",
-        "refine": "prompt motion_score instructions timeout_s tries",
-        "output": "path name_from overwrite explore",
-        "runtime": "weights device prompt_cache prompt_cache_limit",
-        "memory": "offload resident_blocks limit host_weights",
-        "parallel": "gpus devices nnodes all_to_all fast_link_ranks watch watch_limit_s data_parallel_degree "
-        "ulysses_degree ring_degree cfg_parallel_degree tensor_parallel_degree ulysses_chunks",
+        *("runtime.model_choice", "runtime.dtype", "runtime.threads", "runtime.attention"),
+        *("precision.tf32", "precision.linear", "memory.fp8_storage", "parallel.compression"),
     }
 )
-"""Settings that are never taken from such a file. They name files, folders, servers and devices."""
-
 TYPED = frozenset({"refine.prompt", "refine.motion_score"})
-"""Reserved settings that only the command line can set beside such a file, whose prompt is rewritten already."""
+"""Settings that only the command line can set beside such a file, whose prompt is rewritten already."""
 
-_FILES = tuple(sorted(key for key in RESERVED if "files." in key))
-_NEEDED = ("runtime.weights", *_FILES, "loras")
-_SAMPLED_WITH = frozenset(_NEEDED) - {"runtime.weights", "files.vae", "files.hub_repo"}
+_SAMPLED_WITH = (
+    *("files.transformer", "files.t5", "files.clip"),
+    *("picture.files.transformer", "picture.files.vae", "picture.files.hub_repo", "loras"),
+)
 """Files that decoding does not read. A file of latents records them."""
+_FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
+
+
+def is_description(key: str) -> bool:
+    """Return whether a file of an earlier run may bring a setting."""
+    return key in _DESCRIPTION or any(key.startswith(f"{section}.") for section in _SECTIONS.split())
 
 
 def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
     """Return the saved settings that a run takes. If it decodes latents, it also records the weights that made them."""
-    keys = DESCRIPTION | _SAMPLED_WITH if decodes else DESCRIPTION
-    taken = {key: given for key, given in saved.items() if key in keys}
+    taken = {key: at for key, at in saved.items() if is_description(key) or (decodes and key in _SAMPLED_WITH)}
     score = taken.get("prompt_suffix.motion_score")
     if score is not None and score.value == "auto":
         # It would ask a server.
@@ -124,41 +81,34 @@ def files_needed(saved: Layer, settings: GenerateSettings, *, decodes: bool, giv
     Raises:
         ValueError: `saved` is malformed.
     """
-    values = settings.model_dump(mode="json")
     needed = {}
-    for key in _NEEDED:
+    for key in _FILES:
         if key in given or not _has_value(saved.get(key)) or (decodes and key in _SAMPLED_WITH):
             continue
-        before = saved[key].value
-        if before != _at(values, key):
-            needed[key] = " ".join(map(escaped, _flags(key, before)))
+        value = saved[key].value
+        if key == "loras":
+            words = [word for lora in adapters_in(saved) for word in ("--lora", lora.shown)]
+        elif not isinstance(value, str):
+            raise ValueError(f"{key} is not a name")
+        elif value == attrgetter(key)(settings):
+            continue
+        else:
+            words = ["--weights", value] if key == "runtime.weights" else ["--set", f"{key}={value}"]
+        needed[key] = escaped(shlex.join(words))
     return needed
 
 
 def flags_again(settings: GenerateSettings, usual: GenerateSettings, *, decodes: bool) -> list[str]:
     """Return the flags that continuing saved latents of `settings` needs. `usual` has the settings of the preset."""
-    values = settings.model_dump(mode="json")
-    saved = {key: Given(_at(values, key), "") for key in _NEEDED}
+    saved = {key: Given(attrgetter(key)(settings), "") for key in _FILES}
     flags = [*files_needed(saved, usual, decodes=decodes, given=()).values()]
     device = settings.runtime.device
     return flags if device == "auto" else [*flags, f"--device {device}"]
 
 
-def recorded_adapters(saved: Layer) -> dict[str, LoraFile]:
-    """Return the adapters of an earlier run by path. Raises ValueError if `saved` is malformed."""
-    return {lora.path: lora for lora in _adapters(saved["loras"].value)} if "loras" in saved else {}
-
-
-def _flags(key: str, value: object) -> list[str]:
-    if key == "loras":
-        return [f"--lora {shlex.quote(lora.shown)}" for lora in _adapters(value)]
-    if not isinstance(value, str):
-        raise ValueError(f"{key} is not a name")
-    return [f"--weights {shlex.quote(value)}" if key == "runtime.weights" else f"--set {shlex.quote(f'{key}={value}')}"]
-
-
-def _adapters(value: object) -> tuple[LoraFile, ...]:
-    files = LoraFile.of_list(value)
+def adapters_in(saved: Layer) -> tuple[LoraFile, ...]:
+    """Return the adapters of an earlier run. Raises ValueError if `saved` is malformed."""
+    files = LoraFile.of_list(saved["loras"].value) if "loras" in saved else ()
     if not isinstance(files, tuple):
         raise ValueError("loras is no list")
     try:
@@ -170,10 +120,3 @@ def _adapters(value: object) -> tuple[LoraFile, ...]:
 def _has_value(given: Given | None) -> bool:
     value = None if given is None else given.value
     return bool(value) and not (isinstance(value, str) and value.strip().lower() in NO_VALUE)
-
-
-def _at(values: Mapping[str, Any], key: str) -> object:
-    *sections, name = key.split(".")
-    for section in sections:
-        values = values[section]
-    return values[name]

@@ -16,7 +16,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
-from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.load import GenerateRequest, read_request
 from opensora_cli.settings.reference import is_for_training
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -134,7 +134,7 @@ def profiled_settings(
     overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
     if config is None:
         overrides.setdefault("runtime.model_choice", Given(ModelName.DEMO.value, "mem-profile"))
-    return GenerateRequest(overrides=overrides, config=config, environment=environment, others=(TrainSettings,))
+    return read_request(overrides=overrides, config=config, environment=environment, others=(TrainSettings,))
 
 
 def _is_training(config: Path) -> bool:

@@ -21,11 +21,11 @@ _Pixels = Annotated[int, Field(ge=1, le=16_384)]
 class VideoSettings(Section):
     """Shape of the video."""
 
-    resolution: str = Field(default="256px", description="Pixel count: 256px means 256 x 256 pixels.")
+    resolution: str = Field(default="256px", description="Pixel count; 256px means 256 x 256 pixels.")
     aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="Width to height.")
     height: _Pixels | None = Field(default=None, description="Height in pixels, instead of resolution. Needs width.")
     width: _Pixels | None = Field(default=None, description="Width in pixels, instead of resolution. Needs height.")
-    num_frames: _Frames = Field(default=129, description="Number of frames. 1 makes a picture.")
+    num_frames: _Frames = Field(default=129, description="Number of frames; 1 makes a picture.")
     fps: int = Field(default=24, ge=1, le=240, description="Frames per second.")
     resolutions: tuple[str, ...] = Field(
         default=("256px", "768px"), min_length=1, description="Resolutions of the model."
@@ -38,13 +38,11 @@ class VideoSettings(Section):
         default=0,
         ge=0,
         le=100,
-        description="Number of segments after the first. Each continues the last frames of the previous one, and "
-        "num_frames is its length with these frames.",
+        description="Segments after the first. Each continues the last frames of the one before.",
     )
     causal_lengths: bool = Field(
         default=False,
-        description="Count latent frames as a causal autoencoder does, (num_frames - 1) // 4 + 1, as the reference's "
-        "preset of high compression does. The decoded video is cut to num_frames.",
+        description="Count latent frames as a causal autoencoder does, and cut the decoded video to num_frames.",
     )
 
     @field_validator("resolution")
@@ -64,13 +62,14 @@ class VideoSettings(Section):
 class DraftSettings(Section):
     """Smaller video that is made first. The video starts from it instead of noise."""
 
-    resolution: str | None = Field(default=None, description="Pixel count of the draft. None means no draft.")
+    resolution: str | None = Field(
+        default=None, description="Make a draft of this pixel count first, and start from it. None means no draft."
+    )
     strength: float = Field(
         default=0.7,
         gt=0,
         lt=1,
-        description="Time, from 1 (noise) to 0 (video), at which sampling starts from the draft. Lower values stay "
-        "closer to the draft and take fewer steps.",
+        description="Time at which sampling starts from the draft, from 1 (noise) to 0 (the draft).",
     )
 
 
@@ -79,20 +78,20 @@ class ConditionSettings(Section):
 
     mode: str | None = Field(
         default=None,
-        description=f"Condition mode: {', '.join(CONDITION_MODES)}. None means by the references.",
+        description=f"Frames that the references give: {', '.join(CONDITION_MODES)}. None means by the references.",
     )
-    references: tuple[str, ...] = Field(default=(), description="Pictures or videos. In text, separated by ;.")
+    references: tuple[str, ...] = Field(default=(), description="Pictures or videos, separated by ;.")
     fit: Fit = Field(default=Fit.CROP, description="How a reference of another shape is fitted to the video.")
     ref_fps: ReferenceRate = Field(
         default=ReferenceRate.KEEP,
-        description="Frames of a reference video of another rate: keep them, or resample them to match the rate.",
+        description="For a reference video of another frame rate: keep its frames, or resample to match the rate.",
     )
     video_latent_frames: _Frames = Field(
-        default=8, description="Latent frames of a v2v reference, without the first one of a causal autoencoder."
+        default=8, description="Latent frames of a v2v reference, besides the first one of a causal autoencoder."
     )
     seamless: bool = Field(default=False, description="Drop the last frame of i2v_loop, which equals the first.")
     easy_latent_frames: _Frames = Field(
-        default=16, description="Latent frames of an easy v2v reference, without the first one of a causal autoencoder."
+        default=16, description="Latent frames of an easy v2v reference, besides the first one of a causal autoencoder."
     )
 
     @field_validator("references", mode="before")
@@ -142,14 +141,11 @@ class PictureFiles(Section):
 
 
 class PictureSettings(Section):
-    """Picture that is made from the prompt and given as the video's first frame, by default with flux1-dev.
+    """Picture that is made first, by default with flux1-dev. Steps, seed and guidance are those of `sampling`."""
 
-    Steps, seed and embedded guidance are those of `sampling`.
-    """
-
-    first: bool = Field(default=False, description="Make a picture first and give it to the video as a reference.")
+    first: bool = Field(default=False, description="Make a picture first, and use it as the first frame.")
     save: bool = Field(default=False, description="Keep the picture beside the video as NAME.picture.png.")
-    resolution: str = Field(default="768px", description="Pixel count. The shape is that of the video, or the nearest.")
+    resolution: str = Field(default="768px", description="Pixel count, in the shape of the video or the nearest.")
     own_model: bool = Field(default=False, description="Make the picture with the video's model.")
     model: PictureModel = Field(default=PictureModel(), description="Name and sizes of the transformer.")
     vae: PictureVAE = Field(default=PictureVAE(), description="Autoencoder.")

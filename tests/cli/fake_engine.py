@@ -12,7 +12,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 
 class FakeResult(Document):
@@ -53,8 +53,7 @@ class FakeEngine:
         return self._resolve(request, reporter)
 
     def _resolve(self, request: GenerateRequest, reporter: Reporter) -> FakeResult:
-        choice = load_runtime_settings(request).model_choice
-        model = ModelName.DEMO if choice is ModelName.AUTO else ModelName(choice)
+        model = ModelName.DEMO if request.model is ModelName.AUTO else request.model
         self.settings = load_generate_settings(request, model=model)
         self.reporter = reporter
         self.while_running(reporter)

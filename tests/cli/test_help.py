@@ -26,7 +26,7 @@ from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
-from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.load import load_preset, read_request
 from opensora_cli.settings.tools import BenchCommSettings
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
@@ -198,9 +198,10 @@ def test_list_presets(words: list[str], capsys: pytest.CaptureFixture[str]) -> N
 def test_needs_of_presets_are_those_of_their_plans(name: str) -> None:
     def planned(**more: str) -> PlanDocument:
         given = {"prompt": "sea", **{key.replace("__", "."): value for key, value in more.items()}}
-        request = GenerateRequest(
+        request = read_request(
             overrides={key: Given(value, "test") for key, value in given.items()},
             config=Path(name),
+            environment={},
             on=read_machine("1xH200"),
         )
         return plan_from_request(request, reporter=SilentReporter())

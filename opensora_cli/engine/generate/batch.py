@@ -41,7 +41,7 @@ from opensora_cli.engine.generate.run import Run, carry_out, watched
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, given_for
+from opensora_cli.settings.load import GenerateRequest
 from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.sampling import SamplingSettings
 
@@ -90,7 +90,7 @@ class _Requests:
         self._request, self._models, self._reporter = request, models, reporter
         self._templates: dict[object, GenerateSettings] = {}
         self._threads: dict[object, ThreadChoice | None] = {}
-        given = {key: given_for(request, key) for key in OWN_KEYS}
+        given = {key: request.find(key) for key in OWN_KEYS}
         self._defaults = {key: _DEFAULTS[key] if at is None else at.value for key, at in given.items()}
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
@@ -327,7 +327,7 @@ def _key(chain: Chain, row: Row) -> str:
 
 def _folder_of(request: GenerateRequest) -> Path:
     """Return the folder of all results. Raises RequestError if the request names one file."""
-    given = given_for(request, "output.path")
+    given = request.find("output.path")
     output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
     if output.named_format is not None:
         raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")

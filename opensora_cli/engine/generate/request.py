@@ -1,7 +1,7 @@
 """Refuse wrong requests before torch is imported, and derive the settings of a picture or draft that comes first."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from opensora_cli.engine.generate.targets import num_samples, read_made, sample_
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
-from opensora_cli.settings.explain import Given, explain
+from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
@@ -151,22 +151,6 @@ def picture_path(video: Path) -> Path:
     return video.with_name(f"{video.stem}.picture.png")
 
 
-_SAMPLED = frozenset(
-    {"prompt", "negative_prompt", "refine", "prompt_suffix", "sampling", "condition", "model", "text", "loras"}
-    | {
-        "draft",
-        "picture",
-        "precision.linear",
-        "compile",
-        "runtime.attention",
-        "output.save_state_every",
-        "output.preview_every",
-        "video.extend",
-        "prompts_at",
-    }
-)
-"""Settings that have no effect on latents that are there."""
-
 _PER_NODE = 8
 """GPUs of a machine with H100s."""
 
@@ -184,9 +168,8 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
         CheckpointError: weights are missing, and this is no dry run.
         OutputError: a named result exists already, and this is no dry run.
     """
-    notes: list[str] = []
     try:
-        settings = settings_early(request, notes)
+        settings = settings_early(request)
         if settings is None:
             return
         for reference in settings.condition.references:
@@ -199,7 +182,7 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
             _require_weights(settings)
             _refuse_named(settings)
     except (OsoraError, ValueError):
-        for line in notes:
+        for line in request.notes:
             reporter.note(line)
         raise
 
@@ -226,33 +209,17 @@ def require_latents(path: str | Path) -> None:
         raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
 
 
-def refuse_sampled(overrides: Mapping[str, Given], saved: Mapping[str, object]) -> None:
-    """Refuse settings that decided latents which are saved already, where they are given again with other values."""
-    for key, given in overrides.items():
-        section, _, name = key.partition(".")
-        values = saved.get(section)
-        before = values.get(name) if name and isinstance(values, dict) else values
-        if (section in _SAMPLED or key in _SAMPLED) and str(given.value) != str(before):
-            shown = given.source if given.source != "--set" else key
-            raise RequestError(
-                f"{shown} has no effect with --from-latents, which the model has made already: drop {shown}"
-            )
-
-
-def settings_early(request: GenerateRequest, notes: list[str]) -> GenerateSettings | None:
-    """Return the settings that a request means; None where that takes torch to know.
-
-    What is noted of the files of settings is added to `notes`. Errors are those of `refuse_early`.
-    """
+def settings_early(request: GenerateRequest) -> GenerateSettings | None:
+    """Return the settings of a request, or None if only torch can tell them. Errors are those of `refuse_early`."""
     latents = request.overrides.get("from_latents")
     latents = latents or request.overrides.get("resume")
     if latents is not None:
         require_latents(str(latents.value))
         if request.saved is None:
             return None  # they are in the file
-    runtime = load_runtime_settings(request)
-    model = choose_model_early(runtime.model_choice, weights=runtime.weights, device=runtime.device)
-    return None if model is None else load_generate_settings(request, model=model, report=notes.append)
+    device = request.text("runtime.device") or "auto"
+    model = choose_model_early(request.model, weights=request.text("runtime.weights"), device=device)
+    return None if model is None else load_generate_settings(request, model=model)
 
 
 def _require_weights(settings: GenerateSettings) -> None:

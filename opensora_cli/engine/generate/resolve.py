@@ -12,13 +12,12 @@ from opensora_cli.engine.generate.plan import VIDEO, Chain
 from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.request import refuse_sampled
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import LATENTS_ENDING
 from opensora_cli.engine.generate.text import without_cached_text
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_runtime_settings
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
@@ -36,13 +35,13 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     if resume is not None and request.saved is None:
         request = replace(request, saved=_settings_in(str(resume.value)))
     elif from_latents is not None and request.saved is None:
-        saved = replace(_settings_in(str(from_latents.value)), decodes=True)
-        refuse_sampled(request.overrides, saved.values)
-        request = replace(request, saved=saved)
-    runtime = load_runtime_settings(request)
-    model, reason = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
-    settings = load_generate_settings(request, model=model, report=reporter.note)
-    return settings, f"model: {model} ({reason})" if runtime.model_choice is ModelName.AUTO else None
+        request = replace(request, saved=replace(_settings_in(str(from_latents.value)), decodes=True))
+    device = request.text("runtime.device") or "auto"
+    model, reason = choose_model(request.model, weights=request.text("runtime.weights"), device=device)
+    settings = load_generate_settings(request, model=model)
+    for line in request.notes:
+        reporter.note(line)
+    return settings, f"model: {model} ({reason})" if request.model is ModelName.AUTO else None
 
 
 def _settings_in(latents: str) -> SavedSettings:

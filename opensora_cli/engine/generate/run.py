@@ -50,10 +50,7 @@ from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import (
-    GenerateRequest,
-    source_of,
-)
+from opensora_cli.settings.load import GenerateRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +118,14 @@ def generate_from_request(
             start_ranks(settings, flags=rank_flags)
         return made
     # A rank has its settings from a temporary file, which is no useful source.
-    source = source_of(request, "runtime.threads") if context is None else None
+    source = _threads_source(request) if context is None else None
     run = Run(reporter=reporter, context=context, model_note=model_note, threads_source=source, cancel=cancel)
     return _generate(settings, run)
+
+
+def _threads_source(request: GenerateRequest) -> str | None:
+    threads = request.find("runtime.threads")
+    return None if threads is None else threads.source
 
 
 def generate(
@@ -175,7 +177,7 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
-    source = source_of(request, "runtime.threads")
+    source = _threads_source(request)
     chain = plan_here(completed(settings, reporter), models, by=source)
     require_weights(chain, reporter)
     require_room(chain, reporter)

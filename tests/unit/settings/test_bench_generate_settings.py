@@ -79,10 +79,10 @@ def test_fast_stands_for_what_it_does_beside_this_run() -> None:
 
 def test_a_request_without_a_prompt_gets_one_and_names_no_file() -> None:
     typed = {"output.path": Given("there.mp4", "a.yaml")}
-    request = benched_request(GenerateRequest(overrides=typed, environment={}))
+    request = benched_request(GenerateRequest(overrides=typed))
     assert request.overrides["prompt"].value == "raining, sea"
     assert request.overrides["output.path"].value == "samples"
-    named = GenerateRequest(overrides={"prompt": Given("desert", "PROMPT")}, environment={})
+    named = GenerateRequest(overrides={"prompt": Given("desert", "PROMPT")})
     assert benched_request(named).overrides["prompt"].value == "desert"
 
 

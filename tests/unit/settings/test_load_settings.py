@@ -1,6 +1,7 @@
-"""From a request to settings: precedence, sidecars, the choice of a preset, and where a wrong value came from."""
+"""Loading of a request: precedence, sidecars, presets, and sources in messages."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,154 +10,143 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
     GenerateRequest,
     SavedSettings,
     load_generate_settings,
     load_preset,
-    load_runtime_settings,
+    read_request,
     read_sidecar,
 )
 
 PROMPT = {"prompt": Given("raining, sea", "PROMPT")}
 
 
-def seed(request: GenerateRequest) -> int:
-    return load_generate_settings(request, model=ModelName.DEMO).sampling.seed
+def request(
+    config: str | None = None,
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    saved: SavedSettings | None = None,
+    **typed: object,
+) -> GenerateRequest:
+    """Return a request with a configuration file in `folder` and options such as `sampling__seed`."""
+    path = None if config is None or folder is None else folder / "a.yaml"
+    if path is not None and config is not None:
+        path.write_text(config, encoding="utf-8")
+    given = {key.replace("__", "."): Given(value, "--set") for key, value in typed.items()}
+    prompt = PROMPT if saved is None else {}
+    return read_request(overrides={**prompt, **given}, config=path, environment=environment or {}, saved=saved)
+
+
+def loaded(asked: GenerateRequest, model: ModelName = ModelName.DEMO) -> GenerateSettings:
+    return load_generate_settings(asked, model=model)
 
 
 def test_precedence(tmp_path: Path) -> None:
-    config = tmp_path / "a.yaml"
-    config.write_text("sampling:\n  seed: 1\n", encoding="utf-8")
+    def seed(**layers: object) -> int:
+        return loaded(request(**layers, folder=tmp_path)).sampling.seed  # type: ignore[arg-type]
+
     environment = {"OSORA_SAMPLING__SEED": "2"}
-    flag = {**PROMPT, "sampling.seed": Given(4, "--seed")}
-    saved = SavedSettings(source="s.json", values={"sampling": {"seed": 3}})
-    assert seed(GenerateRequest(overrides=PROMPT)) == 42
-    assert seed(GenerateRequest(overrides=PROMPT, config=config)) == 1
-    assert seed(GenerateRequest(overrides=PROMPT, config=config, environment=environment)) == 2
-    assert seed(GenerateRequest(overrides=PROMPT, environment=environment, saved=saved)) == 3
-    assert seed(GenerateRequest(overrides=flag, environment=environment, saved=saved)) == 4
+    saved = SavedSettings(source="s.json", values={"prompt": "sea", "sampling": {"seed": 3}})
+    assert seed() == 42
+    assert seed(config="sampling:\n  seed: 1\n") == 1
+    assert seed(config="sampling:\n  seed: 1\n", environment=environment) == 2
+    assert seed(environment=environment, saved=saved) == 3
+    assert seed(environment=environment, saved=saved, sampling__seed=4) == 4
 
 
-def test_a_file_of_settings_is_read_once(tmp_path: Path) -> None:
-    config = tmp_path / "a.yaml"
-    config.write_text("sampling:\n  seed: 1\n", encoding="utf-8")
-    request = GenerateRequest(overrides=PROMPT, config=config)
-    assert load_runtime_settings(request).model_choice is ModelName.AUTO
-    config.unlink()
-    assert seed(request) == 1
+def test_files_are_read_and_settings_validated_once(tmp_path: Path) -> None:
+    asked = request("sampling:\n  seed: 1\n", folder=tmp_path)
+    (tmp_path / "a.yaml").unlink()
+    settings = loaded(asked)
+    assert settings.sampling.seed == 1
+    assert loaded(asked) is settings
 
 
-def test_the_machine_comes_from_the_shell_and_config_beside_a_sidecar(tmp_path: Path) -> None:
-    config = tmp_path / "a.yaml"
-    config.write_text("memory:\n  offload: model\noutput:\n  path: mine\n", encoding="utf-8")
-    saved = {"prompt": "x", "runtime": {"weights": "/old", "device": "cpu", "dtype": "float16"}}
-    request = GenerateRequest(
-        saved=SavedSettings(source="s.json", values=saved),
+def test_machine_settings_come_from_shell_and_config_beside_a_sidecar(tmp_path: Path) -> None:
+    values = {"prompt": "x", "runtime": {"weights": "/old", "device": "cpu", "dtype": "float16"}}
+    asked = request(
+        "memory:\n  offload: model\noutput:\n  path: mine\n",
+        folder=tmp_path,
+        saved=SavedSettings(source="s.json", values=values),
         environment={
             "OSORA_WEIGHTS": "/new",
             "OSORA_RUNTIME__DEVICE": "cuda",
             "OSORA_RUNTIME__DTYPE": "bfloat16",
             "OSORA_REFINE__PROMPT": "true",
         },
-        config=config,
     )
-    settings = load_generate_settings(request, model=ModelName.DEMO)
+    settings = loaded(asked)
     runtime = settings.runtime
     assert (runtime.weights, runtime.device, runtime.dtype) == ("/new", "cuda", "float16")
     assert (settings.memory.offload, settings.output.path) == ("model", "mine")
-    # The prompt of the file is what was refined.
+    # The prompt in the file is refined already.
     assert not settings.refine.is_on
 
 
-def test_a_config_that_describes_a_video_cannot_go_with_a_sidecar(tmp_path: Path) -> None:
-    config = tmp_path / "a.yaml"
-    config.write_text("sampling:\n  seed: 1\n", encoding="utf-8")
-    request = GenerateRequest(saved=SavedSettings(source="s.json", values={}), config=config)
-    with pytest.raises(RequestError, match=r"--config .* cannot go with s\.json.*: both may have sampling\.seed"):
-        load_runtime_settings(request)
+def test_config_that_describes_a_video_is_refused_beside_a_sidecar(tmp_path: Path) -> None:
+    saved = SavedSettings(source="s.json", values={})
+    asked = request("sampling:\n  seed: 1\n", folder=tmp_path, saved=saved)
+    with pytest.raises(RequestError, match=r"--config .*a\.yaml cannot go with s\.json.* have sampling\.seed"):
+        loaded(asked)
 
 
 @pytest.mark.parametrize(
-    ("model", "resolution", "expected"),
+    ("model", "typed", "expected"),
     [
-        (ModelName.DEMO, None, "128px"),
-        (ModelName.OPEN_SORA_V2, None, "256px"),
-        (ModelName.OPEN_SORA_V2, "256px", "256px"),
-        (ModelName.OPEN_SORA_V2, "768px", "768px"),
+        (ModelName.DEMO, {}, "128px"),
+        (ModelName.OPEN_SORA_V2, {}, "256px"),
+        (ModelName.OPEN_SORA_V2, {"video__resolution": "768px"}, "768px"),
     ],
 )
-def test_preset_of_a_model_and_resolution(model: ModelName, resolution: str | None, expected: str) -> None:
-    overrides = dict(PROMPT)
-    if resolution:
-        overrides["video.resolution"] = Given(resolution, "--res")
-    settings = load_generate_settings(GenerateRequest(overrides=overrides), model=model)
+def test_preset_of_a_model_and_resolution(model: ModelName, typed: dict[str, object], expected: str) -> None:
+    settings = loaded(request(**typed), model)  # type: ignore[arg-type]
     assert (settings.model.name, settings.video.resolution) == (model, expected)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("config", "typed", "expected"),
     [
-        ({}, (Solver.AB2, 15, 50, 0.15)),
-        ({"sampling.num_inference_steps": 20, "sampling.step_cache": 0}, (Solver.AB2, 20, 50, 0)),
-        ({"sampling.solver": "heun", "sampling.mean_guidance_of": 30}, (Solver.HEUN, 15, 30, 0)),
-        ({"sampling.text_oscillation": "false", "sampling.image_oscillation": "false"}, (Solver.AB2, 15, None, 0.15)),
-        ({"sampling.fast": "false"}, (Solver.EULER, 50, None, 0)),
+        ("", {"fast": True}, (Solver.AB2, 15, 50, 0.15)),
+        ("", {"fast": True, "num_inference_steps": 20, "step_cache": 0}, (Solver.AB2, 20, 50, 0)),
+        ("", {"fast": True, "solver": "heun", "mean_guidance_of": 30}, (Solver.HEUN, 15, 30, 0)),
+        (
+            "",
+            {"fast": True, "text_oscillation": "false", "image_oscillation": "false"},
+            (Solver.AB2, 15, None, 0.15),
+        ),
+        ("", {"fast": "false"}, (Solver.EULER, 50, None, 0)),
+        # It wins over what is below its own source alone.
+        ("sampling:\n  num_inference_steps: 40\n  fast: true\n", {}, (Solver.AB2, 40, 50, 0.15)),
+        ("sampling:\n  num_inference_steps: 40\n  fast: true\n", {"fast": True}, (Solver.AB2, 15, 40, 0.15)),
     ],
 )
-def test_fast_sets_what_is_not_set(given: dict[str, object], expected: tuple[object, ...]) -> None:
-    overrides = {key: Given(value, "--set") for key, value in {"sampling.fast": "true", **given}.items()}
-    request = GenerateRequest(overrides={**PROMPT, **overrides})
-    assert _sampled(request) == expected
-
-
-def test_fast_gives_way_where_it_stands_and_wins_over_what_is_below(tmp_path: Path) -> None:
-    config = tmp_path / "a.yaml"
-    config.write_text("sampling:\n  num_inference_steps: 40\n  fast: true\n", encoding="utf-8")
-    assert _sampled(GenerateRequest(overrides=PROMPT, config=config)) == (Solver.AB2, 40, 50, 0.15)
-    typed = {**PROMPT, "sampling.fast": Given(True, "--fast")}
-    assert _sampled(GenerateRequest(overrides=typed, config=config)) == (Solver.AB2, 15, 40, 0.15)
-
-
-def test_what_fast_sets_is_the_same_when_it_is_repeated() -> None:
-    fast = {**PROMPT, "sampling.fast": Given(True, "--fast")}
-    settings = load_generate_settings(GenerateRequest(overrides=fast), model=ModelName.OPEN_SORA_V2)
+def test_fast_sets_what_is_not_set(
+    tmp_path: Path, config: str, typed: dict[str, object], expected: tuple[object, ...]
+) -> None:
+    options = {f"sampling__{key}": value for key, value in typed.items()}
+    settings = loaded(request(config, folder=tmp_path, **options), ModelName.OPEN_SORA_V2)  # type: ignore[arg-type]
+    sampling = settings.sampling
+    found = sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of, sampling.step_cache
+    assert found == expected
     saved = SavedSettings(source="a.json", values=settings.model_dump(mode="json"))
-    assert load_generate_settings(GenerateRequest(saved=saved), model=ModelName.OPEN_SORA_V2) == settings
-
-
-def _sampled(request: GenerateRequest) -> tuple[object, ...]:
-    sampling = load_generate_settings(request, model=ModelName.OPEN_SORA_V2).sampling
-    return sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of, sampling.step_cache
-
-
-def test_unknown_resolution_lists_the_known_ones() -> None:
-    overrides = {**PROMPT, "video.resolution": Given("demo", "--res")}
-    with pytest.raises(RequestError, match="must be a pixel count"):
-        load_generate_settings(GenerateRequest(overrides=overrides), model=ModelName.OPEN_SORA_V2)
-    overrides = {**PROMPT, "video.resolution": Given("512px", "--res")}
-    with pytest.raises(RequestError, match=r"use 256px or 768px \(from --res\)"):
-        load_generate_settings(GenerateRequest(overrides=overrides), model=ModelName.OPEN_SORA_V2)
+    assert loaded(request(saved=saved), ModelName.OPEN_SORA_V2) == settings
 
 
 def test_errors_name_their_source(tmp_path: Path) -> None:
-    config = tmp_path / "a.yaml"
-    config.write_text("video:\n  num_frames: 16\n", encoding="utf-8")
-    request = GenerateRequest(
-        overrides={**PROMPT, "sampling.seed": Given("x", "--set")},
-        config=config,
-        environment={"OSORA_SAMPLING__NUM_INFERENCE_STEPS": "0"},
-    )
+    config, environment = "video:\n  num_frames: 16\n", {"OSORA_SAMPLING__NUM_INFERENCE_STEPS": "0"}
     with pytest.raises(RequestError) as caught:
-        load_generate_settings(request, model=ModelName.DEMO)
+        loaded(request(config, folder=tmp_path, environment=environment, sampling__seed="x"))
     assert set(caught.value.message.splitlines()) == {
         "sampling.num_inference_steps=0 must be at least 1 (from OSORA_SAMPLING__NUM_INFERENCE_STEPS)",
         "sampling.seed=x must be a whole number (from --set)",
     }
     with pytest.raises(RequestError) as caught:
-        load_generate_settings(GenerateRequest(overrides=PROMPT, config=config), model=ModelName.DEMO)
-    assert caught.value.message.endswith(f"use 17 (from {config})")
+        loaded(request(config, folder=tmp_path))
+    assert caught.value.message.endswith(f"use 17 (from {tmp_path / 'a.yaml'})")
 
 
 @pytest.mark.parametrize(
@@ -167,31 +157,28 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
         (None, "open-sora-v2", ModelName.OPEN_SORA_V2),
         ("auto", "demo", ModelName.DEMO),
         ("demo", "open-sora-v2", ModelName.DEMO),
+        ("dem", None, ModelName.DEMO),
     ],
 )
-def test_model_choice(choice: str | None, name: str | None, expected: ModelName) -> None:
-    given = {"runtime.model_choice": choice, "model.name": name}
-    overrides = {key: Given(value, "--set") for key, value in given.items() if value}
-    assert load_runtime_settings(GenerateRequest(overrides=overrides)).model_choice is expected
-
-
-def test_contradicting_models_are_refused_when_settings_are_loaded() -> None:
-    overrides = {**PROMPT, "runtime.model_choice": Given("demo", "--model"), "model.name": Given("open-sora-v2", "a")}
-    with pytest.raises(RequestError, match=r"model\.name=open-sora-v2 must be runtime\.model_choice=demo"):
-        load_generate_settings(GenerateRequest(overrides=overrides), model=ModelName.DEMO)
+def test_model_of_a_request(choice: str | None, name: str | None, expected: ModelName) -> None:
+    given = {"runtime__model_choice": choice, "model__name": name}
+    typed = {key: value for key, value in given.items() if value}
+    assert request(**typed).model is expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("typed", "message"),
     [
-        ("runtime.device", "gpu", r"runtime\.device=gpu must be .* \(from --device\)"),
-        ("runtime.model_choice", "dem", r"runtime\.model_choice=dem must be one of .* did you mean demo\?"),
-        ("model.name", "dem", r"model\.name=dem must be one of demo, open-sora-v2"),
+        ({"runtime__device": "gpu"}, r"runtime\.device=gpu must be .* \(from --set\)"),
+        ({"runtime__model_choice": "dem"}, r"runtime\.model_choice=dem must be one of .* did you mean demo\?"),
+        ({"model__name": "dem"}, r"model\.name=dem must be one of auto, demo, open-sora-v2"),
+        ({"runtime__model_choice": "demo", "model__name": "open-sora-v2"}, r"must be runtime\.model_choice=demo"),
+        ({"video__resolution": "demo"}, "must be a pixel count"),
     ],
 )
-def test_wrong_runtime_settings(key: str, value: str, message: str) -> None:
+def test_wrong_models_and_devices(typed: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        load_runtime_settings(GenerateRequest(overrides={key: Given(value, "--device")}))
+        loaded(request(**typed))  # type: ignore[arg-type]
 
 
 def test_sidecar_round_trip(tmp_path: Path) -> None:
@@ -199,12 +186,10 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     document = {"schema": SIDECAR_SCHEMA, "settings": settings.model_dump(mode="json"), "timings": {}}
     path.write_text(json.dumps(document), encoding="utf-8")
-    request = GenerateRequest(saved=read_sidecar(path), environment={"OSORA_SAMPLING__SEED": "9"})
-    runtime = load_runtime_settings(request)
-    assert runtime.model_choice is ModelName.DEMO
+    asked = request(saved=read_sidecar(path), environment={"OSORA_SAMPLING__SEED": "9"})
+    assert asked.model is ModelName.DEMO
     # The format is that of the result, and the place is that of other results.
-    expected = settings.replace({"output.path": "samples", "output.format": "gif"})
-    assert load_generate_settings(request, model=ModelName.DEMO) == expected
+    assert loaded(asked) == settings.replace({"output.path": "samples", "output.format": "gif"})
 
 
 @pytest.mark.parametrize(
@@ -214,30 +199,24 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
         (b"\xff\xfe", "is broken: no UTF-8"),
         (b"[" * 100_000, "is broken: JSON that is nested too deep"),
         (b"[]", "is broken: JSON that is no object"),
-        (b"{}", "has the schema None"),
         (b'{"schema": "osora.plan/2"}', "has the schema 'osora.plan/2', and must have 'osora.generate/1'"),
         (b'{"schema": "osora.generate/1", "settings": 3}', "has no settings in it"),
+        (None, "does not exist"),
     ],
 )
-def test_what_is_no_sidecar(tmp_path: Path, content: bytes, message: str) -> None:
+def test_broken_sidecars(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "x.json"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(FileProblem) as caught:
         read_sidecar(path)
     assert message in caught.value.message
 
 
-def test_missing_sidecar(tmp_path: Path) -> None:
-    with pytest.raises(FileProblem, match="does not exist"):
-        read_sidecar(tmp_path / "gone.json")
-    with pytest.raises(FileProblem, match="it is a folder"):
-        read_sidecar(tmp_path)
-
-
 def test_unknown_key_in_a_sidecar() -> None:
-    request = GenerateRequest(saved=SavedSettings(source="s.json", values={"video": {"num_frame": 17}}))
+    asked = request(saved=SavedSettings(source="s.json", values={"video": {"num_frame": 17}}))
     with pytest.raises(RequestError) as caught:
-        load_runtime_settings(request)
+        loaded(asked)
     assert (caught.value.message, caught.value.hint) == (
         "video.num_frame (from s.json) is not a setting",
         "did you mean video.num_frames?",

@@ -56,7 +56,7 @@ def test_a_file_changes_its_bases_in_their_order(config: Path) -> None:
 )
 def test_nothing_is_executed(config: Path, line: str) -> None:
     config.write_text(f"outputs = 'out'\n{line}\n")
-    with pytest.raises(FileProblem, match=r"line 2: .* is not data"):
+    with pytest.raises(FileProblem, match=r"line 2: "):
         read_python_config(config)
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_executed(config: Path, line: str) -> None:
         "a = {[]: 1}",
         "a = [0, 0]\n" + "a = [a, a]\n" * 30,
         "a = 'xx'\n" + "a = a + a\n" * 40,
-        "a = 1\n" + "a = dict(a=a)\n" * 100,
+        "a = 1\n" + "a = dict(a=a)\n" * 2000,
     ],
     ids=lambda lines: lines.splitlines()[-1],
 )

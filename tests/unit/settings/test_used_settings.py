@@ -8,7 +8,7 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
-from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset, read_request
 from opensora_cli.settings.tools import BenchCommSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.vae_reconstruct import ReconstructSettings
@@ -154,7 +154,7 @@ def test_what_took_part(settings: GenerateSettings, without: set[str], there: se
     # No file brings these.
     adapters = {"loras": Given("a", "--lora")} if settings.loras else {}
     saved = SavedSettings(source="s.json", values=values)
-    request = GenerateRequest(overrides=adapters, saved=saved, environment=environment)
+    request = read_request(overrides=adapters, saved=saved, environment=environment)
     again = load_generate_settings(request, model=ModelName(settings.model.name))
     assert used_settings(again) == values
     # One of an earlier version has all settings.

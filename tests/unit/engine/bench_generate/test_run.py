@@ -36,7 +36,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def compared(settings, *tries, reporter=None, repeats=1):
     saved = SavedSettings(source="the test", values=settings.model_dump(mode="json"), is_own=True)
-    request = GenerateRequest(saved=saved, environment={})
+    request = GenerateRequest(saved=saved)
     options = BenchGenerateSettings(repeats=repeats)
     return bench_generate(request, read_tries(tries), options=options, reporter=reporter or RecordingReporter())
 

@@ -16,10 +16,9 @@ from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.plan import DRAFT as DRAFT_ROLE
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import draft_settings, refuse_sampled, start_step
+from opensora_cli.engine.generate.request import draft_settings, start_step
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.sampling.schedule import noise_latents
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import load_preset
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -61,12 +60,6 @@ def test_a_draft_that_is_not_smaller_is_refused(world, tmp_path):
         RequestError, match=r"draft.resolution=64px makes 64x64, which is not smaller than the video's 64"
     ):
         make_chain(with_mode(demo_settings(world, tmp_path, draft__resolution="64px"), RecordingReporter()))
-
-
-def test_latents_that_are_there_have_no_draft():
-    given = {"draft.resolution": Given("64px", "--draft-res")}
-    with pytest.raises(RequestError, match="--draft-res has no effect with --from-latents"):
-        refuse_sampled(given, {"prompt": "sea"})
 
 
 @pytest.mark.parametrize(("strength", "step"), [(0.99, 1), (0.8, 1), (0.74, 2), (0.5, 3), (0.01, 3)])

@@ -385,10 +385,10 @@ class TestFromLatents:
     @pytest.mark.parametrize(
         ("key", "given", "shown"),
         [
-            ("sampling.num_inference_steps", Given(9, "--steps"), "--steps"),
-            ("condition.mode", Given("i2v_head", "--set"), r"condition\.mode"),
-            ("loras", Given("a", "--lora"), "--lora"),
-            ("prompt", Given("a bay", "PROMPT"), "PROMPT"),
+            ("sampling.num_inference_steps", Given(9, "--steps"), "--steps 9"),
+            ("condition.fit", Given("pad", "--set"), r"condition\.fit=pad \(from --set\)"),
+            ("loras", Given("a", "--lora"), "--lora a"),
+            ("prompt", Given("a bay", "PROMPT"), r"prompt=a bay \(from PROMPT\)"),
         ],
     )
     def test_what_decided_the_latents_is_refused_with_another_value(self, saved, reporter, key, given, shown):

@@ -37,7 +37,7 @@ from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.tags import read_tags
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, read_sidecar
+from opensora_cli.settings.load import GenerateRequest, read_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -338,7 +338,7 @@ def test_sidecar_without_what_took_no_part_makes_the_same_file_again(world, tmp_
     environment = {"OSORA_SAMPLING__IMAGE_GUIDANCE_SCALE": "5", "OSORA_VAE__SAMPLE_TSIZE": "64"}
     overrides = {"output.path": Given(str(tmp_path / "b"), "--out")}
     overrides["runtime.weights"] = Given(str(world.released), "--weights")
-    request = GenerateRequest(overrides=overrides, saved=saved, environment=environment)
+    request = read_request(overrides=overrides, saved=saved, environment=environment)
     again = generate_from_request(request, reporter=SilentReporter()).videos[0]
     assert again.path.read_bytes() == video.path.read_bytes()
     assert json.loads(again.sidecar.read_text())["settings"]["vae"] == saved.values["vae"]
@@ -806,7 +806,7 @@ class TestRequests:
         assert "a run would be refused: weights of the open-sora-v2 model are missing" in warned[0][0]
 
     def test_weights_from_the_environment(self, world, tmp_path, reporter):
-        request = GenerateRequest(
+        request = read_request(
             overrides={
                 "prompt": Given("sea", "PROMPT"),
                 "runtime.model_choice": Given("open-sora-v2", "--model"),

@@ -171,7 +171,7 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
     assert result.model_evaluations == 0
     assert result.videos[0].path.read_bytes() == whole
     overrides["video.extend"] = Given("1", "--extend")
-    with pytest.raises(RequestError, match="--extend has no effect with --from-latents"):
+    with pytest.raises(RequestError, match="--extend 1 has no effect with --from-latents"):
         generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
 
 
