@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin
 
@@ -58,6 +59,13 @@ def _check_unicode(value: str) -> str:
 
 Words = Annotated[str, AfterValidator(_check_unicode)]
 """Text for people or models. Text that is not valid Unicode is refused because no tokenizer accepts it."""
+
+
+@dataclass(frozen=True)
+class SplitAt:
+    """Separator of a list in text, as metadata of a field. The default is a comma."""
+
+    separator: str
 
 
 def ending(*endings: str) -> AfterValidator:
@@ -122,11 +130,13 @@ class Section(BaseModel):
     def _read_text(cls, value: object, info: ValidationInfo) -> object:
         if not isinstance(value, str) or info.field_name is None:
             return value
-        kinds = alternatives(cls.model_fields[info.field_name].annotation)
+        field = cls.model_fields[info.field_name]
+        kinds = alternatives(field.annotation)
         if type(None) in kinds and value.strip().lower() in NO_VALUE:
             return None
         if any(get_origin(kind) is tuple for kind in kinds):
-            return split_list(value, separator=",")
+            separators = [each.separator for each in field.metadata if isinstance(each, SplitAt)]
+            return split_list(value, separator=separators[0] if separators else ",")
         return value
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.applies import SAME_FOR_ALL_RUNS
-from opensora_cli.settings.base import PlotFile, Section
+from opensora_cli.settings.base import PlotFile, Section, changed, shown
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import check_key
@@ -77,17 +77,10 @@ def benched_request(request: GenerateRequest) -> GenerateRequest:
 
 def refuse_unfit(settings: GenerateSettings) -> None:
     """Raise RequestError if settings ask for something other than one whole video from noise."""
-    sampling = settings.sampling
-    for key, is_asked in {
-        f"sampling.num_samples={sampling.num_samples}": sampling.num_samples > 1,
-        f"sampling.stop_at={sampling.stop_at}": sampling.stop_at is not None,
-        f"from_latents={settings.from_latents}": settings.from_latents is not None,
-        f"resume={settings.resume}": settings.resume is not None,
-        "output.explore=true": settings.output.explore,
-    }.items():
-        if is_asked:
+    for key, value in changed(settings):
+        if key in ("from_latents", "resume", "sampling.num_samples", "sampling.stop_at", "output.explore"):
             what = "bench-generate makes one whole video with each setting"
-            raise RequestError(f"{key} cannot be compared: {what}", hint="drop it")
+            raise RequestError(f"{key}={shown(value)} cannot be compared: {what}", hint="drop it")
 
 
 def tried_settings(exact: GenerateSettings, changes: Changes) -> GenerateSettings:

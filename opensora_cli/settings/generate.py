@@ -9,7 +9,7 @@ from itertools import pairwise
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
-from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, Source
+from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.applies import GENERATE
 from opensora_cli.settings.base import Section, Words
@@ -26,7 +26,7 @@ from opensora_cli.settings.devices import MemorySettings, ParallelSettings, Runt
 from opensora_cli.settings.enums import DType, ModelName, VAEKind
 from opensora_cli.settings.explain import either
 from opensora_cli.settings.output import OutputSettings
-from opensora_cli.settings.prompts import PromptAt, PromptSuffixSettings, RefineSettings, expand_short_forms
+from opensora_cli.settings.prompts import PromptsAt, PromptSuffixSettings, RefineSettings, expand_short_forms
 from opensora_cli.settings.sampling import MAX_SEED, SamplingSettings
 from opensora_cli.settings.video import ConditionSettings, DraftSettings, PictureSettings, VideoSettings
 
@@ -37,7 +37,7 @@ class GenerateSettings(Section):
     applies = GENERATE
 
     prompt: Words = Field(default="", description="What the video shows.")
-    prompts_at: tuple[PromptAt, ...] = Field(
+    prompts_at: PromptsAt = Field(
         default=(),
         description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;. A segment uses the "
         "prompt at the time of its first new frame.",
@@ -70,11 +70,6 @@ class GenerateSettings(Section):
     @classmethod
     def _read_short_forms(cls, sections: object) -> object:
         return expand_short_forms(sections)
-
-    @field_validator("prompts_at", mode="before")
-    @classmethod
-    def _read_prompts(cls, value: object) -> object:
-        return PromptAt.of_list(value)
 
     @field_validator("loras", mode="before")
     @classmethod
@@ -129,7 +124,6 @@ class GenerateSettings(Section):
         yield from _length_problems(self)
         yield from _sampling_problems(self)
         yield from _condition_problems(self)
-        yield from _extension_problems(self)
         yield from _time_problems(self)
         yield from _picture_problems(self)
         yield from _draft_problems(self)
@@ -234,65 +228,52 @@ def _sampling_problems(settings: GenerateSettings) -> Iterator[str]:
 
 
 def _condition_problems(settings: GenerateSettings) -> Iterator[str]:
-    condition, grid, video = settings.condition, settings.vae.grid, settings.video
-    if condition.mode is None:
-        return
-    mode, references = CONDITION_MODES[condition.mode], len(condition.references)
-    named = f"condition.mode={mode.name}"
-    if not mode.needs_reference and references:
-        yield f"{named} takes no reference, and {_files(references)} given: drop --cond or --ref"
-        return
-    if mode.needs_reference and not references and not settings.picture.first:
-        kind = "video" if mode.source is Source.VIDEO else "picture"
-        yield f"{named} needs a reference: give the {kind} with --ref FILE"
-        return
-    if references > mode.max_references:
-        yield (
-            f"{named} takes {either([str(n + 1) for n in range(mode.max_references)])} "
-            f"reference{'s' if mode.max_references > 1 else ''}, and {_files(references)} given: drop some"
-        )
+    condition, video = settings.condition, settings.video
+    if condition.mode is not None:
+        mode, references = CONDITION_MODES[condition.mode], len(condition.references)
+        named = f"condition.mode={mode.name}"
+        if not mode.needs_reference and references:
+            yield f"{named} takes no reference, and {_files(references)} given: drop --cond or --ref"
+        elif mode.needs_reference and not references and not settings.picture.first:
+            kind = "video" if mode.source is Source.VIDEO else "picture"
+            yield f"{named} needs a reference: give the {kind} with --ref FILE"
+        else:
+            if references > mode.max_references:
+                yield (
+                    f"{named} takes {either([str(n + 1) for n in range(mode.max_references)])} "
+                    f"reference{'s' if mode.max_references > 1 else ''}, and {_files(references)} given: drop some"
+                )
+            yield from _mode_problems(settings, mode, named, drop="use t2v")
+    asked = f"video.extend={video.extend}"
+    if video.extend and video.num_frames == 1:
+        yield f"{asked} continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask for more"
+    elif video.extend:
+        yield from _mode_problems(settings, CONTINUING, asked, drop="drop --extend")
+        if condition.seamless:
+            yield f"condition.seamless=true drops the last frame, and {asked} continues after it: drop one of them"
+        if settings.sampling.stop_at is not None:
+            yield (
+                f"sampling.stop_at={settings.sampling.stop_at} stops a run in its first segment, and {asked} makes "
+                "more: drop one of them"
+            )
+
+
+def _mode_problems(settings: GenerateSettings, mode: ConditionMode, named: str, *, drop: str) -> Iterator[str]:
+    """Yield the problems of frames that are given in a condition mode, which the setting `named` asks for."""
+    video, grid = settings.video, settings.vae.grid
     if mode.needs_reference and not settings.model.cond_embed:
-        yield f"{named} needs a model that takes references (model.cond_embed=true): use t2v"
+        yield f"{named} needs a model that takes references (model.cond_embed=true): {drop}"
     if mode.source is Source.VIDEO and video.causal_lengths and not grid.is_causal:
         yield (
-            f"{named} would give frames that vae.kind={settings.vae.kind} cannot encode, 1 more "
-            f"than a multiple of {grid.time_compression_ratio}: use video.causal_lengths=false"
+            f"{named} would give frames that vae.kind={settings.vae.kind} cannot encode, 1 more than a multiple of "
+            f"{grid.time_compression_ratio}: use video.causal_lengths=false"
         )
-    given = condition.lengths.given_latent_frames(mode, causal=grid.is_causal)
+    given = settings.condition.lengths.given_latent_frames(mode, causal=grid.is_causal)
     if given >= settings.num_latent_frames:
         shortest = grid.num_frames(given + 1)
         yield (
-            f"video.num_frames={video.num_frames} leaves nothing to make, since {named} "
-            f"gives {given} latent frames: use at least {shortest}"
-            + (" or another mode" if shortest > video.max_frames else "")
-        )
-
-
-def _extension_problems(settings: GenerateSettings) -> Iterator[str]:
-    video, condition, grid = settings.video, settings.condition, settings.vae.grid
-    asked = f"video.extend={video.extend}"
-    if not video.extend:
-        return
-    if video.num_frames == 1:
-        yield f"{asked} continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask for more"
-        return
-    if not settings.model.cond_embed:
-        yield f"{asked} needs a model that takes references (model.cond_embed=true): drop --extend"
-        return
-    if video.causal_lengths and not grid.is_causal:
-        yield f"{asked} gives frames that vae.kind={settings.vae.kind} cannot encode: use video.causal_lengths=false"
-    given = condition.lengths.latent_frames(CONTINUING, causal=grid.is_causal)
-    if given >= settings.num_latent_frames:
-        yield (
-            f"video.num_frames={video.num_frames} leaves no new frames to {asked}, which gives the last "
-            f"{settings.overlap} to the next segment: use at least {grid.num_frames(given + 1)}"
-        )
-    if condition.seamless:
-        yield f"condition.seamless=true drops the last frame, and {asked} continues after it: drop one of them"
-    if settings.sampling.stop_at is not None:
-        yield (
-            f"sampling.stop_at={settings.sampling.stop_at} stops a run in its first segment, and {asked} makes more: "
-            "drop one of them"
+            f"video.num_frames={video.num_frames} leaves nothing to make, since {named} gives {given} latent frames: "
+            f"use at least {shortest}" + (" or another mode" if shortest > video.max_frames else "")
         )
 
 

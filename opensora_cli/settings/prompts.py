@@ -1,11 +1,12 @@
 """Settings of prompts: prompts by time, suffixes, and rewriting by a language model."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from opensora_cli.settings.base import Section, Words, split_list
+from opensora_cli.settings.base import Section, SplitAt, Words, split_list
 
 _AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re.DOTALL)
 
@@ -16,23 +17,14 @@ class PromptAt(Section):
     at_s: float = Field(ge=0, le=10**6, description="Seconds from the beginning of the video.")
     prompt: Words = Field(min_length=1, description="Prompt from this time on.")
 
+    @model_validator(mode="before")
     @classmethod
-    def of_list(cls, value: object) -> object:
-        """Return prompts ready for validation. Text has `2s=PROMPT` separated by `;`.
-
-        Raises:
-            ValueError: Text has another form.
-        """
-        items = split_list(value, separator=";") if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            return items
-        return tuple(cls._of_text(item) if isinstance(item, str) else item for item in items)
-
-    @staticmethod
-    def _of_text(text: str) -> dict[str, str]:
-        match = _AT.fullmatch(text)
+    def _read_typed(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        match = _AT.fullmatch(value)
         if match is None:
-            raise ValueError(f"prompts_at={text} must be a time in seconds and a prompt, as in 2s=snow, sea")
+            raise ValueError(f"prompts_at={value} must be a time in seconds and a prompt, as in 2s=snow, sea")
         return {"at_s": match["at_s"], "prompt": match["prompt"].strip()}
 
     @property
@@ -73,6 +65,9 @@ class RefineSettings(Section):
         return self.prompt or self.motion_score
 
 
+PromptsAt = Annotated[tuple[PromptAt, ...], SplitAt(";")]
+
+
 def expand_short_forms(sections: object) -> object:
     """Return sections with short forms of prompts in full, before validation.
 
@@ -86,9 +81,10 @@ def expand_short_forms(sections: object) -> object:
         sections = {**sections, "prompt_suffix": others, "refine": {**refine, "motion_score": True}}
     if str(sections.get("prompt") or "").strip():
         return sections
+    typed = sections.get("prompts_at") or ()
+    first = next(iter(split_list(typed, separator=";") if isinstance(typed, str) else typed), None)
     try:
-        items = PromptAt.of_list(sections.get("prompts_at", ()))
-        first = PromptAt.model_validate(items[0]) if isinstance(items, Sequence) and items else None
+        at = PromptAt.model_validate(first)
     except ValueError:
         return sections  # The validation of `prompts_at` reports it.
-    return sections if first is None or first.at_s else {**sections, "prompt": first.prompt}
+    return sections if at.at_s else {**sections, "prompt": at.prompt}

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.media_choices import Fit
-from opensora_cli.settings.base import MAX_FRAMES, FileName, Section, split_list
+from opensora_cli.settings.base import MAX_FRAMES, FileName, Section, SplitAt
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.enums import AspectRatio, ModelName, ReferenceRate, VAEKind
 from opensora_cli.settings.explain import nearest
@@ -80,7 +80,10 @@ class ConditionSettings(Section):
         default=None,
         description=f"Frames that the references give: {', '.join(CONDITION_MODES)}. None means by the references.",
     )
-    references: tuple[str, ...] = Field(default=(), description="Pictures or videos, separated by ;.")
+    # File names may have commas.
+    references: Annotated[tuple[str, ...], SplitAt(";")] = Field(
+        default=(), description="Pictures or videos, separated by ;."
+    )
     fit: Fit = Field(default=Fit.CROP, description="How a reference of another shape is fitted to the video.")
     ref_fps: ReferenceRate = Field(
         default=ReferenceRate.KEEP,
@@ -93,12 +96,6 @@ class ConditionSettings(Section):
     easy_latent_frames: _Frames = Field(
         default=16, description="Latent frames of an easy v2v reference, besides the first one of a causal autoencoder."
     )
-
-    @field_validator("references", mode="before")
-    @classmethod
-    def _split_files(cls, value: object) -> object:
-        # It runs before the validator of Section. File names may have commas, so that only ; separates them.
-        return split_list(value, separator=";") if isinstance(value, str) else value
 
     @field_validator("mode")
     @classmethod
