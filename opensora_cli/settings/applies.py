@@ -66,15 +66,11 @@ def _vae(place: str) -> tuple[Applies, ...]:
 
 VAE = _vae("vae")
 
-_NEVER_RECORDED = (
-    *("from_latents", "resume", "output.overwrite", "runtime.prompt_cache", "runtime.prompt_cache_limit"),
-    "sampling.fast",  # The settings that it stands for are recorded.
-)
 _RECORDED_IF_CHANGED = (
-    *("video.extend", "prompts_at", "condition.seamless", "loras", "compile", "precision.linear"),
-    *("sampling.stop_at", "sampling.step_cache", "sampling.solver", "sampling.timesteps"),
-    *("sampling.mean_guidance_of", "sampling.guidance_interval", "memory.resident_blocks", "memory.limit"),
-    *("memory.host_weights", "runtime.weights", "runtime.threads"),
+    "video.extend prompts_at condition.seamless loras compile precision.linear "
+    "sampling.stop_at sampling.step_cache sampling.solver sampling.timesteps sampling.mean_guidance_of "
+    "sampling.guidance_interval memory.resident_blocks memory.limit memory.host_weights runtime.weights "
+    "runtime.threads"
 )
 """Settings that sidecars omit at their defaults, so that request hashes stay those of versions without them."""
 
@@ -89,7 +85,11 @@ GENERATE = (
     )._replace(is_recorded=True),
     *PARALLEL,
     *VAE,
-    Applies(" ".join(_NEVER_RECORDED), lambda s: False),
+    # The settings that `sampling.fast` stands for are recorded.
+    Applies(
+        "from_latents resume output.overwrite runtime.prompt_cache runtime.prompt_cache_limit sampling.fast",
+        lambda s: False,
+    ),
     # The number of devices changes only rounding, unless they compress what they exchange.
     Applies("parallel", lambda s: False, but="compression"),
     Applies("parallel.compression", lambda s: s.parallel.compression != "none"),
@@ -305,9 +305,10 @@ def used_settings(settings: Section) -> dict[str, Any]:
     Settings that depend on the machine are omitted where they are unset. `settings` have their condition mode.
     """
     rows = [row for row in settings.applies if not row.is_recorded and not row.when(settings)]
+    if_changed = _RECORDED_IF_CHANGED.split()
 
     def is_used(key: str, value: object, usual: object) -> bool:
-        return not any(row.covers(key) for row in rows) and (key not in _RECORDED_IF_CHANGED or value != usual)
+        return not any(row.covers(key) for row in rows) and (value != usual or key not in if_changed)
 
     def used(section: Section, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         found = {}

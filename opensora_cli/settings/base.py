@@ -110,7 +110,7 @@ class Applies(NamedTuple):
 
 
 class Section(BaseModel):
-    """A closed, frozen group of settings. An unknown key is an error, and nothing changes after validation.
+    """Closed, frozen group of settings. An unknown key is an error, and nothing changes after validation.
 
     Every value may arrive as text because command lines, the environment and YAML files have nothing else. Text becomes
     a list at commas (`8,12,12` or `[8, 12, 12]`). `none`, `null`, `~` and empty text become None where None is allowed.

@@ -39,7 +39,7 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Given:
-    """A value from the user, usually text, and its source: `--steps`, `OSORA_SAMPLING__SEED` or `my.yaml`."""
+    """Value from the user, usually text, and its source: `--steps`, `OSORA_SAMPLING__SEED` or `my.yaml`."""
 
     value: object
     source: str

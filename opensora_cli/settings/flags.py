@@ -198,10 +198,8 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def given_flags(
-    values: Mapping[str, object], *, called: Callable[[str], str] = lambda name: name
-) -> dict[str, "Given"]:
-    """Return the settings that options give, None where not given; `called` returns the name of an option in messages.
+def given_flags(values: Mapping[str, object]) -> dict[str, "Given"]:
+    """Return the settings that options give by their names without dashes. None means not given.
 
     Raises RequestError for an unknown name, with the nearest option, and for an empty name of a file.
     """
@@ -209,7 +207,7 @@ def given_flags(
     for name, value in values.items():
         if name not in FLAGS:
             raise RequestError(f"{name} is not an option of generate", hint=_nearest(name))
-        given |= given_by(FLAGS[name], value, called(name))
+        given |= given_by(FLAGS[name], value, name)
     return given
 
 

@@ -29,7 +29,7 @@ class PromptAt(Section):
 
     @property
     def shown(self) -> str:
-        """The prompt as it is typed."""
+        """Prompt as it is typed."""
         return f"{self.at_s:g}s={self.prompt}"
 
 

@@ -26,7 +26,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _MAX_INTEGER = 2**64
 _MAX_POWER = 64
 _MAX_LENGTH = 100
-"""Longest list that has a name or is repeated, so that a short file cannot describe a large value."""
+"""Longest list that is used by name or repeated, so that a short file cannot describe a large value."""
 
 
 def read_python_config(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -108,12 +108,10 @@ def _combined(sign: type[ast.operator], left: Any, right: Any) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """Return a scalar or a short list of scalars. Raises ValueError for all other values."""
-    if isinstance(value, dict) or (
-        isinstance(value, list | tuple)
-        and (len(value) > _MAX_LENGTH or any(isinstance(each, list | tuple | dict) for each in value))
-    ):
-        raise ValueError("only numbers, text and short lists have names")
+    """Return a scalar, or a short list or mapping of scalars. Raises ValueError for all other values."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if len(parts) > _MAX_LENGTH or any(isinstance(part, list | tuple | dict) for part in parts):
+        raise ValueError("only numbers, text and short lists of these can be used by name")
     return value
 
 

@@ -158,15 +158,13 @@ LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file o
 
 
 def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter) -> None:
-    """Refuse what is wrong with a request as far as that is known without torch; the run checks all of it again.
-
-    What is noted of the files of settings is reported where the request is refused, and else by the run.
+    """Refuse a wrong request before torch is imported, with the notes of the request. Otherwise the run reports them.
 
     Raises:
-        RequestError: a key is unknown, or a value breaks a rule, or no server is named that the prompt is for.
-        FileProblem: settings, a reference, saved latents, an adapter or instructions are missing.
-        CheckpointError: weights are missing, and this is no dry run.
-        OutputError: a named result exists already, and this is no dry run.
+        RequestError: A value breaks a rule, or a refined prompt has no server.
+        FileProblem: A reference, saved latents, an adapter or instructions are missing.
+        CheckpointError: Weights are missing, and this is no dry run.
+        OutputError: A named result exists already, and this is no dry run.
     """
     try:
         settings = settings_early(request)
@@ -216,7 +214,7 @@ def settings_early(request: GenerateRequest) -> GenerateSettings | None:
     if latents is not None:
         require_latents(str(latents.value))
         if request.saved is None:
-            return None  # they are in the file
+            return None  # The file has them.
     device = request.text("runtime.device") or "auto"
     model = choose_model_early(request.model, weights=request.text("runtime.weights"), device=device)
     return None if model is None else load_generate_settings(request, model=model)

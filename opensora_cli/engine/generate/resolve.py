@@ -1,4 +1,4 @@
-"""From what was asked for to settings and a plan of one process."""
+"""Settings and plan of a request in one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,13 @@ from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_gene
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
-    """Return the settings that a request means on this machine, and which model was chosen and why, where it was.
+    """Return the settings of a request on this machine, and a note on the model unless the request names it.
 
-    The model decides the preset, and saved latents bring the settings that made them. What a `.py` file holds that has
-    no place here is reported.
+    Saved latents bring the settings that made them. `reporter` gets the notes of the request.
 
     Raises:
-        RequestError: a key is unknown, or a value breaks a rule.
-        FileProblem: a file of settings or the saved latents are missing or broken.
+        RequestError: A key is unknown, or a value breaks a rule.
+        FileProblem: A file of settings or the saved latents are missing or broken.
     """
     from_latents = request.overrides.get("from_latents")
     resume = request.overrides.get("resume")

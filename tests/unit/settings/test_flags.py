@@ -9,7 +9,7 @@ import pytest
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.base import alternatives
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.flags import FLAGS, Flags, given_flags, option_of
+from opensora_cli.settings.flags import FLAGS, Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
 
@@ -37,11 +37,11 @@ def test_keywords_of_python_have_the_types_of_their_settings() -> None:
 
 def test_options_become_settings() -> None:
     values = {"num_frames": 5, "seed": None, "ref": [], "no_metadata": True, "overwrite": False, "out": Path("a/b.mp4")}
-    assert given_flags(values, called=option_of) == {
-        "video.num_frames": Given(5, "--num-frames"),
-        "output.metadata": Given(False, "--no-metadata"),
-        "output.overwrite": Given(False, "--overwrite"),
-        "output.path": Given("a/b.mp4", "--out"),
+    assert given_flags(values) == {
+        "video.num_frames": Given(5, "num_frames"),
+        "output.metadata": Given(False, "no_metadata"),
+        "output.overwrite": Given(False, "overwrite"),
+        "output.path": Given("a/b.mp4", "out"),
     }
 
 
