@@ -59,12 +59,23 @@ def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
     if score is not None and score.value == "auto":
         # It would ask a server.
         del taken["prompt_suffix.motion_score"]
-    frames = saved.get("video.num_frames")
-    usual = MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
     ending = named_format(saved.get("output.path"))
-    if not _has_value(taken.get("output.format")) and ending not in (None, usual):
+    if not _has_value(taken.get("output.format")) and ending not in (None, _usual_format(saved)):
         taken["output.format"] = Given(str(ending), saved["output.path"].source)
     return taken
+
+
+def saved_format(saved: Layer) -> MediaFormat:
+    """Return the file format of the result that an earlier run described."""
+    named = saved.get("output.format")
+    if named is not None and named.value in list(MediaFormat):
+        return MediaFormat(str(named.value))
+    return named_format(saved.get("output.path")) or _usual_format(saved)
+
+
+def _usual_format(saved: Layer) -> MediaFormat:
+    frames = saved.get("video.num_frames")
+    return MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
 
 
 def named_format(path: Given | None) -> MediaFormat | None:

@@ -18,6 +18,7 @@ from opensora_cli.engine.generate.text import without_cached_text
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
+from opensora_cli.settings.saved import saved_format
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
@@ -44,15 +45,14 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
 
 
 def _settings_in(latents: str) -> SavedSettings:
-    """Return the settings that made saved latents, whose result goes beside them, under their name."""
-    saved = open_latents(latents)
+    """Return the settings that made saved latents. The result goes beside them, under their name."""
+    saved = SavedSettings(source=latents, values=open_latents(latents).settings)
     try:
-        settings = GenerateSettings.model_validate(dict(saved.settings))
-    except ValueError as error:
+        ending = saved_format(saved.layer)
+    except RequestError as error:
         raise CheckpointError(f"{latents} holds settings that this version of osora does not know") from error
     place = Path(latents)
-    name = f"{place.name.removesuffix(LATENTS_ENDING)}.{settings.output_format}"
-    return SavedSettings(source=latents, values=saved.settings, output=place.with_name(name))
+    return replace(saved, output=place.with_name(f"{place.name.removesuffix(LATENTS_ENDING)}.{ending}"))
 
 
 def refuse_data_parallel(settings: GenerateSettings) -> None:
