@@ -53,12 +53,10 @@ class AspectRatio(StrEnum):
 
 
 class ReferenceRate(StrEnum):
-    """Frames of a reference video with another rate."""
+    """Frames of a reference video with another rate: the stored ones, or those visible at the video's times."""
 
     KEEP = "keep"
-    """The stored frames, one for one."""
     MATCH = "match"
-    """The frames that are visible at the times of the video's frames."""
 
 
 class DType(StrEnum):
@@ -165,21 +163,17 @@ class OffloadMode(StrEnum):
 
 
 class NameFrom(StrEnum):
-    """Name of results in a folder."""
+    """Name of results in a folder: `raining-sea_seed42`, or `raining, sea-0` as VBench expects."""
 
     SEED = "seed"
-    """Shortened prompt and seed: `raining-sea_seed42`."""
     PROMPT = "prompt"
-    """Full prompt and number of the sample from 0: `raining, sea-0`, as VBench expects."""
 
 
 class HostWeights(StrEnum):
-    """Location of offloaded blocks."""
+    """Location of offloaded blocks: a page-locked copy, or the mapped file, which is as fast as the disk."""
 
     PINNED = "pinned"
-    """Page-locked memory. It needs a copy of the weights, and transfers overlap with computation."""
     MAPPED = "mapped"
-    """Mapped file. It needs no copy if the file has the dtype and layout of the model, and is as fast as the disk."""
 
 
 class EnvProfile(StrEnum):
@@ -191,12 +185,10 @@ class EnvProfile(StrEnum):
 
 
 class AllToAll(StrEnum):
-    """All-to-all algorithm of Ulysses attention."""
+    """All-to-all algorithm of Ulysses attention: between all ranks, or inside machines and then between them."""
 
     DIRECT = "direct"
-    """Every rank sends to every other rank."""
     HIERARCHICAL = "hierarchical"
-    """Ranks of a machine exchange first. Then each rank sends one message to each other machine."""
 
 
 class Compression(StrEnum):
@@ -253,12 +245,10 @@ class Collective(StrEnum):
 
 
 class Scaling(StrEnum):
-    """Quantity that stays constant while `osora bench-comm` adds ranks."""
+    """Scaling test of `osora bench-comm`: the total work (strong), or the work of each rank (weak) is constant."""
 
     STRONG = "strong"
-    """Total work."""
     WEAK = "weak"
-    """Work of each rank."""
 
 
 class BenchDevice(StrEnum):
