@@ -12,7 +12,7 @@ from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.applies import GENERATE
-from opensora_cli.settings.base import Section, Words
+from opensora_cli.settings.base import Section, Words, changed, shown
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
     FileSettings,
@@ -29,6 +29,20 @@ from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.prompts import PromptsAt, PromptSuffixSettings, RefineSettings, expand_short_forms
 from opensora_cli.settings.sampling import MAX_SEED, SamplingSettings
 from opensora_cli.settings.video import ConditionSettings, DraftSettings, PictureSettings, VideoSettings
+
+_CONFLICTS = (
+    ("resume", "from_latents", "drop one of them"),
+    ("output.explore", "resume", "drop one of them"),
+    ("output.explore", "from_latents", "drop one of them"),
+    ("refine.prompt", "prompts_at", "a server rewrites one prompt, so drop one of them"),
+    ("condition.seamless", "video.extend", "segments continue after the last frame, so drop one of them"),
+    ("sampling.stop_at", "video.extend", "a run stops in its first segment, so drop one of them"),
+    ("draft.resolution", "video.extend", "a draft is for one clip, so drop one of them"),
+    ("draft.resolution", "picture.first", "make the picture alone, and give it with --ref"),
+    ("parallel.devices", "runtime.device", "drop one of them"),
+    ("parallel.watch", "compile", "nothing would be compiled, so use one of them"),
+)
+"""Pairs of settings that cannot both differ from their defaults."""
 
 
 class GenerateSettings(Section):
@@ -118,6 +132,10 @@ class GenerateSettings(Section):
         return self.vae.grid.spatial_compression_ratio * self.model.patch_size
 
     def rules(self) -> Iterator[str]:
+        values = dict(changed(self))
+        for first, second, fix in _CONFLICTS:
+            if first in values and second in values:
+                yield f"{first}={shown(values[first])} does not go with {second}={shown(values[second])}: {fix}"
         yield from _prompt_problems(self)
         yield from _model_problems(self)
         yield from _size_problems(self)
@@ -137,9 +155,7 @@ class GenerateSettings(Section):
 
 
 def _prompt_problems(settings: GenerateSettings) -> Iterator[str]:
-    if settings.resume is not None and settings.from_latents is not None:
-        yield "resume continues sampling, and from_latents skips it: drop one of them"
-    elif not settings.prompt.strip() and not settings.from_latents:
+    if not settings.prompt.strip() and not settings.from_latents:
         yield (
             'prompt is empty: describe the video, as in osora generate "raining, sea"; a plan (--dry-run) needs it '
             "too, since results are named after it"
@@ -218,8 +234,6 @@ def _sampling_problems(settings: GenerateSettings) -> Iterator[str]:
         )
     if explores and stop is None:
         yield "output.explore=true needs sampling.stop_at, after which seeds are compared: give --explore-steps"
-    elif explores and (settings.resume is not None or settings.from_latents is not None):
-        yield "output.explore=true starts samples, and resume and from_latents continue one: drop one of them"
     elif stop is not None and stop >= sampling.num_inference_steps:
         yield (
             f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={sampling.num_inference_steps}: "
@@ -249,13 +263,6 @@ def _condition_problems(settings: GenerateSettings) -> Iterator[str]:
         yield f"{asked} continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask for more"
     elif video.extend:
         yield from _mode_problems(settings, CONTINUING, asked, drop="drop --extend")
-        if condition.seamless:
-            yield f"condition.seamless=true drops the last frame, and {asked} continues after it: drop one of them"
-        if settings.sampling.stop_at is not None:
-            yield (
-                f"sampling.stop_at={settings.sampling.stop_at} stops a run in its first segment, and {asked} makes "
-                "more: drop one of them"
-            )
 
 
 def _mode_problems(settings: GenerateSettings, mode: ConditionMode, named: str, *, drop: str) -> Iterator[str]:
@@ -281,9 +288,6 @@ def _time_problems(settings: GenerateSettings) -> Iterator[str]:
     """Yield the first problem of prompts by time. Others may follow from it."""
     prompts, fps, starts = settings.prompts_at, settings.video.fps, settings.segment_starts
     if not prompts or not settings.video.extend:
-        return
-    if settings.refine.prompt:
-        yield "refine.prompt=true rewrites one prompt, and prompts_at has more: drop one of them"
         return
     if not prompts[0].at_s and prompts[0].prompt != settings.prompt:
         yield f"prompt={settings.prompt} and prompts_at={prompts[0].shown} are both of the beginning: drop one of them"
@@ -327,22 +331,13 @@ def _draft_problems(settings: GenerateSettings) -> Iterator[str]:
         yield f"{asked} is not a size of the {settings.model.name} model: use {either(video.resolutions)}"
     elif settings.sampling.num_inference_steps == 1:
         yield f"{asked} leaves nothing to sampling.num_inference_steps=1: use 2 or more"
-    else:
-        if video.extend:
-            yield f"{asked} is for one clip, and video.extend={video.extend} makes more: drop one of them"
-        if settings.picture.first:
-            yield (f"{asked} and picture.first=true both come first: make the picture alone, and give it with --ref")
 
 
 def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
     parallel, heads, device = settings.parallel, settings.model.num_heads, settings.runtime.device
-    if parallel.devices is not None and device != "auto":
-        yield f"parallel.devices and runtime.device={device} both name devices: drop one of them"
     if parallel.world_size > 1 and device.startswith("cuda:"):
         yield f"runtime.device={device} is one GPU, and parallel.gpus asks for more: use --devices"
     tensor = parallel.tensor_parallel_degree or 1
-    if settings.compile and parallel.watch:
-        yield "parallel.watch=true does not go with compile=true, which would compile nothing: use one"
     if settings.compile and tensor > 1:
         yield (
             f"compile=true does not go with parallel.tensor_parallel_degree={tensor}, whose layers talk to other "

@@ -124,7 +124,8 @@ def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(("name", "key"), [("state", "resume"), ("done", "from_latents")])
 def test_from_recognizes_latents(name: str, key: str, engine: FakeEngine) -> None:
     file = f"{name}.latents.safetensors"
-    assert main(["generate", "sea", "--from", file]) == 0
+    prompt = ["sea"] if key == "resume" else []
+    assert main(["generate", *prompt, "--from", file]) == 0
     assert engine.settings is not None
     assert getattr(engine.settings, key) == file
 

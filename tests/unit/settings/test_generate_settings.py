@@ -51,14 +51,14 @@ def test_settings_survive_json() -> None:
         ),
         (
             {"video.extend": 2, "sampling.stop_at": 5},
-            "sampling.stop_at=5 stops a run in its first segment, and video.extend=2 makes more: drop one of them",
+            "sampling.stop_at=5 does not go with video.extend=2: a run stops in its first segment, so drop one of them",
         ),
         (
             {
                 "video.extend": 2,
                 "condition": {"mode": "i2v_loop", "references": ("a.png",), "seamless": True},
             },
-            "condition.seamless=true drops the last frame, and video.extend=2 continues after it: drop one of them",
+            "condition.seamless=true does not go with video.extend=2: segments continue after the last frame",
         ),
         (
             {"video.extend": 2, "model.cond_embed": False},
@@ -90,7 +90,7 @@ def test_settings_survive_json() -> None:
         ),
         (
             {"video.extend": 2, "prompts_at": ("2s=snow",), "refine.prompt": True},
-            "refine.prompt=true rewrites one prompt, and prompts_at has more: drop one of them",
+            "refine.prompt=true does not go with prompts_at=2s=snow: a server rewrites one prompt",
         ),
         ({"draft.strength": 0.5}, "draft.strength=0.5 has no effect without draft.resolution: give --draft-res, too"),
         (
@@ -103,9 +103,12 @@ def test_settings_survive_json() -> None:
         ),
         (
             {"draft.resolution": "256px", "video.extend": 1},
-            "draft.resolution=256px is for one clip",
+            "draft.resolution=256px does not go with video.extend=1: a draft is for one clip",
         ),
-        ({"draft.resolution": "256px", "picture.first": True}, "draft.resolution=256px and picture.first=true both"),
+        (
+            {"draft.resolution": "256px", "picture.first": True},
+            "=256px does not go with picture.first=true",
+        ),
         (
             {"video.resolution": "512px"},
             "video.resolution=512px is not a size of the open-sora-v2 model: use 256px or 768px",

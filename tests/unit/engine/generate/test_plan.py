@@ -316,7 +316,7 @@ def test_tiles_are_named_where_they_would_fit(world, tmp_path, monkeypatch):
 
 
 def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):
-    made = make_plan(released_settings(world, tmp_path, from_latents="x.safetensors"))
+    made = make_plan(released_settings(world, tmp_path).replace({"from_latents": "x.safetensors"}))
     assert [stage.name for stage in made.stages] == ["decode"]
     assert made.components == (Component.VAE,)
     assert made.model_evaluations == 0
