@@ -194,6 +194,8 @@ _NEEDS = (
     Pair("memory.offload=blocks", "memory.checkpointing", "set it: a recomputed block copies its weights again"),
     Pair("memory.fp8_storage", "lora.rank", _BESIDE_ADAPTER),
     Pair("train_vae.decoder_only", "init", "name trained weights, as in init=demo", "target=vae"),
+    Pair("data.table", "validation.table", "validation needs clips that are not trained on", "validation.every"),
+    Pair("validation.table", "data.table", "drop it: scenes are validated on other scenes", "validation.every"),
     Pair("samples.every", "samples.prompts", "give samples.prompts", "target=mmdit"),
 )
 """Settings that need another one."""
@@ -282,13 +284,7 @@ def _watching_problems(settings: TrainSettings) -> Iterator[str]:
                 f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: "
                 f"use 1,1 to {steps},{steps}"
             )
-    if validation.every is None:
-        return
-    if data.table is not None and validation.table is None:
-        yield f"validation.every={validation.every} needs clips that are not trained on: name validation.table"
-    if validation.table is not None and data.table is None:
-        yield f"validation.table={validation.table} needs data.table: drop it, scenes are validated on other scenes"
-    if validation.table is not None and validation.table == data.table:
+    if validation.every and validation.table is not None and validation.table == data.table:
         yield f"validation.table={validation.table} must be another table than data.table"
 
 

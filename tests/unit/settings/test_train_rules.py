@@ -17,6 +17,8 @@ SET: dict[str, Any] = {
     "data.table": "clips.csv",
     "parallel.devices": "0,1",
     "samples.every": 5,
+    "validation.every": 5,
+    "validation.table": "others.csv",
     "train_vae.picture_steps": 9,
     "train_vae.whitening_clips": 9,
 }
@@ -53,18 +55,25 @@ def problems(**values: Any) -> list[str]:
     return []
 
 
+def base(rule: Pair) -> dict[str, Any]:
+    target = "vae" if rule.second == "target=mmdit" else "mmdit"
+    return {"target": target, **(holding(rule.only) if rule.only else {})}
+
+
 @pytest.mark.parametrize("rule", train._NEEDS, ids=lambda rule: f"{rule.first} needs {rule.second}")
 def test_a_setting_needs_another(rule: Pair) -> None:
-    target = rule.only.removeprefix("target=") or ("vae" if rule.second == "target=mmdit" else "mmdit")
     key = rule.second.partition("=")[0]
     without = {key: OTHER[key]} if key in ("optimizer.name", "precision.compute") else {}
-    found = problems(**{"target": target, **without, **holding(rule.first)})
+    found = problems(**base(rule), **without, **holding(rule.first))
     assert any(f" needs {rule.second}: {rule.fix}" in problem for problem in found), found
 
 
 @pytest.mark.parametrize("rule", train._CONFLICTS, ids=lambda rule: f"{rule.first} without {rule.second}")
 def test_two_settings_do_not_go_together(rule: Pair) -> None:
-    base = {"target": rule.only.removeprefix("target=") or "mmdit"}
     [named] = [key for key in holding(rule.first) if key != "parallel.gpus"]
-    found = problems(**{**base, **holding(rule.first), **holding(rule.second)})
+    found = problems(**{**base(rule), **holding(rule.first), **holding(rule.second)})
     assert any(problem.startswith(f"{named}=") and problem.endswith(f": {rule.fix}") for problem in found), found
+
+
+def test_a_rule_has_a_condition() -> None:
+    assert problems(target="mmdit", **{"data.table": "clips.csv"}) == []

@@ -18,15 +18,10 @@ SHOWN = {"samples.every": 2, "samples.prompts": ("rain",)}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"watching.nvtx": True}, "watching.nvtx=true does not go with device=cpu"),
-        ({"watching.exact_timers": True}, "watching.exact_timers=true does not go with device=cpu"),
         ({"watching.profile_steps": (3, 2)}, "watching.profile_steps=3,2 must be two steps of the run"),
         ({"watching.profile_steps": (3, 5)}, "use 1,1 to 4,4"),
         ({"watching.profile_steps": "3"}, "watching.profile_steps"),
-        ({**TABLE, "validation.every": 2}, "name validation.table"),
-        ({"validation.every": 2, "validation.table": "others.csv"}, "needs data.table: drop it"),
         ({**TABLE, "validation.every": 2, "validation.table": "clips.csv"}, "must be another table than data.table"),
-        ({"samples.every": 2}, "give samples.prompts"),
         ({**TABLE, **SHOWN, "samples.num_frames": 13}, "give samples.num_frames, samples.height and samples.width"),
         ({**SHOWN, "samples.num_frames": 15}, "samples.num_frames=15 does not suit vae.kind: use 13"),
         ({**SHOWN, "samples.height": 36}, "samples.height=36 must be a multiple of 8, the side of a token: use 40"),
