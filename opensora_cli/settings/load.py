@@ -24,11 +24,11 @@ from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import settings_of
 from opensora_cli.settings.devices import without_retired_keys
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import preset_path, read_yaml, settings_path
+from opensora_cli.settings.files import preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_reference_generation, read_settings
+from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_generation, read_settings
 from opensora_cli.settings.sampling import SamplingSettings
 from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description, named_format
 
@@ -145,7 +145,7 @@ def read_request(
     *,
     overrides: Layer | None = None,
     saved: SavedSettings | None = None,
-    config: Path | None = None,
+    config: Path | ConfigFile | None = None,
     environment: Mapping[str, str],
     others: Sequence[type[Section]] = (),
     on: PlannedMachine | None = None,
@@ -166,9 +166,9 @@ def read_request(
     """
     overrides, layer, notes = overrides or {}, {}, list[str]()
     if config is not None:
-        path = settings_path(config, "generate")
-        values = read_settings(path, read_reference_generation, notes.append)
-        layer = read_sections(GenerateSettings, values, source=str(path))
+        file = open_config(config, "generate")
+        values = read_settings(file, read_reference_generation, notes.append)
+        layer = read_sections(GenerateSettings, values, source=str(file.path))
     variables = read_environment(GenerateSettings, environment, others=others)
     return GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
 

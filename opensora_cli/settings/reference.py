@@ -6,13 +6,13 @@ The tables of names carry settings over. All other names are reported, unless th
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.section import nested
 from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import read_yaml, settings_path
 from opensora_cli.settings.python_config import read_python_config
 
 Sections = tuple[dict[str, Any], list[str]]
@@ -120,34 +120,58 @@ _FOLDER = "ckpts"
 _DEEP_NAME = "dc-ae-f32t4c128"
 
 
+class ConfigFile(NamedTuple):
+    """Contents of a file of settings, which is read once."""
+
+    path: Path
+    values: Mapping[str, Any]
+    """Sections of a YAML file with those that it extends, or assignments of a `.py` file with those of its bases."""
+
+    @property
+    def is_for_training(self) -> bool:
+        """Whether the file is for training, and not for generation."""
+        return "sampling_option" not in self.values if self.path.suffix == ".py" else "target" in self.values
+
+
+def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:
+    """Return a file of settings, or the preset of that name of the first of `kinds` that has it.
+
+    Raises:
+        RequestError: There is no such preset.
+        FileProblem: The file is missing or broken.
+    """
+    if isinstance(name, ConfigFile):
+        return name
+    path = settings_path(name, *kinds)
+    return ConfigFile(path, read_python_config(path) if path.suffix == ".py" else read_yaml(path))
+
+
 def read_settings(
-    path: Path, read_reference: Callable[[Path], Sections], report: Callable[[str], None]
+    file: Path | ConfigFile, read_reference: Callable[[ConfigFile], Sections], report: Callable[[str], None]
 ) -> Mapping[str, object]:
     """Return the sections in a YAML file, or those that `read_reference` finds in a `.py` file.
 
-    `report` gets a line with the names that are not carried over. Raises FileProblem as these readers do.
+    `report` gets a line with the names that are not carried over. Errors are those of `open_config` and the reader.
     """
-    if path.suffix != ".py":
-        return read_yaml(path)
-    sections, left = read_reference(path)
+    file = open_config(file)
+    if file.path.suffix != ".py":
+        return file.values
+    sections, left = read_reference(file)
     if left:
-        report(f"{path}: not carried over: {', '.join(left)}")
+        report(f"{file.path}: not carried over: {', '.join(left)}")
     return sections
 
 
-def is_for_training(path: Path) -> bool:
-    """Return whether a `.py` file is for training. Errors are those of `read_python_config`."""
-    return "sampling_option" not in read_python_config(path)
-
-
-def read_reference_generation(path: Path) -> Sections:
+def read_reference_generation(file: ConfigFile) -> Sections:
     """Read a `.py` file for sampling in the terms of `GenerateSettings`.
 
-    Raises FileProblem if the file is missing, is not data, is for another kind of model, or is not for sampling.
+    Raises FileProblem if the file is for another kind of model, or is not for sampling.
     """
-    values = _Values(path)
+    values = _Values(file)
     if not values.has("sampling_option") and any(map(values.has, ("optim", "bucket_config", "vae_loss_config"))):
-        raise FileProblem(f"{path} is not for sampling", hint=f"use osora train or osora vae with --config {path}")
+        raise FileProblem(
+            f"{file.path} is not for sampling", hint=f"use osora train or osora vae with --config {file.path}"
+        )
     found = values.found
     is_deep = values.get("ae.type") == "dc_ae"
     if values.has("sampling_option"):
@@ -185,16 +209,18 @@ def read_reference_generation(path: Path) -> Sections:
     return values.carried_over(_GENERATION)
 
 
-def read_reference_autoencoder(path: Path) -> Sections:
+def read_reference_autoencoder(file: ConfigFile) -> Sections:
     """Read a `.py` file for the autoencoders in the terms of `ReconstructSettings`.
 
     A file that trains one is read in the terms of `TrainSettings`. Errors are those of `read_reference_generation`.
     """
-    values = _Values(path)
+    values = _Values(file)
     if values.has("vae_loss_config"):
-        return read_reference_training(path)
+        return read_reference_training(file)
     if not values.has("model") or values.has("sampling_option"):
-        raise FileProblem(f"{path} is not for an autoencoder", hint="configs/vae/inference/ of the reference has these")
+        raise FileProblem(
+            f"{file.path} is not for an autoencoder", hint="configs/vae/inference/ of the reference has these"
+        )
     values.take_autoencoder("model")
     values.take_file("model.from_pretrained", "weights.file", folder="runtime.weights")
     if values.found.get("runtime.weights") == _FOLDER:
@@ -207,14 +233,14 @@ def read_reference_autoencoder(path: Path) -> Sections:
     return values.carried_over({"save_dir": "output.folder"})
 
 
-def read_reference_training(path: Path) -> Sections:
+def read_reference_training(file: ConfigFile) -> Sections:
     """Read a `.py` file for training in the terms of `TrainSettings`.
 
-    Raises FileProblem if the file is missing, is not data, is for another kind of model, or is not for training.
+    Raises FileProblem if the file is for another kind of model, or is not for training.
     """
-    values = _Values(path)
+    values = _Values(file)
     if values.has("sampling_option"):
-        raise FileProblem(f"{path} is for sampling", hint=f"use osora generate --config {path}")
+        raise FileProblem(f"{file.path} is for sampling", hint=f"use osora generate --config {file.path}")
     found = values.found
     found["optimizer.warmup_steps"] = 0
     if values.has("vae_loss_config"):
@@ -250,9 +276,9 @@ def read_reference_training(path: Path) -> Sections:
 class _Values(dict[str, Any]):
     """Settings of a file by dotted name, which are removed as they are carried over."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(_leaves(read_python_config(path), ""))
-        self._path, self._all = path, tuple(self)
+    def __init__(self, file: ConfigFile) -> None:
+        super().__init__(_leaves(file.values, ""))
+        self._path, self._all = file.path, tuple(self)
         self.found: dict[str, Any] = {}
         """Settings of osora by dotted key."""
         self.left: list[str] = []

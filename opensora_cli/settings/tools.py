@@ -14,11 +14,10 @@ from opensora_cli.settings.applies import PARALLEL
 from opensora_cli.settings.devices import ParallelSettings
 from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import GenerateRequest, read_request
-from opensora_cli.settings.reference import is_for_training
+from opensora_cli.settings.reference import open_config
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 MIB = 2**20
@@ -118,19 +117,15 @@ def profiled_settings(
         FileProblem: The file is missing or broken.
     """
     shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
-    if config is not None and _is_training(config):
+    file = None if config is None else open_config(config, "train", "generate")
+    if file is not None and file.is_for_training:
         if device not in (None, "auto", "cpu"):
             raise RequestError(f"--device {device} is not possible: training is profiled on the CPU", hint="drop it")
         overrides = collect_overrides(TrainSettings, shared, assignments)
-        return load_train_settings(config=config, overrides=overrides, environment=environment)
+        return load_train_settings(config=file, overrides=overrides, environment=environment)
     flags = {} if device is None else {"runtime.device": Given(device, "--device")}
     overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
     overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
-    if config is None:
+    if file is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return read_request(overrides=overrides, config=config, environment=environment, others=(TrainSettings,))
-
-
-def _is_training(config: Path) -> bool:
-    path = settings_path(config, "train", "generate")
-    return is_for_training(path) if path.suffix == ".py" else "target" in read_yaml(path)
+    return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,))

@@ -20,12 +20,12 @@ from opensora_cli.settings.components import ModelSettings, VAESettings, setting
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import DeviceName, Threads, without_retired_keys
 from opensora_cli.settings.enums import Compression
-from opensora_cli.settings.files import list_presets, settings_path
+from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.pairs import Pair, pair_problems
-from opensora_cli.settings.reference import read_reference_training, read_settings
+from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_training, read_settings
 from opensora_cli.settings.strategy import INNER_DEGREES, Strategy, TrainParallelSettings
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
@@ -101,7 +101,7 @@ class TrainSettings(Section):
 
 def load_train_settings(
     *,
-    config: Path | None,
+    config: Path | ConfigFile | None,
     overrides: Layer,
     environment: Mapping[str, str],
     saved: Path | None = None,
@@ -127,8 +127,8 @@ def load_train_settings(
     ours = {name: value for name, value in environment.items() if name != "OSORA_WEIGHTS"}
     variables = read_environment(TrainSettings, ours, others=(GenerateSettings,))
     if config is not None:
-        path = settings_path(config, "train")
-        sections = read_settings(path, read_reference_training, report)
+        file = open_config(config, "train")
+        path, sections = file.path, read_settings(file, read_reference_training, report)
         given = {**read_sections(TrainSettings, sections, source=str(path)), **variables}
         if path.suffix == ".py" and "data.table" not in {*given, *overrides}:
             raise RequestError(f"{path} names no table of clips", hint="give one: --set data.table=clips.csv")

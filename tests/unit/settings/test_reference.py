@@ -10,7 +10,6 @@ from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, read_request
-from opensora_cli.settings.reference import read_reference_training
 from opensora_cli.settings.tools import profiled_settings
 from opensora_cli.settings.train import load_train_settings
 from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
@@ -345,7 +344,7 @@ def test_files_for_another_command(folder: Path) -> None:
         read_request(config=folder / "train.py", environment={})
     assert "osora train" in str(caught.value.hint)
     with pytest.raises(FileProblem, match=r"256px\.py is for sampling") as caught:
-        read_reference_training(folder / "256px.py")
+        training(folder / "256px.py")
     assert "osora generate --config" in str(caught.value.hint)
     with pytest.raises(FileProblem, match=r"256px\.py is not for an autoencoder"):
         reconstruction(folder / "256px.py")
