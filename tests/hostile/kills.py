@@ -60,7 +60,7 @@ def _one_collective(folder: Folder, base: Base) -> Commands:
 
 def _train(folder: Folder, base: Base) -> Commands:
     run = folder.work / "run"
-    if any(run.glob("*/running_states.json")):
+    if any(run.glob("[!.]*/running_states.json")):
         return [(*base.argv, "--resume")]
     return [(*base.argv, "--overwrite")] if run.exists() else [base.argv]
 
@@ -203,11 +203,19 @@ class Kills:
         *signals: Signal,
         environment: Mapping[str, str] | None = None,
         patch: str | None = None,
+        learn: bool = False,
     ) -> Outcome:
         """Run a command, as `Sandbox.run` does."""
         self.sandbox.give_away(folder)
         return self.sandbox.run(
-            argv, folder, signals=signals, environment=environment, patch=patch, grace_s=_GRACE_S, limit_s=300.0
+            argv,
+            folder,
+            signals=signals,
+            environment=environment,
+            patch=patch,
+            learn=learn,
+            grace_s=_GRACE_S,
+            limit_s=300.0,
         )
 
 

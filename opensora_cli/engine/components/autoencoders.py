@@ -19,7 +19,7 @@ from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.resample import lay_out_kernels
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.tiling import TileGrid, Tiling
 from opensora_cli.settings.components import OF_ALL_KINDS, VAESettings
 from opensora_cli.settings.enums import VAEKind
 
@@ -83,10 +83,15 @@ def vae_tiling(settings: VAESettings) -> Tiling:
     return Tiling(spatial=settings.spatial_tiling, temporal=settings.temporal_tiling)
 
 
+def tile_grids(settings: VAESettings) -> tuple[TileGrid, TileGrid]:
+    """Return how clips are cut into tiles to encode them, and latents to decode them."""
+    grids: tuple[TileGrid, TileGrid] = _config(settings).tile_grids()
+    return grids
+
+
 def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
     """Return how often the decoder runs for latents of this (C, T, H, W)."""
-    _, grid = _config(settings).tile_grids()
-    return int(grid.count(latent_shape[1:], vae_tiling(settings)))
+    return tile_grids(settings)[1].count(latent_shape[1:], vae_tiling(settings))
 
 
 def decodes_in_chunks(settings: VAESettings) -> bool:
