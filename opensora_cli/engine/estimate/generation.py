@@ -66,7 +66,7 @@ from opensora_cli.settings.generate import GenerateSettings
 _STEPS = 2
 """Steps that are estimated: from the second one on there are latents besides the noise."""
 
-_FEW_CHUNKS = 64
+_FEW_CHUNKS = 40
 """Chunks of tokens that are estimated one by one."""
 _FEW_TILES = 100
 """Tiles of an autoencoder that are estimated one by one."""
