@@ -66,8 +66,8 @@ from opensora_cli.settings.generate import GenerateSettings
 _STEPS = 2
 """Steps that are estimated: from the second one on there are latents besides the noise."""
 
-_FEW_CHUNKS = 40
-"""Chunks of tokens that are estimated one by one."""
+_FEW_CHUNKS, _OF_CHUNKS = 40, 10
+"""Chunks of tokens that are estimated one by one, and those of a clip that tells what more of them need."""
 _FEW_TILES = 100
 """Tiles of an autoencoder that are estimated one by one."""
 
@@ -202,7 +202,7 @@ def _shortened_denoising(
 
     def need(rows: int, columns: int) -> Need:
         longer, shorter = max(rows, columns), min(rows, columns)
-        few = max(most // (frames * shorter) // 2, 1)
+        few = max(_OF_CHUNKS * chunk // (frames * shorter), 1)
         if longer <= 2 * few:
             size = channels, frames, patch * rows, patch * columns
             smaller = replace(sizes, latent_shape=size)
@@ -211,8 +211,8 @@ def _shortened_denoising(
         return _line(near, far, longer - few, of=few)
 
     (channels, frames, height, width), patch = sizes.latent_shape, config.patch_size
-    most = _FEW_CHUNKS * (chunk_tokens or frames * height * width)
-    if frames * (height // patch) * (width // patch) <= most:
+    chunk = chunk_tokens or frames * height * width
+    if frames * (height // patch) * (width // patch) <= _FEW_CHUNKS * chunk:
         return _denoising(config, sizes, text_length, dtype, device_type, chunk_tokens, causal, linear)
     return need(height // patch, width // patch)
 
