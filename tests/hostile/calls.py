@@ -156,6 +156,7 @@ class Calls:
     def _log(self, ended: Ended) -> list[str]:
         """Return the calls of a command that change files, in order."""
         if ended.base.name not in self._logs:
+            self.kills.results_of(ended)  # the next runs make other calls where they know what this one learns
             with self.kills.sandbox.folder() as folder:
                 self.kills.inputs.put(ended.base, folder)
                 outcome, log = self._run(ended.base.argv, folder, Breakage.COUNT, 0)
@@ -201,9 +202,7 @@ class Calls:
         path = folder.root / _LOG
         path.touch()
         environment = {CALLS: json.dumps([str(folder.root), str(path), breakage, call])}
-        outcome = self.kills.run(
-            argv, folder, environment=environment, patch="hostile.breaking:fail_calls", learn=breakage is Breakage.COUNT
-        )
+        outcome = self.kills.run(argv, folder, environment=environment, patch="hostile.breaking:fail_calls")
         log = path.read_text(errors="replace").replace(f"{folder.root}/", "").splitlines()
         path.unlink()
         return outcome, log
