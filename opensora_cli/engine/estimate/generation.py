@@ -317,9 +317,12 @@ def _of_few_tiles(need: Callable[[_Size], Need], size: _Size, grid: TileGrid, ti
         if not is_cut or more < 2:
             return line(smaller, axis + 1)
         short = smaller[axis] - more * along.stride
-        near, far = (
-            line((*smaller[:axis], length, *smaller[axis + 1 :]), axis + 1) for length in (short, short + along.stride)
-        )
+
+        def at(length: int) -> Need:
+            frames, height, width = (length if place == axis else side for place, side in enumerate(smaller))
+            return line((frames, height, width), axis + 1)
+
+        near, far = at(short), at(short + along.stride)
         return _line(near, far, more, of=1)
 
     return line(size)

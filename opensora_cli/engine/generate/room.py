@@ -15,8 +15,8 @@ from opensora_cli.engine.generate.plan import CACHED_TEXT_LINE, PICTURE, Chain, 
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.settings.enums import DType, OffloadMode
 
-_MOST_SAVED = 32
-"""Times less memory for denoising than any single change reaches."""
+_MANY_TOKENS, _MOST_SAVED = 1_000_000, 32
+"""Tokens of a clip whose smaller requests take seconds to plan, and by how many times none of them needs less."""
 
 
 def require_room(chain: Chain, reporter: Reporter) -> None:
@@ -79,7 +79,8 @@ def _what_would_fit(plan: Plan) -> str:
     """Name the changes of which each alone makes it fit."""
     fitting = []
     denoise = sum(stage.total_bytes for stage in plan.stages if stage.name == DENOISE)
-    for flag, changes in _smaller_requests(plan) if denoise < _MOST_SAVED * plan.budget_bytes else ():
+    is_hopeless = plan.video_tokens > _MANY_TOKENS and denoise > _MOST_SAVED * plan.budget_bytes
+    for flag, changes in () if is_hopeless else _smaller_requests(plan):
         try:
             changed = plan.settings.replace(changes)
             # What is free may be taken by models that this plan can do without.
