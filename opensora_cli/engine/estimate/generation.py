@@ -68,7 +68,7 @@ _STEPS = 2
 
 _FEW_CHUNKS, _OF_CHUNKS = 40, 10
 """Chunks of tokens that are estimated one by one, and those of a clip that tells what more of them need."""
-_FEW_TILES = 100
+_FEW_TILES = 400
 """Tiles of an autoencoder that are estimated one by one."""
 
 
