@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants, hf_api
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_allowed"
@@ -211,12 +211,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 def connect(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the client of the Hub in this process ask this one, without a token."""
-    constants = huggingface_hub.constants
     template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
-    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", hub.endpoint)
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.endpoint)
     monkeypatch.setenv("HF_TOKEN", "")
 
 

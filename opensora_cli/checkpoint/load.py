@@ -325,20 +325,21 @@ def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
     Raises:
         CheckpointError: no such repository or file, no access to it, or no connection.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
     if owner in ("", ".", "..", "~") or not repository:
         raise CheckpointError(f"{name} does not exist")
     repo = f"{owner}/{repository}"
     try:
+        # Importing it reads HF_ENDPOINT.
+        from huggingface_hub import hf_hub_download, snapshot_download
+
         if file:
             return Path(hf_hub_download(repo, file, cache_dir=cache_dir))
         folder = snapshot_download(repo, cache_dir=cache_dir, allow_patterns=_WEIGHTS, ignore_patterns=_SUBFOLDERS)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = plain(without_credentials(str(error).strip().splitlines()[0]))
+    except Exception as error:  # those of the HTTP library, and whatever an answer of another form leads to
+        lines = without_credentials(str(error)).strip().splitlines() or [type(error).__name__]
+        reason = plain(lines[0])
         raise CheckpointError(
             f"{name} does not exist here, and cannot be fetched from the Hugging Face Hub: {reason}"
         ) from error

@@ -32,6 +32,11 @@ _LITTLE_BYTES = 2**30
 _MOST_UNPACKED = 100
 """Bytes of cells for each of a parquet file, besides the bytes above."""
 
+_ROWS_OF_BATCH = 65_536
+_LONG = frozenset({"BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"})
+_UNCOUNTED = frozenset({"DELTA_BYTE_ARRAY"})
+"""Encodings of texts that share their beginnings, which are copied while they are read."""
+
 _LOOKED_AT = 4096
 """Bytes at the beginning of a table in which text of two bytes a character shows."""
 
@@ -79,9 +84,9 @@ def _rows_of(path: Path, kind: str) -> Iterator[list[Any]]:
     with _reading(path):
         if kind == PARQUET:
             _parquet_rows(path)
-            table = _pyarrow().parquet.read_table(path)
-            yield table.column_names
-            yield from map(list, zip(*(column.to_pylist() for column in table.columns), strict=True))
+            yield _pyarrow().parquet.read_schema(path).names
+            for batch in _parquet_batches(path):
+                yield from map(list, zip(*(column.to_pylist() for column in batch.columns), strict=True))
             return
         rows = _csv_rows(path)
         header = next(rows, None)
@@ -148,13 +153,13 @@ def _split_csv(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> Non
 
 
 def _split_parquet(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> None:
-    parquet = _pyarrow().parquet
+    pyarrow = _pyarrow()
     with _reading(path):
-        table = parquet.read_table(path)
+        table = pyarrow.Table.from_batches(_parquet_batches(path))
     begin = 0
     for target, size in zip(targets, sizes, strict=True):
         with atomic_path(target) as temporary:
-            parquet.write_table(table.slice(begin, size), temporary)
+            pyarrow.parquet.write_table(table.slice(begin, size), temporary)
         begin += size
 
 
@@ -203,11 +208,65 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _read_parquet(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dict[str, list[Any]]:
-    parquet = _pyarrow().parquet
-    _parquet_rows(path)
-    present = _present(path, parquet.read_schema(path).names, wanted, optional)
-    table = parquet.read_table(path, columns=present)
-    return {name: table.column(name).to_pylist() for name in present}
+    present = _present(path, _pyarrow().parquet.read_schema(path).names, wanted, optional)
+    columns: dict[str, list[Any]] = {name: [] for name in present}
+    for batch in _parquet_batches(path, present):
+        for name, cells in columns.items():
+            cells.extend(batch.column(name).to_pylist())
+    return columns
+
+
+def _parquet_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """Yield the rows in batches; a FileProblem where the texts take far more memory than any table of this size.
+
+    Repeated texts are stored once. They are counted before they are copied into each row.
+    """
+    num_rows, size, pyarrow = _parquet_rows(path), path.stat().st_size, _pyarrow()
+    metadata = pyarrow.parquet.read_metadata(path)
+    read = [index for index in range(metadata.num_columns) if _is_in(metadata.schema.column(index).path, columns)]
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = [group.column(index) for group in groups for index in read]
+    longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+    texts = {leaf.path for leaf in map(metadata.schema.column, read) if _is_text(leaf)}
+    texts -= {chunk.path_in_schema for chunk in chunks if _UNCOUNTED & {*chunk.encodings}}
+    is_counted = all(chunk.path_in_schema in texts for chunk in chunks if chunk.physical_type in _LONG)
+    rows = _ROWS_OF_BATCH if is_counted else min(_LITTLE_BYTES // max(longest, 1) + 1, _ROWS_OF_BATCH)
+    left = _LITTLE_BYTES + _MOST_UNPACKED * size
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(texts)) as file:
+        for batch in file.iter_batches(batch_size=rows, columns=columns):
+            left -= sum(map(_bytes_of_cells, batch.columns))
+            if left < 0:
+                raise FileProblem(f"{path} has far more text in {num_rows:,} rows than its {size:,} bytes can hold")
+            cells = [column.dictionary_decode() if _is_shared(column) else column for column in batch.columns]
+            fields = [field.with_type(column.type) for field, column in zip(batch.schema, cells, strict=True)]
+            schema = pyarrow.schema(fields, metadata=batch.schema.metadata)
+            yield pyarrow.RecordBatch.from_arrays(cells, schema=schema)
+
+
+def _is_in(path: str, columns: Sequence[str] | None) -> bool:
+    return columns is None or any(path == name or path.startswith(f"{name}.") for name in columns)
+
+
+def _is_text(leaf: Any) -> bool:
+    """Return whether a column holds texts, and no lists of them."""
+    return (
+        leaf.physical_type == "BYTE_ARRAY"
+        and leaf.logical_type.type in ("STRING", "NONE")
+        and not leaf.max_repetition_level
+    )
+
+
+def _is_shared(cells: Any) -> bool:
+    return bool(_pyarrow().types.is_dictionary(cells.type))
+
+
+def _bytes_of_cells(cells: Any) -> int:
+    """Return the bytes of a column, with each copy of a repeated text."""
+    if not _is_shared(cells):
+        return int(cells.nbytes)
+    compute = importlib.import_module("pyarrow.compute")
+    lengths = compute.binary_length(cells.dictionary).take(cells.indices)
+    return int(cells.indices.nbytes + (compute.sum(lengths).as_py() or 0))
 
 
 def _parquet_rows(path: Path) -> int:

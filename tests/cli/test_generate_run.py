@@ -61,6 +61,19 @@ def again_with(world: World, sidecar: str, *more: str | Path) -> int:
     return app.main(["generate", "--from", sidecar, "--weights", str(world.released), *map(str, more)])
 
 
+def started(command: list[str]) -> subprocess.Popen[str]:
+    """Start osora in a process."""
+    program = "import sys; from opensora_cli.cli.app import main; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *command],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.fixture
 def osora(world, out, capsys):
     """Run a shrunken `osora generate`; returns exit code, stdout and stderr."""
@@ -89,6 +102,23 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
         0,
         ["rows      1 of 1 shape, and 0 that would be refused", "shape     rows: 1"],
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+def test_two_processes_at_once_make_every_prompt_of_a_file_once(world, out, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("sea\nriver\ndesert\nforest\n")
+    runs = [started(arguments(world, out, "--prompts", str(prompts), "--json")) for _ in range(2)]
+    printed = [run.communicate(timeout=300) for run in runs]
+    documents = [json.loads(stdout) for run, (stdout, _) in zip(runs, printed, strict=True) if run.returncode == 0]
+    refused = [stderr for run, (_, stderr) in zip(runs, printed, strict=True) if run.returncode]
+    assert all("another run writes" in stderr for stderr in refused), refused
+    assert sum(document["made"] for document in documents) == 4, printed
+    made = {path.stem for path in out.glob("*.mp4")}
+    assert made == {f"{name}_seed42" for name in ("sea", "river", "desert", "forest")}
+    rows = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
+    assert sorted(Path(output["path"]).stem for row in rows for output in row["outputs"]) == sorted(made)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
@@ -422,15 +452,7 @@ def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
 def test_ctrl_c_from_the_keyboard(world, out):
     """A real signal, in the middle of denoising the second sample or a later one."""
     command = arguments(world, out, "sea", "--num-samples", "500")
-    program = "import sys; from opensora_cli.cli.app import main; sys.exit(main())"
-    running = subprocess.Popen(
-        [sys.executable, "-c", program, *command],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    running = started(command)
     try:
         deadline = time.monotonic() + 120
         while not list(out.glob("*.safetensors")) and running.poll() is None and time.monotonic() < deadline:

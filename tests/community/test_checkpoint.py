@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_hub import FakeHub, connect
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -190,6 +191,21 @@ def test_files_of_the_hub_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert load_from_hf_hub("owner/repo/a.safetensors", cache_dir="c") == str(
         tmp_path / "owner/repo/a.safetensors" / "c"
     )
+
+
+@pytest.mark.parametrize("name", ["owner/repo", "owner/repo/a.safetensors"])
+@pytest.mark.parametrize(
+    "endpoint", ["https://me:secret@[", "nonsense", "ftp://me:secret@host", "http://me:secret@127.0.0.1:1"]
+)
+def test_a_hub_that_cannot_be_asked_is_one_line_without_the_password(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str, name: str
+):
+    connect(FakeHub(endpoint=endpoint), monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError, match="cannot be fetched from the Hugging Face Hub: ") as caught:
+        load_from_hf_hub(name, cache_dir=str(tmp_path))
+    assert "secret" not in caught.value.message
+    assert caught.value.message.isprintable()
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path):

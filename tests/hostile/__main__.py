@@ -1,15 +1,17 @@
 """`python -m hostile KIND NUMBER...`, in `tests`: repeat cases, and print all about them. Failures name both.
 
-`python -m hostile every-call [NAME...]` breaks every call of the commands of `CALLED` in every way, or of some of them.
+`python -m hostile each-call [--part I/N] [--after NUMBER]` breaks the calls of `Calls.each`, one after the
+other. It can be stopped, and continued after the number of its last case; N processes share the cases.
 """
 
 import shlex
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hostile.calls import CALLED, Calls
+from hostile.calls import Calls
 from hostile.circumstances import circumstance
 from hostile.command_lines import command_line
 from hostile.damaged import damaged_file
@@ -34,8 +36,8 @@ def main(kind: str, *numbers: str) -> None:
     """Run cases of a kind; A-B are all from A to B."""
     with Sandbox() as sandbox, tempfile.TemporaryDirectory() as folder:
         inputs = make_inputs(sandbox, Path(folder, "made"))
-        if kind == "every-call":
-            break_every_call(Calls(Kills(sandbox, inputs)), numbers)
+        if kind == "each-call":
+            break_each_call(Calls(Kills(sandbox, inputs)), numbers)
             return
         trials = Trials(sandbox)
         calls = Calls(Kills(sandbox, inputs)) if kind == "calls" else None
@@ -57,18 +59,21 @@ def show(title: str, faults: Sequence[Fault]) -> None:
     print(title, *(f"  {fault}" for fault in faults), sep="\n", flush=True)
 
 
-def break_every_call(calls: Calls, names: Sequence[str]) -> None:
-    """Break every call of commands, and print the counts and the faults."""
-    for ended in CALLED:
-        if names and ended.base.name not in names:
-            continue
-        tried = faulty = 0
-        for title, faults in calls.every(ended):
-            tried += 1
-            if faults:
-                faulty += 1
-                show(title, faults)
-        print(f"{ended.base.name}: {tried} cases, {faulty} faulty", flush=True)
+def break_each_call(calls: Calls, arguments: Sequence[str]) -> None:
+    """Break one call of each operation in each way, and print the counts and the faults."""
+    parser = ArgumentParser("each-call")
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--after", type=int, default=0)
+    parsed = parser.parse_args(arguments)
+    part, parts = map(int, parsed.part.split("/"))
+    cases = calls.each()
+    tried = faulty = 0
+    for number, case in enumerate(cases, start=1):
+        if number > parsed.after and number % parts == part % parts:
+            title, faults = calls.faults_of(*case)
+            tried, faulty = tried + 1, faulty + bool(faults)
+            show(f"{number}/{len(cases)} {title}: {len(faults)} faults", faults)
+    print(f"{tried} cases of {len(cases)}, {faulty} faulty", flush=True)
 
 
 main(*sys.argv[1:])

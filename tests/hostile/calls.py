@@ -5,10 +5,13 @@ Every call counts that changes a file of the command: see `failing_calls.c` for 
 
 import json
 import random
+import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import PurePath
 
 from hostile import judge
 from hostile.breaking import CALLS
@@ -93,12 +96,24 @@ CALLED: tuple[Ended, ...] = (
 """Commands whose calls fail."""
 
 
+BrokenCall = tuple[Ended, Breakage, int]
+"""A command, how one of its calls breaks, and the number of that call."""
+
+_TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
+_HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
+_PUBLISHES = re.compile(r"(rename\w*|link|linkat|unlink\w*|rmdir) (?!.*(\.tmp|\.lock)$)")
+_SYNCS = re.compile(r"fsync ")
+_WRITES_FILE = re.compile(r"(open|write|pwrite|ftruncate)\w* .*\.(tmp|safetensors|pt|json|lock)$")
+_NEVER_INTERRUPTED = re.compile(r"rename|link|unlink|rmdir|mkdir")
+_NEEDS_NO_SPACE = re.compile(r"unlink|rmdir")
+
+
 @dataclass
 class Calls:
     """Breaks calls of commands, which a number chooses. Raises NotPossibleError where there is no compiler."""
 
     kills: Kills
-    _logs: dict[str, list[int]] = field(default_factory=dict)
+    _logs: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.kills.sandbox.fails_calls:
@@ -110,23 +125,43 @@ class Calls:
         ended = rng.choice(CALLED)
         return self.faults_of(ended, rng.choice(BREAKAGES), rng.choice(self.numbers(ended)))
 
-    def every(self, ended: Ended) -> Iterator[tuple[str, list[Fault]]]:
-        """Break each of the `numbers` of a command in each way."""
-        for call in self.numbers(ended):
-            for breakage in BREAKAGES:
-                yield self.faults_of(ended, breakage, call)
+    def each(self) -> list[BrokenCall]:
+        """Return the first and the last call of each operation of each command, broken in each way that it can be.
+
+        Two calls are the same operation if their file has the same name, except for numbers and hashes. First come the
+        calls that publish or remove results, and operations that no earlier command has.
+        """
+        seen: Counter[tuple[str, int, Breakage]] = Counter()
+        found = []
+        for ended in CALLED:
+            calls: dict[str, list[int]] = {}
+            for number, operation in enumerate(_operations(self._log(ended)), start=1):
+                calls.setdefault(operation, []).append(number)
+            for operation, numbers in calls.items():
+                for place, number in enumerate(dict.fromkeys((numbers[0], numbers[-1]))):
+                    for breakage in _possible(operation):
+                        order = _order(operation), seen[operation, place, breakage]
+                        seen[operation, place, breakage] += 1
+                        found.append((order, (ended, breakage, number)))
+        return [case for _, case in sorted(found, key=lambda each: each[0])]
 
     def numbers(self, ended: Ended) -> list[int]:
         """Return the numbers of the calls of a command that change files: of many writes to one file in a row, the
         first, the second and the last.
         """
+        log = enumerate(self._log(ended), start=1)
+        rows = [[number for number, _ in row] for _, row in groupby(log, lambda each: each[1])]
+        return [number for row in rows for number in sorted({*row[:2], row[-1]})]
+
+    def _log(self, ended: Ended) -> list[str]:
+        """Return the calls of a command that change files, in order."""
         if ended.base.name not in self._logs:
+            self.kills.results_of(ended)  # the next runs make other calls where they know what this one learns
             with self.kills.sandbox.folder() as folder:
                 self.kills.inputs.put(ended.base, folder)
                 outcome, log = self._run(ended.base.argv, folder, Breakage.COUNT, 0)
                 assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
-            rows = [[number for number, _ in row] for _, row in groupby(enumerate(log, start=1), lambda each: each[1])]
-            self._logs[ended.base.name] = [number for row in rows for number in sorted({*row[:2], row[-1]})]
+            self._logs[ended.base.name] = log
         return self._logs[ended.base.name]
 
     def faults_of(self, ended: Ended, breakage: Breakage, call: int) -> tuple[str, list[Fault]]:
@@ -173,6 +208,32 @@ class Calls:
         return outcome, log
 
 
+def _operations(log: Iterable[str]) -> Iterator[str]:
+    """Yield calls without numbers and hashes; a temporary file has its place among those of its folder."""
+    places: dict[str, dict[str, str]] = {}
+    for line in log:
+        if temporary := _TEMPORARY.search(line):
+            folder = str(PurePath(line[: temporary.start()].partition(" ")[2] or ".")).removeprefix("work")
+            names = places.setdefault(folder, {})
+            line = line.replace(temporary[0], names.setdefault(temporary[0], "abcdefghij"[len(names) % 10] + ".tmp"))
+        yield _NUMBER.sub("#", _HASH.sub("~", line))
+
+
+def _possible(operation: str) -> Iterator[Breakage]:
+    """Yield the ways in which a call can break."""
+    yield from (Breakage.KILL, Breakage.EIO_ONCE, Breakage.EIO_ON)
+    if not _NEEDS_NO_SPACE.match(operation):
+        yield Breakage.ENOSPC_ON
+    if not _NEVER_INTERRUPTED.match(operation):
+        yield Breakage.EINTR_ONCE
+
+
+def _order(operation: str) -> int:
+    """Return how early an operation is tried."""
+    orders = (_PUBLISHES, _SYNCS, _WRITES_FILE)
+    return next((order for order, pattern in enumerate(orders) if pattern.match(operation)), len(orders))
+
+
 def _clean_up(base: Base, after: judge.Tree) -> Commands:
     """Return what removes what a command left that succeeded: a run that writes there again."""
     if not any(map(judge.is_unfinished, after)):
@@ -187,7 +248,7 @@ def _without_excused(
     """Return results without those that the command warned of, and made do without: a preview, or one checkpoint of
     several, but never the last.
     """
-    if "previews are not kept" in stderr:
+    if "previews are not written" in stderr:
         excused = {name for name in whole if ".preview." in name}
     elif "the next save tries again" in stderr:
         last = max(name.split("/")[1] for name in whole)

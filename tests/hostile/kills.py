@@ -60,7 +60,7 @@ def _one_collective(folder: Folder, base: Base) -> Commands:
 
 def _train(folder: Folder, base: Base) -> Commands:
     run = folder.work / "run"
-    if any(run.glob("*/running_states.json")):
+    if any(run.glob("[!.]*/running_states.json")):
         return [(*base.argv, "--resume")]
     return [(*base.argv, "--overwrite")] if run.exists() else [base.argv]
 
@@ -182,19 +182,19 @@ class Kills:
             found += faults_of_next(judge.tree(folder), ended.results(folder.work), whole)
         return title, found
 
-    def _uninterrupted(self, ended: Ended) -> tuple[float, Mapping[str, bytes]]:
-        """Return how long a command takes that nothing ends, and its results."""
+    def _uninterrupted(self, ended: Ended, *, learn: bool = False) -> tuple[float, Mapping[str, bytes]]:
+        """Return how long a command takes that nothing ends, and its results. `learn` makes the next ones quicker."""
         if ended.base.name not in self._whole:
             with self.sandbox.folder() as folder:
                 self.inputs.put(ended.base, folder)
-                outcome = self.run(ended.base.argv, folder)
+                outcome = self.run(ended.base.argv, folder, learn=learn)
                 assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
                 self._whole[ended.base.name] = outcome.seconds, dict(ended.results(folder.work))
         return self._whole[ended.base.name]
 
     def results_of(self, ended: Ended) -> Mapping[str, bytes]:
-        """Return the results of a command that nothing ends."""
-        return self._uninterrupted(ended)[1]
+        """Return the results of a command that nothing ends, from which the warm process learns."""
+        return self._uninterrupted(ended, learn=True)[1]
 
     def run(
         self,
@@ -203,11 +203,19 @@ class Kills:
         *signals: Signal,
         environment: Mapping[str, str] | None = None,
         patch: str | None = None,
+        learn: bool = False,
     ) -> Outcome:
         """Run a command, as `Sandbox.run` does."""
         self.sandbox.give_away(folder)
         return self.sandbox.run(
-            argv, folder, signals=signals, environment=environment, patch=patch, grace_s=_GRACE_S, limit_s=300.0
+            argv,
+            folder,
+            signals=signals,
+            environment=environment,
+            patch=patch,
+            learn=learn,
+            grace_s=_GRACE_S,
+            limit_s=300.0,
         )
 
 

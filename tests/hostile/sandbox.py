@@ -222,7 +222,7 @@ class Sandbox:
             limit_s: after which it counts as hung, and is ended.
             grace_s: in which the processes that it started are to end after it.
             patch: `module:function` to call before, in the process of the command.
-            learn: have the warm process import what this command imports.
+            learn: have the warm process import what this command imports, and remember what it estimates.
             uid: in place of nobody's, where the tests run as root.
             stdout: a device in place of a file, or `pipe` for one that nobody reads.
         """
@@ -243,7 +243,7 @@ class Sandbox:
             "limit_s": limit_s,
             "grace_s": grace_s,
             "patch": patch,
-            "learn": str(folder.inside.home / "modules.txt") if learn else None,
+            "learn": str(self._root / "learnt.json") if learn else None,
         }
         answer = self._ask(request)
         return Outcome(

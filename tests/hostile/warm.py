@@ -68,9 +68,20 @@ def _forget_finalizers() -> None:
         finalizer.atexit = False
 
 
-def _import_also(names: list[str]) -> None:
-    """Import what a command imported late, so that the next ones find it."""
-    for name in names:
+def _learnt() -> dict[str, Any]:
+    """Return what a command imported late and estimated, so that the next ones find it."""
+    from opensora_cli.engine.estimate.remembered import known_needs
+
+    needs = {key: (need.data, need.activations) for key, need in known_needs().items()}
+    return {"modules": sorted(sys.modules), "needs": needs}
+
+
+def _learn(learnt: dict[str, Any]) -> None:
+    from opensora_cli.engine.estimate.fake_tensors import Need
+    from opensora_cli.engine.estimate.remembered import known_needs
+
+    known_needs().update({key: Need(*sizes) for key, sizes in learnt["needs"].items()})
+    for name in learnt["modules"]:
         if name not in sys.modules:
             try:
                 importlib.import_module(name)
@@ -105,8 +116,8 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     seconds = time.monotonic() - begun
     left = _end_left_over(request["grace_s"])
-    if learnt := request.get("learn"):
-        _import_also(Path(learnt).read_text().splitlines() if os.path.exists(learnt) else [])
+    if request["learn"] and (learnt := Path(request["learn"]).read_text()):
+        _learn(json.loads(learnt))
     return {
         "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
@@ -157,9 +168,10 @@ def _end_left_over(grace_s: float) -> list[str]:
 
 def _become(request: dict[str, Any]) -> None:
     """Run the command in this forked child, which never returns."""
-    code = 1
+    code, learnt = 1, None
     try:
         os.setsid()
+        learnt = os.open(request["learn"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if request["learn"] else None
         for name, number in (("stdout", 1), ("stderr", 2)):
             file = _output(request[name])
             os.dup2(file, number)
@@ -174,8 +186,8 @@ def _become(request: dict[str, Any]) -> None:
         traceback.print_exc()
     finally:
         code = _finish(code)
-        if learnt := request.get("learn"):
-            Path(learnt).write_text("\n".join(sorted(sys.modules)))
+        if learnt is not None:
+            os.write(learnt, json.dumps(_learnt()).encode())
         os._exit(code)
 
 

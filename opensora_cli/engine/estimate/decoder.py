@@ -63,7 +63,7 @@ class FakeDecoder(nn.Module):
 
     In chunks, a clip passes from stage to stage: each is run by itself, on two short clips, and what a longer one needs
     follows from them. `counter` looks for the peak while tiles are decoded: stages that cannot change it are left out.
-    The other arguments are those of `Autoencoder.decode`.
+    With `only_pixels` no stage allocates anything. The other arguments are those of `Autoencoder.decode`.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class FakeDecoder(nn.Module):
         chunk_frames: int | None,
         store: torch.device,
         canvas: torch.device,
+        only_pixels: bool = False,
     ) -> None:
         super().__init__()
+        self._only_pixels = only_pixels
         self._grid, self._channels, self._counter = vae.grid, vae.last_layer.out_channels, counter
         self._chunk_frames, self._store, self._canvas = chunk_frames, store, canvas
         # In chunks only this one decodes.
@@ -93,10 +95,10 @@ class FakeDecoder(nn.Module):
     ) -> Tensor:
         """Return the pixels of a tile; in height and width none is larger than the first. Options are those it has."""
         batch, _, frames, height, width = latents_BCTHW.shape
-        if frames not in self._seen:
+        if frames not in self._seen and not self._only_pixels:
             self._seen[frames] = list(self._run_all(latents_BCTHW))
-        first = self._seen[frames][0].clip
-        for stage, clip, peak_bytes in self._seen[frames]:
+        for stage, clip, peak_bytes in self._seen.get(frames, ()):
+            first = self._seen[frames][0].clip
             # No tile needs more than the first did.
             if self._counter.live_bytes + peak_bytes > self._counter.peak_bytes:
                 rows, columns = clip.height // first.height * height, clip.width // first.width * width

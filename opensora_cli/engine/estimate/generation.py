@@ -9,8 +9,8 @@ themselves (as matrix products of cuBLAS do), the CUDA context, and what an allo
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, refere
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.autoencoders import new_autoencoder, tile_grids, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.velocity import (
@@ -52,7 +52,7 @@ from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.vae.tiles import Tiling
+from opensora_cli.models.vae.tiles import TileGrid, Tiling
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
@@ -66,6 +66,11 @@ from opensora_cli.settings.generate import GenerateSettings
 
 _STEPS = 2
 """Steps that are estimated: from the second one on there are latents besides the noise."""
+
+_FEW_CHUNKS, _OF_CHUNKS = 40, 10
+"""Chunks of tokens that are estimated one by one, and those of a clip that tells what more of them need."""
+_FEW_TILES = 400
+"""Tiles of an autoencoder that are estimated one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +121,7 @@ def estimate_generation(
     # On a CPU the host is the device itself.
     chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
     shown = sizes.height, sizes.width
-    decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
+    decoding = _shortened_decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
     vae_mapped = 0
     if files is not None:
         weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
@@ -131,7 +136,7 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
-    denoising = _denoising(
+    denoising = _shortened_denoising(
         config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear
     )
     workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
@@ -161,7 +166,7 @@ def estimate_generation(
     if sizes.has_draft:
         frames = (*frames, settings.video.num_frames)
     if frames:
-        encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
+        encoding = _shortened_encoding(vae, tiling, sizes, frames, dtype, device_type)
         stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     return tuple(stages)
 
@@ -182,6 +187,44 @@ def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tupl
         lengths=sizes.lengths,
     )
     return tuple(part.num_frames for part in parts)
+
+
+def _shortened_denoising(
+    config: MMDiTConfig,
+    sizes: GenerationSizes,
+    text_length: int,
+    dtype: torch.dtype,
+    device_type: str,
+    chunk_tokens: int | None,
+    causal: bool,
+    linear: LinearProducts,
+) -> Need:
+    """Return the need of `_denoising`; the need of many chunks of tokens follows from smaller clips."""
+
+    def need(rows: int, columns: int) -> Need:
+        longer, shorter = max(rows, columns), min(rows, columns)
+        few = max(_OF_CHUNKS * chunk // (frames * shorter), 1)
+        if longer <= 2 * few:
+            size = channels, frames, patch * rows, patch * columns
+            smaller = replace(sizes, latent_shape=size)
+            return _denoising(config, smaller, text_length, dtype, device_type, chunk_tokens, causal, linear)
+        near, far = (need(few * number, shorter) for number in (1, 2))
+        return _line(near, far, longer - few, of=few)
+
+    (channels, frames, height, width), patch = sizes.latent_shape, config.patch_size
+    chunk = chunk_tokens or frames * height * width
+    if frames * (height // patch) * (width // patch) <= _FEW_CHUNKS * chunk:
+        return _denoising(config, sizes, text_length, dtype, device_type, chunk_tokens, causal, linear)
+    return need(height // patch, width // patch)
+
+
+def _line(near: Need, far: Need, more: int, *, of: int) -> Need:
+    """Return what is needed `more` units after `near`, from which `far` is so many units away."""
+
+    def at(low: int, high: int) -> int:
+        return low + (high - low) * more // of
+
+    return Need(at(near.data, far.data), at(near.activations, far.activations))
 
 
 @remembered
@@ -258,6 +301,80 @@ def _share_of_branches(velocity: VelocityFn, ranks: int) -> VelocityFn:
     return shared
 
 
+_Size = tuple[int, int, int]
+"""Frames, height and width."""
+
+
+def _of_few_tiles(need: Callable[[_Size], Need], size: _Size, grid: TileGrid, tiling: Tiling) -> Need:
+    """Return `need(size)`. It grows by the same with each of many tiles, and follows from smaller clips."""
+    if grid.count(size, tiling) <= _FEW_TILES:
+        return need(size)
+
+    def line(smaller: _Size, axis: int = 0) -> Need:
+        if axis == len(smaller):
+            return need(smaller)
+        along, is_cut = (grid.space, tiling.spatial) if axis else (grid.time, tiling.temporal)
+        more = -(-smaller[axis] // along.stride) - (along.size // along.stride + 3)
+        if not is_cut or more < 2:
+            return line(smaller, axis + 1)
+        short = smaller[axis] - more * along.stride
+
+        def at(length: int) -> Need:
+            frames, height, width = (length if place == axis else side for place, side in enumerate(smaller))
+            return line((frames, height, width), axis + 1)
+
+        near, far = at(short), at(short + along.stride)
+        return _line(near, far, more, of=1)
+
+    return line(size)
+
+
+def _shortened_decoding(
+    settings: VAESettings,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+    chunks: tuple[int | None, bool],
+) -> Need:
+    """Return the need of `_decoding`. Where there are many tiles, joining them may need more than the decoder."""
+    channels, *axes = latent_shape
+    size, (_, grid) = (axes[0], axes[1], axes[2]), tile_grids(settings)
+
+    def needed(count: Callable[..., Need]) -> Need:
+        return _of_few_tiles(
+            lambda smaller: count(settings, tiling, (channels, *smaller), shown, dtype, device_type, chunks),
+            size,
+            grid,
+            tiling,
+        )
+
+    decoding = needed(_decoding)
+    if grid.count(size, tiling) <= _FEW_TILES:
+        return decoding
+    return Need(decoding.data, max(decoding.activations, needed(_joining).activations))
+
+
+def _shortened_encoding(
+    settings: VAESettings,
+    tiling: Tiling,
+    sizes: GenerationSizes,
+    num_frames: tuple[int, ...],
+    dtype: torch.dtype,
+    device_type: str,
+) -> Need:
+    """Return the need of `_encoding`."""
+    size = max(num_frames), sizes.height, sizes.width
+
+    def need(smaller: _Size) -> Need:
+        frames = tuple(min(number, smaller[0]) for number in num_frames)
+        shown = replace(sizes, height=smaller[1], width=smaller[2])
+        return _encoding(settings, tiling, shown, frames, dtype, device_type)
+
+    return _of_few_tiles(need, size, tile_grids(settings)[0], tiling)
+
+
 @remembered
 def _decoding(
     settings: VAESettings,
@@ -268,13 +385,42 @@ def _decoding(
     device_type: str,
     chunks: tuple[int | None, bool],
 ) -> Need:
+    return _decode(settings, tiling, latent_shape, shown, dtype, device_type, chunks, only_pixels=False)
+
+
+@remembered
+def _joining(
+    settings: VAESettings,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+    chunks: tuple[int | None, bool],
+) -> Need:
+    return _decode(settings, tiling, latent_shape, shown, dtype, device_type, chunks, only_pixels=True)
+
+
+def _decode(
+    settings: VAESettings,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+    chunks: tuple[int | None, bool],
+    *,
+    only_pixels: bool,
+) -> Need:
     (height, width), (chunk_frames, store_on_host) = shown, chunks
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = TensorBytes(device_type=device.type)
         store = HOST if store_on_host else device
-        decoder = FakeDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
+        decoder = FakeDecoder(
+            vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST, only_pixels=only_pixels
+        )
         vae.decoder = cast(Any, decoder)
         with counter:
             latents_1CTHW = empty(1, *latent_shape)
@@ -282,10 +428,17 @@ def _decoding(
             pieces_1CTHW = vae.decode_pieces(
                 latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
             )
-            deque(map(lambda piece_1CTHW: to_uint8(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
+            deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
             need = Need.of(counter)
             del latents_1CTHW
             return need
+
+
+def _shown(pixels_CTHW: Tensor) -> Tensor:
+    """Allocate what `to_uint8` does, which is the same for each frame: one stands for all."""
+    channels, frames, height, width = pixels_CTHW.shape
+    _others_THWC = torch.empty(frames - 1, height, width, channels, dtype=torch.uint8)
+    return to_uint8(pixels_CTHW[:, :1])
 
 
 @remembered
@@ -293,7 +446,7 @@ def _encoding(
     settings: VAESettings,
     tiling: Tiling,
     sizes: GenerationSizes,
-    num_frames: Sequence[int],
+    num_frames: tuple[int, ...],
     dtype: torch.dtype,
     device_type: str,
 ) -> Need:

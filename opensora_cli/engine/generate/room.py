@@ -10,9 +10,13 @@ from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.plan import CACHED_TEXT_LINE, PICTURE, Chain, Plan, gib_or_less
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.settings.enums import DType, OffloadMode
+
+_MANY_TOKENS, _MOST_SAVED = 1_000_000, 32
+"""Tokens of a clip whose smaller requests take seconds to plan, and by how many times none of them needs less."""
 
 
 def require_room(chain: Chain, reporter: Reporter) -> None:
@@ -74,7 +78,9 @@ def require_fit(chain: Chain) -> None:
 def _what_would_fit(plan: Plan) -> str:
     """Name the changes of which each alone makes it fit."""
     fitting = []
-    for flag, changes in _smaller_requests(plan):
+    denoise = sum(stage.total_bytes for stage in plan.stages if stage.name == DENOISE)
+    is_hopeless = plan.video_tokens > _MANY_TOKENS and denoise > _MOST_SAVED * plan.budget_bytes
+    for flag, changes in () if is_hopeless else _smaller_requests(plan):
         try:
             changed = plan.settings.replace(changes)
             # What is free may be taken by models that this plan can do without.

@@ -34,7 +34,7 @@ from opensora_cli.engine.train.build import (
     plan_attention,
     refuse_before_ranks,
 )
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
@@ -300,6 +300,8 @@ class _Run:
             if folder is not None:
                 set_aside_newer(self._output, folder, reporter=self._reporter)
                 truncate_records(self._output, step=first_step)
+                # A run that ended while it removed them had saved its last checkpoint.
+                remove_old(self._output, self._settings.checkpoints)
             elif self._plan.overwrite:
                 for each in all_epoch_folders(self._output) if self._output.is_dir() else ():
                     remove_checkpoint(each)

@@ -16,6 +16,7 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_til
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.velocity import PromptEmbeds
+from opensora_cli.engine.estimate import generation
 from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
@@ -318,6 +319,53 @@ def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
     assert 1 / 2 < (alone - three) / whole < 2 / 3
     assert (alone - four) / whole == pytest.approx(3 / 4, abs=0.02)
     assert alone == five
+
+
+MANY_TILES: dict[str, object] = {
+    **VARIANTS["tiles"],
+    "vae.block_out_channels": (8, 8, 8),
+    "vae.norm_num_groups": 4,
+    "vae.spatial_compression_ratio": 4,
+    "vae.sample_size": 16,
+    "vae.sample_tsize": 16,
+    "video.num_frames": 17,
+    "video.height": 192,
+    "video.width": 320,
+    "condition.mode": "v2v_head",
+    "condition.references": ("any.mp4",),
+}
+"""A clip of 16 x 27 tiles."""
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("changes", "device_type"),
+    [
+        ({}, "cpu"),
+        ({}, "cuda"),
+        ({"video.num_frames": 61, "video.max_frames": 61, "video.height": 64}, "cpu"),
+    ],
+)
+def test_what_many_tiles_and_chunks_take_follows_from_a_few(changes, device_type, monkeypatch: pytest.MonkeyPatch):
+    plan, offload = plan_of({**MANY_TILES, **changes}), OffloadPlan(chunk_tokens=64)
+    whole = estimated(plan, offload, device_type)
+    monkeypatch.setattr(generation, "_FEW_TILES", 20)
+    monkeypatch.setattr(generation, "_FEW_CHUNKS", 36)
+    computed = []
+    for name in ("_denoising", "_decoding", "_encoding"):
+        monkeypatch.setattr(generation, name, counting(getattr(generation, name), computed))
+    few = estimated(plan, offload, device_type)
+    assert computed.count("_decoding") == 4 * (2 if "video.num_frames" in changes else 1)
+    for name in ("encode", "denoise", "decode"):
+        assert beside_weights(few[name]) == pytest.approx(beside_weights(whole[name]), rel=0.01), name
+
+
+def counting(count: Callable[..., object], computed: list[str]) -> Callable[..., object]:
+    def called(*given: object) -> object:
+        computed.append(count.__name__)
+        return count(*given)
+
+    return called
 
 
 @SLOW

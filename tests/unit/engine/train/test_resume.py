@@ -107,6 +107,14 @@ def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole, wor
     ).keys()
 
 
+def test_a_resumed_run_removes_the_checkpoints_that_an_ended_one_was_about_to_remove(tmp_path):
+    run, both = tmp_path / "run", {"loop.steps": 2, "checkpoints.every": 1}
+    train(clips(run, **both))
+    assert len(list(run.glob("epoch*"))) == 2
+    train(clips(run, **both, **{"checkpoints.keep": 1, "checkpoints.keep_best": False}), resume=Resume())
+    assert [folder.name for folder in run.glob("epoch*")] == ["epoch0-global_step2"]
+
+
 def test_a_resumed_run_has_the_threads_of_its_beginning_or_a_warning(run, monkeypatch):
     """Sums are rounded by how many threads share them."""
     states = next(run.glob("epoch*")) / "running_states.json"
