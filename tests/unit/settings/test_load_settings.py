@@ -10,7 +10,7 @@ from opensora_cli.core.solvers import Solver
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import (
-    SIDECAR_SCHEMA,
+    SIDECAR_SCHEMAS,
     GenerateRequest,
     SavedSettings,
     load_generate_settings,
@@ -194,10 +194,11 @@ def test_wrong_runtime_settings(key: str, value: str, message: str) -> None:
         load_runtime_settings(GenerateRequest(overrides={key: Given(value, "--device")}))
 
 
-def test_sidecar_round_trip(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", SIDECAR_SCHEMAS)
+def test_sidecar_round_trip(tmp_path: Path, schema: str) -> None:
     settings = load_preset("demo", prompt='a "sea"\n in 雨 🌧').replace({"sampling.seed": 5, "output.path": "x.gif"})
     path = tmp_path / "x.json"
-    document = {"schema": SIDECAR_SCHEMA, "settings": settings.model_dump(mode="json"), "timings": {}}
+    document = {"schema": schema, "settings": settings.model_dump(mode="json"), "timings": {}}
     path.write_text(json.dumps(document), encoding="utf-8")
     request = GenerateRequest(saved=read_sidecar(path), environment={"OSORA_SAMPLING__SEED": "9"})
     runtime = load_runtime_settings(request)
@@ -215,7 +216,7 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
         (b"[" * 100_000, "is broken: JSON that is nested too deep"),
         (b"[]", "is broken: JSON that is no object"),
         (b"{}", "has the schema None"),
-        (b'{"schema": "osora.plan/2"}', "has the schema 'osora.plan/2', and must have 'osora.generate/1'"),
+        (b'{"schema": "osora.plan/2"}', "has the schema 'osora.plan/2', and must have 'osora.generate/2'"),
         (b'{"schema": "osora.generate/1", "settings": 3}', "has no settings in it"),
     ],
 )
