@@ -1,4 +1,4 @@
-"""Fits the colours of the demo's latents, by which `--preview-every` shows them, and measures how near they come.
+"""Fit the colors of the demo's latents for `--preview-every`, and measure the error of previews.
 
     python benchmarks/preview_map.py
     python benchmarks/preview_map.py --write
@@ -33,19 +33,19 @@ def main() -> None:
     weights = packaged_demo() / settings.files.vae
     with torch.inference_mode():
         autoencoder = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
-        colours = fit_preview_map(autoencoder)
+        colors = fit_preview_map(autoencoder)
         previews, expected = [], []
         for number in range(HELD_OUT_CLIPS):
             clip = SceneClip(seed=1, number=number, held_out=True)
-            latents_CTHW, colours_3THW = preview_example(autoencoder, clip)
-            previews.append(colours.frames(latents_CTHW))
-            expected.append(to_uint8(colours_3THW))
+            latents_CTHW, colors_3THW = preview_example(autoencoder, clip)
+            previews.append(colors.frames(latents_CTHW))
+            expected.append(to_uint8(colors_3THW))
     shown, right = torch.cat(previews), torch.cat(expected)
     grey = torch.full_like(right, int(right.float().mean()))
     print(f"previews of {HELD_OUT_CLIPS} held-out scenes: {psnr_db(shown, right):.1f} dB")
     print(f"a grey picture: {psnr_db(grey, right):.1f} dB")
     if arguments.write:
-        write_json_atomic(demo_map_file(), colours.to_json())
+        write_json_atomic(demo_map_file(), colors.to_json())
         print(f"written: {demo_map_file()}")
 
 

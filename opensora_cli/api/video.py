@@ -91,9 +91,8 @@ class Video:
 
         with Claims() as claims:
             check_outputs([sample_files(settings, 0)], chain, create=True)
-            sample = find_target(
-                settings, 0, lambda seed: held.request_sha256(seed, settings.output_format), claims=claims
-            )
+            request = held.request_sha256(settings.sampling.seed, settings.output_format)
+            sample = find_target(settings, 0, request, claims=claims)
             if not sample.made_before:
                 write_video([held.frames_THWC], chain, sample, figures)
                 if sample.saved is not None and sample.latents is not None:

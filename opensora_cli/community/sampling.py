@@ -7,21 +7,66 @@ from typing import Any
 
 from torch import Tensor
 
+from opensora_cli.core.conditions import RELEASED_LENGTHS, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.chat import ChatServer
-from opensora_cli.engine.generate.references import collect_references_batch as collect_references_batch
+from opensora_cli.engine.generate.references import encode_references, read_references
 from opensora_cli.engine.generate.refinement import refine
 from opensora_cli.media.names import prompt_part
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.write import write_media
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.sampling import sizes
 from opensora_cli.sampling import text as suffixes
 from opensora_cli.sampling.conditioning import prepare_inference_condition as prepare_inference_condition
 from opensora_cli.sampling.text import add_fps_info_to_text as add_fps_info_to_text
 from opensora_cli.settings.prompts import RefineSettings
+
+
+def collect_references_batch(
+    reference_paths: Sequence[str],
+    cond_type: str,
+    model_ae: Autoencoder,
+    image_size: tuple[int, int],
+    is_causal: bool = False,
+    *,
+    fit: Fit | str = Fit.CROP,
+    tiling: Tiling = NO_TILING,
+    lengths: ReferenceLengths = RELEASED_LENGTHS,
+) -> list[list[Tensor] | None]:
+    """Return each sample's encoded references (C,T,H,W), or None, for `prepare_inference_condition`.
+
+    Args:
+        reference_paths: for each sample its files, separated by `;`, or an empty text for none.
+        cond_type: the condition mode.
+        image_size: (height, width) of the video in pixels.
+        is_causal: whether the autoencoder encodes the first frame alone.
+        lengths: latent frames given by the video modes.
+    """
+    mode, (height, width) = condition_mode(cond_type), image_size
+    batch: list[list[Tensor] | None] = []
+    for paths in reference_paths:
+        files = [path.strip() for path in paths.split(";") if path.strip()]
+        if not files or not mode.needs_reference:
+            batch.append(None)
+            continue
+        references = read_references(
+            files,
+            mode,
+            height=height,
+            width=width,
+            fit=fit,
+            causal=is_causal,
+            temporal_compression=model_ae.grid.time_compression_ratio,
+            lengths=lengths,
+        )
+        batch.append(encode_references(references, model_ae, tiling=tiling))
+    return batch
 
 
 def process_and_save(
@@ -140,5 +185,5 @@ def refine_prompts(
 def refine_prompt(prompt: str, retry_times: int = 3, type: str = "t2v", image_path: str | Path | None = None) -> str:
     """Return a prompt as a language model writes it out, or a motion score; see `refinement.refine`."""
     timeout_s, reporter = RefineSettings().timeout_s, SilentReporter()
-    server = ChatServer.named_in(os.environ, timeout_s=timeout_s, tries=retry_times, reporter=reporter)
+    server = ChatServer(os.environ, timeout_s=timeout_s, tries=retry_times, reporter=reporter)
     return refine(prompt, type, server=server, references=() if image_path is None else [image_path])

@@ -4,6 +4,7 @@ A mode is one row: where the given frames come from, where they go, how many the
 encoding and `--help` all read this table, and nothing reads the name of a mode: a further mode is a further row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -65,6 +66,11 @@ class ConditionMode:
         if not self.needs_reference:
             return 0
         return 2 if self.source is Source.BOTH_PICTURES else 1
+
+    @property
+    def parts_at_head(self) -> tuple[bool, ...]:
+        """Position of each of `reference_parts`: True for the first frames of the clip, False for the last."""
+        return (True,) * self.at_head + (False,) * self.at_tail
 
     @property
     def gives_pictures(self) -> bool:
@@ -164,6 +170,32 @@ def condition_mode(name: str, *, num_latent_frames: int | None = None) -> Condit
     return T2V if num_latent_frames == 1 else mode
 
 
+def suggested_mode(are_pictures: Sequence[bool]) -> ConditionMode | None:
+    """Return the mode for files that are pictures or videos; None if no mode suits them."""
+    match are_pictures:
+        case []:
+            return T2V
+        case [True]:
+            return CONDITION_MODES["i2v_head"]
+        case [True, True]:
+            return CONDITION_MODES["i2v_loop"]
+        case [False]:
+            return CONDITION_MODES["v2v_head"]
+    return None
+
+
+def longest_mode(
+    position: Position, num_frames: int, *, causal: bool, temporal_compression: int, lengths: ReferenceLengths
+) -> tuple[ConditionMode, int] | None:
+    """Return the mode that takes most of a video of `num_frames`, and the frames that it takes; None if none fits."""
+    takes = [
+        (mode, lengths.pixel_frames(mode, causal=causal, temporal_compression=temporal_compression))
+        for mode in CONDITION_MODES.values()
+        if mode.position is position and mode.needs_reference
+    ]
+    return max((each for each in takes if each[1] <= num_frames), key=lambda each: each[1], default=None)
+
+
 def reference_parts(
     mode: ConditionMode,
     *,
@@ -177,12 +209,10 @@ def reference_parts(
     """
     num_frames = lengths.pixel_frames(mode, causal=causal, temporal_compression=temporal_compression)
     parts = []
-    for wanted, is_tail in ((mode.at_head, False), (mode.at_tail, True)):
-        if not wanted:
-            continue
+    for at_head in mode.parts_at_head:
         if mode.source is Source.VIDEO:
-            file_index, from_end = 0, is_tail
-        elif mode.source is Source.FIRST_PICTURE or (mode.source is Source.BOTH_PICTURES and not is_tail):
+            file_index, from_end = 0, not at_head
+        elif mode.source is Source.FIRST_PICTURE or (mode.source is Source.BOTH_PICTURES and at_head):
             file_index, from_end = 0, False
         else:
             file_index, from_end = -1, True

@@ -22,53 +22,53 @@ from opensora_cli.core.reading import lack_of_machine
 ONLY_VIDEOS = {
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
 }
-"""Options for opening a file: FFmpeg would also open playlists, which name other files, and render plain text."""
+"""Options for opening a file. FFmpeg would also open playlists, which name other files, and render plain text."""
 
-# Phone pictures look like MP4 from outside, and FFmpeg would return one tile of them.
+# Pictures of phones look like MP4, and FFmpeg would return one of their tiles.
 _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1", b"avif"}
 
-EXACT_COLOURS = (
+EXACT_COLORS = (
     Interpolation.AREA
     | Interpolation.FULL_CHR_H_INT
     | Interpolation.FULL_CHR_H_INP
     | Interpolation.ACCURATE_RND
     | Interpolation.BITEXACT
 )
-"""How colours are converted, in both directions: without it every round trip darkens a picture by one level, and the
-result depends on the processor."""
+"""Flags of color conversions. Without them, each round trip darkens a picture by one level, and the result depends on
+the processor."""
 
 _MOST_PIXELS = 2**28
-"""Of a frame: 16,384 x 16,384."""
+"""Limit of pixels in a frame: 16,384 x 16,384."""
 
 _FALLBACK_FPS = 24.0
 
 _MOST_DRIFT = 0.25
-"""How many frames the mean rate may be off at the frame that is looked for."""
+"""Largest error of the mean rate at the wanted frame, in frames."""
 
 _MOST_REORDERED = 64
-"""More packets than any codec stores between two that are shown one after the other."""
+"""More packets than any codec stores between two consecutive frames."""
 
 _Part = TypeVar("_Part")
 
 
 class StoredFrame(Protocol):
-    """A decoded frame in the form of its decoder."""
+    """Decoded frame in the form of its decoder."""
 
     @property
     def time(self) -> float:
-        """Seconds at which it appears."""
+        """Start in seconds."""
 
     @property
     def duration(self) -> float:
-        """Seconds for which it is shown, if nothing follows."""
+        """Seconds, if no frame follows."""
 
     def to_rgb(self) -> torch.Tensor:
-        """Return it as uint8 (H, W, 3), upright."""
+        """Return the frame as uint8 RGB (H, W, 3), upright."""
 
 
 @dataclass(frozen=True)
 class VideoSource:
-    """An open video: its frames, decoded on access, and its mean rate (complete once they are read)."""
+    """Open video: frames, which are decoded on access, and mean rate."""
 
     frames: Iterator[StoredFrame]
     fps: float
@@ -76,10 +76,10 @@ class VideoSource:
 
 @contextmanager
 def open_video(path: Path, *, start: int = 0, threads: int | None = None) -> Iterator[VideoSource]:
-    """Open a video file; a MediaError, also while frames are read, if it is broken or has no picture track.
+    """Open a video file at frame number `start`, from 0.
 
-    Its first frame is number `start`, from 0, to which it seeks. Where times are missing, or the file cannot be entered
-    before that frame, all before it are decoded and counted. `threads` decode; None: as many as the machine has.
+    If times are missing, or seeking fails, all frames before it are decoded and counted. `threads` decode; None for
+    those of the machine. Raises MediaError, also while frames are read, if the file is broken or has no picture track.
     """
     if start:
         with _opened(path, threads=threads) as (container, track):
@@ -88,7 +88,7 @@ def open_video(path: Path, *, start: int = 0, threads: int | None = None) -> Ite
             if frames is not None:
                 yield VideoSource(frames=frames, fps=rate)
                 return
-    # Opened a second time: some files can be read once only.
+    # Opened a second time: some files can be read only once.
     with _opened(path, threads=threads) as (container, track):
         rate = _mean_rate(track)
         frames = _numbered(_whole_tracks(container.decode(track), path), rate, threads=threads)
@@ -97,18 +97,18 @@ def open_video(path: Path, *, start: int = 0, threads: int | None = None) -> Ite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaFacts:
-    """What a picture or video file holds."""
+    """Facts about a picture or video file."""
 
     num_frames: int
     height: int
     width: int
-    """Upright, as it is shown."""
+    """Width in pixels, upright, as is the height."""
     fps: float | None
-    """Frames per second, the mean rate; None for a picture."""
+    """Mean rate in frames per second; None for a picture."""
 
 
 def probe_video(path: Path) -> MediaFacts:
-    """Read a video file to its end, decoding the first frame alone; a MediaError if it is broken or cut off."""
+    """Read a video file to its end, decoding only the first frame. Raises MediaError if it is broken or cut off."""
     first: av.VideoFrame | None = None
     stored = 0
     with _opened(path, threads=1) as (container, track):
@@ -131,10 +131,10 @@ def probe_video(path: Path) -> MediaFacts:
 
 
 def decode_whole(path: Path, *, num_frames: int) -> None:
-    """Decode every frame of a video file, of which there are `num_frames`; a MediaError if that fails.
+    """Decode all `num_frames` of a video file.
 
-    It names the first damaged frame; where frames are missing that no error tells of, it counts those there are. What a
-    decoder can notice: a codec without checksums shows some damage as other pictures.
+    Raises MediaError with the first damaged frame, or with the number of frames if some are missing. A codec without
+    checksums shows some damage as other pictures.
     """
     found, is_corrupt = 0, False
     try:
@@ -163,14 +163,14 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
     if start[4:8] == b"ftyp" and start[8:12] in _PICTURE_BRANDS:
         raise MediaError(f"{path} is a HEIF picture, which osora cannot read", hint="convert it to PNG or JPEG")
     try:
-        # Absolute: FFmpeg takes a relative name such as `http:x` for an address.
+        # FFmpeg takes a relative name such as `http:x` for an address.
         with av.open(str(path.absolute()), mode="r", options=ONLY_VIDEOS, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
             track = container.streams.video[0]
-            if track.codec_context is None:  # of a codec that this FFmpeg has not
+            if track.codec_context is None:  # This FFmpeg lacks the codec.
                 raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
-            # As the container says, and as each frame does: a few bytes may claim any size.
+            # A few bytes may claim any size, in the container and in each frame.
             if track.codec_context.width * track.codec_context.height > _MOST_PIXELS:
                 size = f"{track.codec_context.width} x {track.codec_context.height}"
                 raise MediaError(f"{path} has frames of {size} pixels, and at most {_MOST_PIXELS:,} are read")
@@ -181,14 +181,14 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
                 track.codec_context.thread_count = threads
             yield container, track
     except av.FFmpegError as error:
-        # Memory is also lacking for what a damaged file claims to hold.
+        # A damaged file may claim more memory than there is.
         if not isinstance(error, MemoryError) and (lack := lack_of_machine(error, path)):
             raise lack from error
         raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
 
 
 def _whole_tracks(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
-    """Yield packets or frames; PyAV raises an IndexError for a track that begins in the middle of a damaged file."""
+    """Yield packets or frames. PyAV raises IndexError for a track that begins in the middle of a damaged file."""
     try:
         yield from parts
     except IndexError as error:
@@ -196,10 +196,10 @@ def _whole_tracks(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
 
 
 def _shown_times(packets: "Iterable[av.Packet[av.VideoStream]]") -> Iterator[int | None]:
-    """Yield the times, where known, of the frames that players show, in the order in which they are stored.
+    """Yield the times of the frames that players show, in the order of the file; None for an unknown time.
 
-    A clip that was cut without encoding can begin with frames that need earlier ones: those that come before the first
-    keyframe, in the file or in time. Players skip them, and so do decoders.
+    A clip that was cut without encoding may begin with frames before its first keyframe, in the file or in time, which
+    need earlier frames. Players and decoders skip them.
     """
     unsure: list[int | None] = []
     start: int | None = None
@@ -229,7 +229,7 @@ def _numbered(decoded: Iterable[av.VideoFrame], rate: float, *, threads: int | N
 def _frames_after_seeking(
     container: InputContainer, track: av.VideoStream, path: Path, *, start: int, rate: float, threads: int | None
 ) -> "Iterator[_ContainerFrame] | None":
-    """Return the frames from number `start` on, or None if the container cannot be entered in front of it."""
+    """Return the frames from number `start` on; None if seeking fails."""
     wanted = _time_before(container, track, path, frame=start)
     if wanted is None or track.time_base is None:
         return None
@@ -246,10 +246,10 @@ def _frames_after_seeking(
 
 
 def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
-    """Return a time in seconds, halfway between a frame, not the first one, and the one before; None: none is known.
+    """Return the time in seconds halfway between a frame, not the first one, and the one before; None if not known.
 
-    It follows from the rate where the container counts its frames, so that the rate was measured, and they are shown
-    for equally long. Elsewhere the packets up to that frame are read, and not decoded.
+    It follows from the rate if the container counts its frames, so that the rate was measured, and all frames are
+    equally long. Otherwise the packets up to that frame are read, but not decoded.
     """
     if track.time_base is None or track.start_time is None:
         return None
@@ -269,7 +269,7 @@ class _ContainerFrame:
     usual_time: float
     usual_duration: float
     threads: int | None
-    """That convert its colours; None: as many as the machine has."""
+    """Threads that convert the colors; None for those of the machine."""
 
     @property
     def time(self) -> float:
@@ -281,13 +281,13 @@ class _ContainerFrame:
         return float(length * time_base) if length and time_base else self.usual_duration
 
     def to_rgb(self) -> torch.Tensor:
-        rgb = self.decoded.reformat(format="rgb24", interpolation=EXACT_COLOURS, threads=self.threads)
+        rgb = self.decoded.reformat(format="rgb24", interpolation=EXACT_COLORS, threads=self.threads)
         return torch.from_numpy(np.ascontiguousarray(_upright(rgb.to_ndarray(), self.decoded)))
 
 
 def _upright(picture_HWC: np.ndarray, frame: av.VideoFrame) -> np.ndarray:
-    """Turn and mirror a frame as its display matrix says, in quarter turns: how phones store what they film upright."""
-    side_data = cast(SideDataContainer, frame.side_data)  # PyAV's stubs know one kind of it only
+    """Return a frame turned and mirrored by its display matrix, in quarter turns, as phones store upright videos."""
+    side_data = cast(SideDataContainer, frame.side_data)  # PyAV's stubs know only one kind.
     if SideDataType.DISPLAYMATRIX not in side_data:
         return picture_HWC
     matrix = bytes(side_data[SideDataType.DISPLAYMATRIX])

@@ -1,4 +1,4 @@
-"""Where pictures and videos are, and whether they can be read. Needs no torch."""
+"""Places of pictures and videos, and whether they can be read. Needs no torch."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from opensora_cli.core.reading import reading, require_file
 
 
 def media_path(path: str | os.PathLike[str], *, format: str, num_frames: int) -> Path:
-    """Return what `write_media` makes for these arguments: `path`, or the folder of a PNG sequence."""
+    """Return the place of a result: `path`, or the folder of a PNG sequence."""
     target = Path(path)
     if format != "png" or num_frames == 1:
         return target
@@ -16,7 +16,7 @@ def media_path(path: str | os.PathLike[str], *, format: str, num_frames: int) ->
 
 
 def readable_file(path: str | os.PathLike[str]) -> Path:
-    """Return `path` if it is a file with something in it that may be read; else a MediaError."""
+    """Return `path`. Raises MediaError unless it is a readable file that is not empty."""
     hint = "osora reads files: download it first" if "://" in str(path) else None
     file = Path(path)
     require_file(path, problem=MediaError, hint=hint)

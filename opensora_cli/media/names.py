@@ -1,35 +1,31 @@
-"""File names made from prompts: of any language, valid on every system, bounded."""
+"""File names from prompts of any language, valid on every system and limited in length."""
 
 import hashlib
 import unicodedata
 
 MAX_PROMPT_BYTES = 100
-"""Room for the prompt in a name, in UTF-8 bytes. File systems allow 255 for the whole name; the seed, the index, and
-the ending come after it."""
+"""Limit of the prompt in a name, in UTF-8 bytes. File systems allow 255 for the whole name, with seed and ending."""
 
 _MAX_WHOLE_BYTES = 200
 _HASH_DIGITS = 8
 _SEPARATOR = "-"
 
 
-def file_stem(prompt: str, *, seed: int, index: int | None = None) -> str:
-    """Return the name, without ending, of the video that `prompt` makes: `raining-sea_seed42`, or `..._seed42_001`.
+def file_stem(prompt: str, *, seed: int) -> str:
+    """Return the name, without ending, of the video that `prompt` makes: `raining-sea_seed42`.
 
     Letters, digits and vowel signs of every script stay (in lower case, since two names that differ only in case are
     one file on some systems); anything else becomes one `-`. Different prompts keep different names: where the prompt
     is cut, where nothing remains, or where symbols such as emoji are dropped, a short hash of the whole prompt is
-    appended. The seed at the end also keeps names such as `con` or `nul`, reserved on Windows, from standing alone.
-    `index` numbers several videos of one request.
+    appended. With the seed at the end, no name is `con` or `nul`, which Windows reserves.
     """
-    suffix = "" if index is None else f"_{index:03d}"
-    return f"{prompt_part(prompt)}_seed{seed}{suffix}"
+    return f"{prompt_part(prompt)}_seed{seed}"
 
 
 def prompt_stem(prompt: str, *, index: int) -> str:
     """Return the name, without ending, by which evaluation suites such as VBench look for a sample: `raining, sea-0`.
 
-    It is the prompt as it is. What no file name can have becomes `_`; a prompt of more than 200 bytes is cut, and has a
-    short hash at its end.
+    Characters that no file name can have become `_`. A longer prompt than 200 bytes is cut and ends with a hash.
     """
     text = "".join("_" if character in "/\\" or character < " " else character for character in prompt)
     if len(text.encode("utf-8", "surrogatepass")) > _MAX_WHOLE_BYTES:
@@ -38,7 +34,7 @@ def prompt_stem(prompt: str, *, index: int) -> str:
 
 
 def prompt_part(prompt: str) -> str:
-    """Return the first part of `file_stem`; on Windows it is a name only with something after it."""
+    """Return the first part of `file_stem`, which alone may be a reserved name on Windows."""
     words, lost_something = _words(prompt)
     text = _cut(words, MAX_PROMPT_BYTES)
     if text != words or not text or lost_something:
@@ -62,7 +58,7 @@ def _words(prompt: str) -> tuple[str, bool]:
         if category[0] in "LN" or (category in ("Mn", "Mc") and after_letter and not _is_variation_selector(character)):
             kept.append(character)
             continue
-        # S*: emoji and other symbols, beyond the punctuation of a keyboard; Cs, Co, Cn: of unknown meaning.
+        # S*: emoji and other symbols beyond the punctuation of a keyboard; Cs, Co, Cn: unknown characters.
         symbol = category[0] == "S" and not character.isascii()
         lost_something = lost_something or symbol or category in ("Cs", "Co", "Cn")
         # A joiner or variation selector inside a word is no word break.
@@ -81,6 +77,6 @@ def _cut(text: str, max_bytes: int) -> str:
     if len(encoded) <= max_bytes:
         return text
     start = encoded[:max_bytes].decode("utf-8", "ignore")
-    # A script without spaces, or one very long word, is cut where the room ends.
+    # A script without spaces, or one very long word, is cut at the limit.
     word_end = (start + text[len(start)]).rfind(_SEPARATOR)
     return (start[:word_end] if word_end > len(start) // 2 else start).rstrip(_SEPARATOR)

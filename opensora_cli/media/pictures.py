@@ -1,7 +1,7 @@
-"""Pictures, still and animated (GIF, WebP, APNG): read and encoded through imageio.
+"""Read and encode pictures, still and animated (GIF, WebP, APNG), through imageio.
 
-Pillow, which does imageio's work, is called directly where imageio offers no way: to try no other decoders than
-`_FORMATS`, for one palette of all frames of a GIF, and for metadata.
+Pillow, which imageio uses, is called directly where imageio has no option: to try only the decoders of `_FORMATS`, for
+one palette of all frames of a GIF, and for metadata.
 """
 
 import io
@@ -32,24 +32,24 @@ _BROKEN = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError),
     *(EOFError, struct.error, zlib.error, Image.DecompressionBombError),
 )
-"""What Pillow raises for broken files, by format; caught where nothing but Pillow runs."""
+"""Errors of Pillow for broken files; caught only where nothing but Pillow runs."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PPM")
-"""Pillow also knows formats that it recognises by very little, that start other programs, or that are videos."""
+"""Formats that are read. Pillow also knows formats that start other programs, or that are videos."""
 
 _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
-"""Others (MPO of some phones, TIFF) hold several pictures that are not a video."""
+"""Other formats (MPO of some phones, TIFF) hold several pictures that are not a video."""
 
 _DEFAULT_DURATION_MS = 100
-"""What browsers take for a GIF that gives none."""
+"""Duration in browsers for a GIF without one."""
 
 _MOST_PIXELS = 2**35
-"""Of all frames of an animation: 4142 frames of 3840 x 2160."""
+"""Limit of pixels in all frames of an animation: 4142 frames of 3840 x 2160."""
 
-_GIF_COLOURS = 256
+_GIF_COLORS = 256
 _GIF_PALETTE_PIXELS = 1 << 14
 _GIF_SHORTEST_MS = 20
-"""Browsers show anything shorter at ten frames a second."""
+"""Browsers show shorter frames at ten frames a second."""
 
 _JPEG_QUALITY = 90
 _WEBP_QUALITY = 90
@@ -63,11 +63,11 @@ _UPRIGHT: Mapping[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     7: lambda picture: picture.swapaxes(0, 1)[::-1, ::-1],
     8: lambda picture: picture.swapaxes(0, 1)[::-1],
 }
-"""EXIF's orientation -> what turns a stored picture (H, W, 3) upright; imageio mistakes the axes of grey pictures."""
+"""Functions that turn a picture (H, W, 3) upright, by EXIF orientation. imageio mistakes the axes of gray pictures."""
 
 
 def num_pictures(path: Path) -> int:
-    """Return 1 for a still picture, more for an animated one, 0 if `path` is none; a MediaError if it is broken."""
+    """Return 1 for a still picture, more for an animated one, 0 for other files. Raises MediaError if it is broken."""
     with _decoding(path):
         try:
             with Image.open(path, formats=_FORMATS) as picture:
@@ -77,14 +77,14 @@ def num_pictures(path: Path) -> int:
 
 
 def read_first(path: Path) -> torch.Tensor:
-    """Return the picture, or the first of an animation, as uint8 (H, W, 3); a MediaError if it is broken."""
+    """Return the picture, or the first of an animation, as uint8 (H, W, 3). Raises MediaError if it is broken."""
     with _opened(path) as picture:
         return _rgb(picture, path, 0)
 
 
 @contextmanager
 def open_animation(path: Path) -> Iterator[VideoSource]:
-    """Open an animated picture as a video; a MediaError, also while frames are read, if it is broken."""
+    """Open an animated picture as a video. Raises MediaError, also while frames are read, if it is broken."""
     with _opened(path) as picture:
         with _decoding(path):
             _require_size(picture, path)
@@ -97,7 +97,7 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
 def _opened(path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
         with _decoding(path):
-            # As a file, because imageio takes a path such as `http:x` or `a.zip/b.png` for something else.
+            # As a file: imageio takes a path such as `http:x` or `a.zip/b.png` for something else.
             file = stack.enter_context(path.open("rb"))
             Image.open(file, formats=_FORMATS)
             file.seek(0)
@@ -107,7 +107,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _decoding(path: Path) -> Iterator[None]:
-    """Translate what Pillow raises for a broken picture."""
+    """Translate the errors of Pillow for a broken picture."""
     try:
         yield
     except _BROKEN as error:
@@ -125,7 +125,7 @@ class _PictureFrame:
 
 
 def _require_size(picture: Any, path: Path) -> None:
-    """Raise MediaError for an animation that takes hours to decode: a frame of a few bytes may fill any canvas."""
+    """Raise MediaError for an animation that takes hours to decode, since a few bytes may fill any canvas."""
     stored = picture.properties(index=...)
     height, width = stored.shape[1:3]
     if stored.n_images * height * width > _MOST_PIXELS:
@@ -137,10 +137,10 @@ def _require_size(picture: Any, path: Path) -> None:
 
 
 def _durations_ms(picture: Any) -> list[int]:
-    """Return for how many milliseconds each frame is shown."""
+    """Return the duration of each frame in milliseconds."""
     durations = []
     for index in range(picture.properties(index=...).n_images):
-        picture.read(index=index)  # WebP knows the duration only then
+        picture.read(index=index)  # WebP has the duration only then.
         durations.append(round(picture.metadata(index=index).get("duration") or _DEFAULT_DURATION_MS))
     return durations
 
@@ -156,16 +156,16 @@ def _rgb(picture: Any, path: Path, index: int) -> torch.Tensor:
     """Return a frame as uint8 (H, W, 3), upright."""
     with _decoding(path):
         noted = picture.metadata(index=index, exclude_applied=False)
-        is_grey_16 = noted["mode"].startswith("I")
-        stored = picture.read(index=index, mode=None if is_grey_16 else "RGB")
+        is_gray_16 = noted["mode"].startswith("I")
+        stored = picture.read(index=index, mode=None if is_gray_16 else "RGB")
     if noted["mode"] == "F":
         raise MediaError(f"{path} holds floating point levels of unknown range", hint="convert it to an 8 bit PNG")
     rgb = stored
-    if is_grey_16:
+    if is_gray_16:
         # The conversion to RGB would clip them at 255.
         levels = np.clip(stored.astype(np.int64), 0, 65535)
-        grey = ((levels * 255 + 32767) // 65535).astype(np.uint8)
-        rgb = np.repeat(grey[..., None], 3, axis=2)
+        gray = ((levels * 255 + 32767) // 65535).astype(np.uint8)
+        rgb = np.repeat(gray[..., None], 3, axis=2)
     turn = _UPRIGHT.get(noted.get("Orientation", 1))
     return torch.from_numpy(rgb if turn is None else np.ascontiguousarray(turn(rgb)))
 
@@ -176,12 +176,12 @@ def _broken(path: Path, error: Exception) -> MediaError:
 
 
 def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write what `png_bytes` returns."""
+    """Write the file of `png_bytes`."""
     path.write_bytes(png_bytes(frame_HWC, metadata))
 
 
 def png_bytes(frame_HWC: torch.Tensor, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    """Return a uint8 RGB frame as a PNG file, lossless, with `metadata` as text chunks."""
+    """Return a uint8 RGB frame as a PNG file, with `metadata` as text chunks."""
     info = PngInfo()
     for key, value in metadata.items():
         info.add_text(key, value)
@@ -189,7 +189,7 @@ def png_bytes(frame_HWC: torch.Tensor, metadata: Mapping[str, str] = MappingProx
 
 
 def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:
-    """Return a uint8 RGB frame as a JPEG file, made smaller where a side has over `longest_side` pixels."""
+    """Return a uint8 RGB frame as a JPEG file, scaled down to `longest_side` pixels if necessary."""
     picture = Image.fromarray(frame_HWC.numpy())
     picture.thumbnail((longest_side, longest_side))
     stream = io.BytesIO()
@@ -198,12 +198,11 @@ def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:
 
 
 def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, str]) -> bytes:
-    """Return an endless GIF of uint8 RGB frames, in one palette for all, with `metadata` as JSON in its comment.
+    """Return an endless GIF of uint8 RGB frames with one palette, and `metadata` as JSON in its comment.
 
-    Pillow's own writer, which imageio calls, merges frames that look alike. A video has exactly the frames it was
-    given, so here each is compressed on its own and the container is written around them.
-
-    GIF counts hundredths of a second: single frames last a hundredth more or less so that the whole keeps its length.
+    Pillow's writer, which imageio calls, merges equal frames. Here each frame is compressed alone, so that all are in
+    the file. GIF counts hundredths of a second: single frames last a hundredth more or less, so that the whole keeps
+    its length.
     """
     durations = _frame_lengths_ms(fps, step=10, shortest=_GIF_SHORTEST_MS)
     palette = _shared_palette(frames_THWC)
@@ -224,11 +223,10 @@ def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, s
 
 
 def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[str, str]) -> bytes:
-    """Return an endless WebP animation of uint8 RGB frames (H, W, 3), each taken once the one before is compressed.
+    """Return an endless WebP animation of uint8 RGB frames (H, W, 3), of which one at a time is in memory.
 
-    `metadata` is JSON in EXIF's ImageDescription. As in `gif_bytes`, no two frames are merged.
-
-    The container: https://developers.google.com/speed/webp/docs/riff_container
+    `metadata` is JSON in EXIF's ImageDescription. As in `gif_bytes`, no frames are merged. The container is described
+    at https://developers.google.com/speed/webp/docs/riff_container
     """
     shown = []
     for frame, duration in zip(frames, _frame_lengths_ms(fps, step=1, shortest=1), strict=False):
@@ -240,7 +238,7 @@ def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[
     animation_flag, exif_flag = 0x02, 0x08
     chunks = [
         _chunk(b"VP8X", bytes([animation_flag | (exif_flag if metadata else 0), 0, 0, 0]) + size),
-        _chunk(b"ANIM", bytes(4) + struct.pack("<H", 0)),  # background colour; 0: loop for ever
+        _chunk(b"ANIM", bytes(4) + struct.pack("<H", 0)),  # Background color; 0 loops for ever.
         *shown,
     ]
     if metadata:
@@ -257,22 +255,22 @@ def _webp_still(frame_HWC: torch.Tensor) -> bytes:
 
 
 def _frame_lengths_ms(fps: float, *, step: int, shortest: int) -> Iterator[int]:
-    """Yield without end how long each frame lasts, in multiples of `step` ms whose sums follow the true times."""
+    """Yield durations of frames without end, in multiples of `step` ms, whose sums follow the true times."""
     ends = (round(1000 * index / fps / step) * step for index in count())
     return (max(shortest, end - start) for start, end in pairwise(ends))
 
 
 def _shared_palette(frames_THWC: torch.Tensor) -> Image.Image:
-    """Return a picture whose palette suits all frames: colours that differ from frame to frame flicker."""
+    """Return a picture whose palette suits all frames, since colors that differ from frame to frame flicker."""
     pixels = frames_THWC.reshape(-1, 3)
-    # An odd step, so that it does not always meet the same columns.
+    # An odd step does not always meet the same columns.
     step = max(1, len(pixels) // _GIF_PALETTE_PIXELS) | 1
     sample = np.ascontiguousarray(pixels[::step].numpy()[None])
-    return Image.fromarray(sample).quantize(_GIF_COLOURS, method=Image.Quantize.MEDIANCUT, kmeans=1)
+    return Image.fromarray(sample).quantize(_GIF_COLORS, method=Image.Quantize.MEDIANCUT, kmeans=1)
 
 
 def _ascii_json(metadata: Mapping[str, str]) -> str:
-    # GIF comments and EXIF descriptions are ASCII by their standards; JSON's escapes carry every language through.
+    # GIF comments and EXIF descriptions are ASCII. The escapes of JSON carry every language.
     return json.dumps(dict(metadata), ensure_ascii=True)
 
 

@@ -1,4 +1,4 @@
-"""Charts as files, through matplotlib, which is an extra and imported only when a chart is asked for."""
+"""Charts as files. matplotlib is an extra and imported only for a chart."""
 
 import os
 from pathlib import Path
@@ -19,9 +19,9 @@ _METADATA: dict[str, dict[str, None]] = {
 
 
 def new_figure(*, width: float = 10.0, height: float = 5.0) -> "Figure":
-    """Return an empty figure of so many inches. It belongs to no window and to no global state of matplotlib.
+    """Return an empty figure, with its size in inches, apart from windows and the global state of matplotlib.
 
-    Call it before long work, too, to find out early (by a HardwareError) that matplotlib is missing.
+    Raises HardwareError if matplotlib is missing. Call it before long work, too, to find out early.
     """
     try:
         from matplotlib.figure import Figure
@@ -31,9 +31,9 @@ def new_figure(*, width: float = 10.0, height: float = 5.0) -> "Figure":
 
 
 def write_figure(figure: "Figure", path: str | os.PathLike[str], *, replace: bool = False) -> None:
-    """Write a figure, whole or not at all; the ending of `path` (.png, .svg or .pdf) is its format.
+    """Write a figure, whole or not at all, in the format of its ending: .png, .svg or .pdf.
 
-    Missing folders are made. An OutputError if it cannot be written, or exists without `replace`.
+    Missing folders are made. Raises OutputError if it cannot be written, or exists without `replace`.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""Reading pictures and videos, recognised by their content, never by their name."""
+"""Read pictures and videos, recognized by their content, never by their name."""
 
 import os
 import stat
@@ -21,22 +21,22 @@ _VIDEOS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".t
 _PICTURES = {".png", ".apng", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".jp2", ".ppm"}
 
 _MOST_RESAMPLED = 10_000_000
-"""Frames that a video has at another rate: 115 hours at 24 a second."""
+"""Limit of frames at another rate: 115 hours at 24 a second."""
 
 
 @dataclass(frozen=True)
 class VideoClip:
-    """Frames of a video, (T, H, W, 3) uint8 RGB, shown `fps` a second."""
+    """Frames of a video, uint8 RGB (T, H, W, 3), and their rate."""
 
     frames_THWC: torch.Tensor
     fps: float
 
 
 def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> list[Path]:
-    """Return the pictures and videos in a folder and those below it, by their endings, in order, as absolute paths.
+    """Return the pictures and videos below a folder, by their endings, in order, as absolute paths.
 
-    Names that begin with a dot are left out, and so are folders below it that cannot be read: `unread` is called with
-    each of them, and why. Raises FileProblem if it is no folder, cannot be read, or has none.
+    Names that begin with a dot are skipped. For each folder that cannot be read, `unread` is called with the reason.
+    Raises FileProblem if `folder` is not a folder, cannot be read, or has no pictures and videos.
     """
     with reading(folder):
         if not stat.S_ISDIR(os.stat(folder).st_mode):
@@ -59,14 +59,15 @@ def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> list[Pa
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:
-    """Return True for a still picture, False for a video or an animated GIF, WebP or PNG; else a MediaError."""
+    """Return True for a still picture, False for a video or an animated picture. Raises MediaError for other files."""
     return pictures.num_pictures(readable_file(path)) == 1
 
 
 def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
-    """Read a picture, or the first frame of an animated one, as uint8 (H, W, 3) RGB; a MediaError if that fails.
+    """Return a picture, or the first frame of an animated one, as uint8 RGB (H, W, 3).
 
-    The orientation that a camera noted is applied. Transparency is dropped, sixteen bits become eight.
+    The orientation that a camera noted is applied. Transparency is dropped, sixteen bits become eight. Raises
+    MediaError if the file cannot be read.
     """
     file = readable_file(path)
     if pictures.num_pictures(file) == 0:
@@ -77,18 +78,19 @@ def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
 def read_video(
     path: str | os.PathLike[str], *, num_frames: int | None = None, from_end: bool = False, fps: float | None = None
 ) -> VideoClip:
-    """Read frames of a video, or of an animated GIF, WebP or PNG, upright, with `fps` or the video's own mean rate.
+    """Return frames of a video, or of an animated GIF, WebP or PNG, upright.
 
-    The file is read as a stream: of a long video only the frames asked for are ever held.
+    The file is read as a stream, so that only the requested frames are held.
 
     Args:
-        num_frames: how many frames; None: all.
-        from_end: the last `num_frames` instead of the first.
-        fps: resample to this constant rate, beginning with the first frame: each frame is the one that the video shows
-            at that time, so a faster video loses frames and a slower one repeats them. None: the frames as stored.
+        num_frames: Number of frames; None for all.
+        from_end: Whether to return the last frames instead of the first.
+        fps: Constant rate to resample to, from the first frame on. A faster video loses frames and a slower one repeats
+            them. None returns the frames as stored, with their mean rate.
 
     Raises:
-        MediaError: missing, empty, broken, a still picture, without a picture track, or shorter than `num_frames`.
+        MediaError: The file is missing, empty, broken, a still picture, without a picture track, or shorter than
+            `num_frames`.
     """
     if num_frames is not None and num_frames < 1:
         raise ValueError(f"num_frames={num_frames} must be at least 1")
@@ -102,7 +104,7 @@ def read_video(
     with source as video:
         shown = video.frames if fps is None else _resampled(video.frames, fps, file)
         wanted: Iterable[StoredFrame]
-        # Converted to RGB only afterwards: most frames that pass through the queue are never used.
+        # Converted to RGB only afterwards: most frames in the queue are never used.
         wanted = deque(shown, maxlen=num_frames) if from_end else islice(shown, num_frames)
         rgb = [frame.to_rgb() for frame in wanted]
         own_fps = video.fps
@@ -112,9 +114,9 @@ def read_video(
 
 
 def probe(path: str | os.PathLike[str], *, deep: bool = False) -> MediaFacts:
-    """Read all of a picture or video but decode little (pictures whole, and with `deep` all frames of a video).
+    """Read all of a picture or video, but decode only pictures, and with `deep` all frames of a video.
 
-    A MediaError if that fails.
+    Raises MediaError if the file is broken.
     """
     file = readable_file(path)
     num_pictures = pictures.num_pictures(file)
@@ -132,10 +134,10 @@ def probe(path: str | os.PathLike[str], *, deep: bool = False) -> MediaFacts:
 
 
 def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, interval: int = 1) -> Iterator[torch.Tensor]:
-    """Yield the `num_frames` frames `start`, `start + interval`, ... (from 0), as uint8 (H, W, 3) of one size.
+    """Yield `num_frames` frames from `start`, every `interval`-th one, as uint8 (H, W, 3) of one size.
 
-    A video is entered as near to `start` as it can be, and no frame is kept here. A MediaError where the file is
-    missing, broken, neither picture nor video, too short, or of several sizes.
+    Seeks as near to `start` as possible. Raises MediaError if the file is missing, broken, neither picture nor video,
+    too short, or of several sizes.
     """
     file = readable_file(path)
     num_pictures = pictures.num_pictures(file)
@@ -166,9 +168,9 @@ def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Ite
 def _resampled(frames: Iterable[StoredFrame], fps: float, file: Path) -> Iterator[StoredFrame]:
     """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first.
 
-    Raises MediaError where the file, which may claim any time, has more than `_MOST_RESAMPLED` frames at this rate.
+    Raises MediaError for more than `_MOST_RESAMPLED` frames, since a file may claim any time.
     """
-    # Times are rounded by the file; a frame that is due a thousandth of a step later is meant.
+    # Times in files are rounded: a frame a thousandth of a step later counts.
     tolerance = 1e-3 / fps
 
     def require_end(seconds: float) -> None:

@@ -10,21 +10,21 @@ from opensora_cli.core.media_choices import Fit
 def fit_frames(
     frames_THWC: torch.Tensor, *, height: int, width: int, fit: Fit | str = Fit.CROP, picture: bool | None = None
 ) -> torch.Tensor:
-    """Resize uint8 RGB frames as the reference does; return float32 (C, T, height, width) in [-1, 1].
+    """Resize uint8 RGB frames as the reference does. Returns float32 (C, T, height, width) in [-1, 1].
 
     `crop` covers the target and cuts the middle out, `pad` fits inside it on black, `stretch` ignores the shape.
-    Pictures are resized bicubically with antialiasing, and rounded to eight bits before the crop; clips bilinearly
-    without antialiasing, and not rounded: the released weights learned from both kinds. `picture` chooses the way;
-    None: that of pictures if there is one frame.
+    Pictures are resized bicubically with antialiasing and rounded to eight bits before the crop. Clips are resized
+    bilinearly without antialiasing and not rounded. The released weights were trained on both. `picture` selects the
+    way; None treats one frame as a picture.
     """
     num_frames, source_height, source_width, _ = frames_THWC.shape
     as_picture = num_frames == 1 if picture is None else picture
     resized_height, resized_width = _resized_size(source_height, source_width, height, width, Fit(fit))
     resize = _resize_pictures if as_picture else _resize_clip
     levels_TCHW = resize(frames_THWC, resized_height, resized_width)
-    # Interpolation between equal levels may round to a hair beyond them.
+    # Interpolation between equal levels may round slightly beyond them.
     pixels_TCHW = (levels_TCHW / 127.5 - 1).clamp(-1, 1)
-    # Of an odd margin, the reference rounds half to even for pictures and down for clips.
+    # The reference rounds half of an odd margin to even for pictures, and down for clips.
     margins = abs(height - resized_height), abs(width - resized_width)
     top, left = (round(margin / 2) if as_picture else margin // 2 for margin in margins)
     if fit == Fit.PAD:
@@ -53,7 +53,7 @@ def _resize_pictures(frames_THWC: torch.Tensor, height: int, width: int) -> torc
 
 
 def _resize_clip(frames_THWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    # Frame by frame: the whole of a large clip as floats would take four times its bytes, twice over.
+    # Frame by frame: a large clip as floats would take four times its bytes, twice.
     resized = [
         torch.nn.functional.interpolate(
             frame.permute(2, 0, 1)[None].float(), size=(height, width), mode="bilinear", align_corners=False
@@ -64,10 +64,10 @@ def _resize_clip(frames_THWC: torch.Tensor, height: int, width: int) -> torch.Te
 
 
 def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
-    """Return pixels in [-1, 1] as uint8 (T, H, W, C), on the CPU; what lies outside is cut off."""
+    """Return pixels as uint8 (T, H, W, C) on the CPU, clamped to [-1, 1]."""
     channels, frames, height, width = pixels_CTHW.shape
     levels_THWC = torch.empty(frames, height, width, channels, dtype=torch.uint8)
-    # Frame by frame: the copies in between are four times as large as the result, or more.
+    # Frame by frame: the copies in between are at least four times as large as the result.
     for pixels_CHW, levels_HWC in zip(pixels_CTHW.unbind(1), levels_THWC, strict=True):
         levels_HWC.copy_(pixels_CHW.float().clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0))
     return levels_THWC

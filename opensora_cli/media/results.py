@@ -1,4 +1,4 @@
-"""A result, its JSON sidecar and its extras: they come together, and a sidecar alone is an unfinished result.
+"""A result with its JSON sidecar and extras, written together. A sidecar alone is an unfinished result.
 
 Needs no torch.
 """
@@ -24,33 +24,32 @@ from opensora_cli.core.reading import read_text
 from opensora_cli.core.signals import held_back
 
 Describe = Callable[[int], Mapping[str, object] | None]
-"""Returns the document of a sidecar, with `schema` and `bytes`, from the `result_bytes` of its media; None: there shall
-be no sidecar."""
+"""Returns the sidecar, with `schema` and `bytes`, from the `result_bytes` of its media; None for no sidecar."""
 
 
 class Extra(NamedTuple):
-    """A small file that is kept beside a result."""
+    """Small file beside a result."""
 
     path: Path
     content: bytes
     replace: bool
-    """Whether a file that has its name is replaced; else that is an OutputError."""
+    """Whether a file of this name is replaced, instead of an OutputError."""
 
 
 def sidecar_path(media: Path) -> Path:
-    """Return where the sidecar of a result is."""
+    """Return the file of the sidecar of a result."""
     return media.with_name(f"{media.name}.json")
 
 
 def result_bytes(media: Path) -> int:
-    """Return the bytes of a result: of a file, or of all files of a folder. Raises OSError if it is not there."""
+    """Return the bytes of a file, or of all files of a folder. Raises OSError if it does not exist."""
     if media.is_dir():
         return sum(entry.stat().st_size for entry in media.iterdir())
     return media.stat().st_size
 
 
 def read_sidecar(sidecar: Path) -> dict[str, Any]:
-    """Return a sidecar, whose media need not be there; empty where there is none, or another file has its name."""
+    """Return a sidecar, with or without its media; empty if there is none, or another file has its name."""
     try:
         document: Any = json.loads(read_text(sidecar))
     except (OsoraError, ValueError, RecursionError):
@@ -60,11 +59,10 @@ def read_sidecar(sidecar: Path) -> dict[str, Any]:
     return document if str(document.get("schema")).startswith("osora.") else {}
 
 
-def in_the_way(media: Path, sidecar: Path | None) -> Path | None:
-    """Return what a new result would replace: media, or another file in place of the sidecar; None if it is free.
+def conflicting_file(media: Path, sidecar: Path | None) -> Path | None:
+    """Return the file that a new result would replace: the media, or another file in place of the sidecar, else None.
 
-    A sidecar without its media is an unfinished result, and in nobody's way. `sidecar` None: there will be none.
-    Raises OutputError as `is_there`.
+    A sidecar without its media is an unfinished result, and does not count. Raises OutputError as `is_there`.
     """
     if is_there(media):
         return media
@@ -72,13 +70,13 @@ def in_the_way(media: Path, sidecar: Path | None) -> Path | None:
 
 
 def refuse_existing(media: Path, sidecar: Path | None) -> None:
-    """Raise OutputError if something is `in_the_way`."""
-    if (path := in_the_way(media, sidecar)) is not None:
+    """Raise OutputError if there is a `conflicting_file`."""
+    if (path := conflicting_file(media, sidecar)) is not None:
         raise OutputError(f"{path} exists already", hint="use --overwrite, or another --out")
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file or a link has this name; an OutputError if none can have it."""
+    """Return whether a file or a link has this name. Raises OutputError if no file can have it."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -95,15 +93,14 @@ def is_there(path: Path) -> bool:
 def published(
     media: Path, *, replace: bool, describe: Describe | None, extras: Callable[[], Sequence[Extra]] = tuple
 ) -> Iterator[Path]:
-    """Yield a temporary name beside `media`; on leaving, the file or folder there becomes `media`, with its sidecar.
+    """Yield a temporary name beside `media`; at the end, the file or folder there becomes `media`, with its sidecar.
 
-    All or nothing: if one file cannot be written, what was there before is there again. Where there shall be no
-    sidecar, an old one goes. Without `replace`, what is in the way, or comes there meanwhile, is kept. Without
-    `describe` this is a kind of result that never has a sidecar, and nothing but `atomic_path`. `extras` is called
-    after `describe`.
+    All or nothing: if one file cannot be written, the old files stay. If `describe` returns None, an old sidecar is
+    removed. Without `replace`, existing files stay, even those that appear meanwhile. Without `describe`, the result
+    has no sidecar and no extras. `extras` is called after `describe`.
 
     Raises:
-        OutputError: one of them cannot be written, or must not be replaced.
+        OutputError: A file cannot be written, or must not be replaced.
     """
     if describe is None:
         with atomic_path(media, replace=replace) as temporary:
@@ -132,13 +129,13 @@ def _publish(
 ) -> None:
     """Give all files their names.
 
-    A process may be killed between two of them, so the last one makes the result whole, and until then nothing that is
-    there looks like a whole result that it is not:
+    A process may be killed between two of them. So the last one makes the result whole, and until then no file looks
+    like a whole result:
 
-    - Nothing is replaced: sidecar, extras, media. A sidecar alone is an unfinished result, and the same command
-      finishes it.
-    - Media are replaced: media, extras, sidecar. The old result is whole until the new media are. An old sidecar does
-      not fit the new media, since it gives another size; where it gives the same one, it loses that number first.
+    - Nothing is replaced: sidecar, extras, media. A sidecar alone is an unfinished result, which the same command
+      finishes.
+    - Media are replaced: media, extras, sidecar. An old sidecar does not fit the new media, since it has another size.
+      If it has the same size, that number is removed first.
     """
 
     def beside(path: Path, content: bytes) -> Path:
@@ -171,7 +168,7 @@ def _publish(
 
 @contextmanager
 def _undone_on_error() -> Iterator[Callable[[Path, Path, bool], None]]:
-    """Yield what gives a file its name; if the block fails, all names are as before, where the system allows it."""
+    """Yield a function that gives a file its name. If the block fails, the old names return as far as possible."""
     taken: list[tuple[Path, Path, bool]] = []
 
     def take(unnamed: Path, target: Path, replace: bool) -> None:
@@ -187,6 +184,6 @@ def _undone_on_error() -> Iterator[Callable[[Path, Path, bool], None]]:
             with suppress(OSError):
                 if not was_there:
                     remove(target)
-                elif os.path.lexists(unnamed):  # now the name of the old one; where names cannot be swapped it is gone
+                elif os.path.lexists(unnamed):  # The old file, unless the system cannot swap names.
                     take_name(unnamed, target, replace=True)
         raise

@@ -1,4 +1,4 @@
-"""Several pictures on one: the frames of a clip side by side, and many clips on a sheet."""
+"""Several pictures in one: the frames of a clip side by side, and many clips on a sheet."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,7 @@ _BACKGROUND, _LETTERS = (32, 32, 32), (240, 240, 240)
 
 
 def enlarged(frames_THWC: torch.Tensor, *, longest_side: int) -> torch.Tensor:
-    """Return uint8 RGB frames by a whole number of times larger, so that no side is over `longest_side` pixels if it
-    was not before; between the pixels bicubically.
-    """
+    """Return uint8 RGB frames, enlarged bicubically by the largest whole factor within `longest_side`."""
     height, width = frames_THWC.shape[1:3]
     factor = max(1, longest_side // max(height, width))
     levels_TCHW = frames_THWC.permute(0, 3, 1, 2).float()
@@ -25,16 +23,16 @@ def enlarged(frames_THWC: torch.Tensor, *, longest_side: int) -> torch.Tensor:
 
 
 def film_strip(frames_THWC: torch.Tensor) -> torch.Tensor:
-    """Return the first, the middle and the last of uint8 RGB frames side by side; fewer where there are fewer."""
+    """Return the first, middle and last of uint8 RGB frames side by side; fewer for a shorter clip."""
     count = len(frames_THWC)
     chosen = torch.linspace(0, count - 1, min(count, _STRIP_FRAMES)).round().long()
     return torch.cat([*frames_THWC[chosen]], dim=1)
 
 
 def contact_sheet(cells: Sequence[tuple[str, torch.Tensor | None]]) -> torch.Tensor:
-    """Return pictures, uint8 RGB (H, W, 3) of one size, row by row on about a square, each below its label.
+    """Return one or more uint8 RGB pictures (H, W, 3) of one size, each below its label, on about a square.
 
-    Where a picture is missing, its place is empty. At least one cell.
+    The place of a missing picture is empty.
     """
     sizes = [tuple(picture_HWC.shape[:2]) for _, picture_HWC in cells if picture_HWC is not None] or [_EMPTY_SIZE]
     height, width = (max(size[axis] for size in sizes) for axis in range(2))

@@ -1,4 +1,4 @@
-"""How alike two pictures are: PSNR and SSIM."""
+"""Similarity of two pictures: PSNR and SSIM."""
 
 import math
 
@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 HIGHEST_PSNR_DB = 99.0
-"""PSNR of identical pictures, which have no finite one."""
+"""PSNR of identical pictures, whose true value is infinite."""
 SSIM_WINDOW = 11
-"""Pixels along the side of the window that SSIM looks through: the least that a picture must have."""
+"""Side of the window of SSIM in pixels, and the shortest side of a picture."""
 
 _SIGMA = 1.5
 _LUMINANCE_CONSTANT = (0.01 * 255) ** 2
@@ -26,9 +26,8 @@ def psnr_db(picture_HWC: Tensor, other_HWC: Tensor) -> float:
 def ssim(picture_HWC: Tensor, other_HWC: Tensor) -> float:
     """Return the structural similarity of the luma (BT.601) of two uint8 RGB pictures, 1 for identical ones.
 
-    The mean over all places of an 11x11 Gaussian window of sigma 1.5 that lies inside the picture (a side under 11
-    pixels is a ValueError), as in Wang et al. 2004, "Image quality assessment: from error visibility to structural
-    similarity".
+    It is the mean over all places of an 11x11 Gaussian window of sigma 1.5 inside the picture, as in Wang et al. 2004,
+    "Image quality assessment: from error visibility to structural similarity". Raises ValueError for smaller pictures.
     """
     if min(picture_HWC.shape[:2]) < SSIM_WINDOW:
         raise ValueError(f"SSIM needs sides of at least {SSIM_WINDOW} pixels, not {tuple(picture_HWC.shape[:2])}")
@@ -47,7 +46,7 @@ def _luma(picture_HWC: Tensor) -> Tensor:
 
 
 def _blurred(pictures_NHW: Tensor) -> Tensor:
-    """Return the Gaussian means (N,H-10,W-10) around every place."""
+    """Return the Gaussian means (N,H-10,W-10) around each pixel."""
     offsets = torch.arange(SSIM_WINDOW, dtype=pictures_NHW.dtype, device=pictures_NHW.device) - SSIM_WINDOW // 2
     window = torch.softmax(-(offsets**2) / (2 * _SIGMA**2), dim=0)
     rows_N1HW = functional.conv2d(pictures_NHW.unsqueeze(1), window.view(1, 1, -1, 1))

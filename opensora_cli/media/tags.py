@@ -15,9 +15,9 @@ _FORMATS = ("PNG", "GIF", "WEBP")
 
 
 def read_tags(path: Path) -> dict[str, str]:
-    """Return the tags of a video or picture; those of MP4 also have `title` and `comment`.
+    """Return the tags of a video or picture. Tags of MP4 include `title` and `comment`.
 
-    A folder of numbered pictures has those of its first picture. Raises FileProblem if the file is missing or broken.
+    A folder of numbered pictures has the tags of its first one. Raises FileProblem if the file is missing or broken.
     """
     try:
         file = min(path.glob("frame_*.png")) if path.is_dir() else path
@@ -40,7 +40,7 @@ def _picture_tags(picture: Image.Image) -> dict[str, str]:
 
 
 def _parsed(text: str, *, key: str) -> dict[str, str]:
-    """Return the tags in `text`; text of another program is a tag by the name `key`."""
+    """Return the tags in `text`. Text of another program becomes one tag named `key`."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Writing videos and pictures, whole or not at all."""
+"""Write videos and pictures, whole or not at all."""
 
 import errno
 import os
@@ -14,28 +14,28 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.media.containers import EXACT_COLOURS
+from opensora_cli.media.containers import EXACT_COLORS
 from opensora_cli.media.files import media_path
 from opensora_cli.media.pictures import gif_bytes, png_bytes, save_png, webp_bytes
 from opensora_cli.media.results import Describe, Extra, published
 
 
 class LastFrame(NamedTuple):
-    """Where the last frame of a video is kept as a picture."""
+    """Picture of the last frame of a video."""
 
     path: Path
     replace: bool
-    """Whether a file that has its name is replaced."""
+    """Whether a file of this name is replaced."""
 
 
 KNOWN_ENDINGS: Mapping[str, MediaFormat] = {f".{format_}": format_ for format_ in MediaFormat}
-"""File endings, lower case with their dot, and the formats they mean."""
+"""Formats by file ending, lower case with its dot."""
 
 _CRF = "23"
 
-# Its macroblock tree reads memory that it has not written, and so the bits of its output would change from run to run.
+# The macroblock tree reads uninitialized memory, so that the bits of the output would change from run to run.
 _X264 = "mbtree=0"
-# The bits of x264's output depend on the number of threads, and by itself it takes as many as the machine has.
+# The bits of the output depend on the number of threads, by default those of the machine.
 _X264_THREADS = 2
 
 
@@ -50,28 +50,27 @@ def write_media(
     describe: Describe | None = None,
     last_frame: LastFrame | None = None,
 ) -> Path:
-    """Write exactly these frames, whole or not at all, and return the file or folder; same frames, same bytes.
+    """Write exactly these frames, whole or not at all, and return the file or folder.
 
-    Each piece is written before the next is asked for, and not kept; only `gif` gathers all frames, to choose the
-    palette that they share, and `webp` what they are compressed to.
+    The same frames give the same bytes. Each piece is written before the next is requested, and not kept. Only `gif`
+    holds all frames, for their common palette, and `webp` the compressed ones.
 
     `mp4` is H.264, yuv420p (BT.709), crf 23, at a constant rate, with its index in front. `gif` and `webp` are endless
-    animations. `png` is a picture if there is one frame; a longer video becomes a folder of lossless numbered pictures,
-    named as `path` without its ending, with `frame_0001.png` and so on.
+    animations. `png` is a picture for one frame. A longer video becomes a folder of lossless pictures `frame_0001.png`
+    and so on, named like `path` without its ending.
 
     Args:
-        pieces: the video, cut along time: uint8 RGB (t, H, W, 3), all of one size. Errors while they are made pass
-            unchanged.
-        path: where it is written.
+        pieces: Video, cut along time: uint8 RGB (t, H, W, 3) of one size. Errors of the iterator pass unchanged.
+        path: File to write.
         format: mp4, gif, webp or png, whatever the ending of `path`.
-        metadata: stored in the file, in an MP4 and in a PNG under these keys, elsewhere as JSON. In an MP4, `prompt` is
-            also the title, and the rest the comment, unless given.
-        replace: whether what is there gives way; else it is kept, also if it appears meanwhile.
-        describe: called once all frames are written, and returns the sidecar; both or neither, see `published`.
-        last_frame: where the last frame is kept, too; only with `describe`.
+        metadata: Tags of the file: under these keys in an MP4 or PNG, elsewhere as JSON. In an MP4, `prompt` is also
+            the title, and the other tags are the comment, unless given.
+        replace: Whether existing files are replaced.
+        describe: Returns the sidecar after the last frame; see `published`.
+        last_frame: File for the last frame; only with `describe`.
 
     Raises:
-        OutputError: one of them cannot be written or must not be replaced, or H.264 cannot have this size.
+        OutputError: A file cannot be written or must not be replaced, or H.264 cannot have this size.
     """
     if not fps > 0:
         raise ValueError(f"fps={fps} must be over 0")
@@ -91,7 +90,7 @@ def write_media(
     kind = MediaFormat(format)
     try:
         frames = _frames(pieces)
-        # The second tells a picture from a sequence.
+        # The second frame tells a picture from a sequence.
         start = [*islice(frames, 2 if kind == MediaFormat.PNG else 1)]
         target = media_path(path, format=kind, num_frames=len(start))
         _refuse(target, kind, start)
@@ -104,7 +103,7 @@ def write_media(
 
 
 class _PiecesError(Exception):
-    """Carries an error of what makes the pieces past handlers that would take it for one of writing."""
+    """Carries an error of the iterator of pieces past the handlers of errors in writing."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -112,7 +111,7 @@ class _PiecesError(Exception):
 
 
 def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the frames (H, W, 3) of pieces, as copies, so that keeping a frame does not keep its piece."""
+    """Yield copies of the frames (H, W, 3) of pieces, so that a kept frame does not keep its piece."""
     making = iter(pieces)
     size: torch.Size | None = None
     while True:
@@ -134,7 +133,7 @@ def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _refuse(target: Path, kind: MediaFormat, start: Sequence[torch.Tensor]) -> None:
-    """Raise OutputError for what only fails at the end, or would replace more than it should."""
+    """Raise OutputError for a size that H.264 cannot have, and for a folder with other files."""
     height, width, _ = start[0].shape
     if kind == MediaFormat.MP4 and (height % 2 or width % 2):
         raise OutputError(
@@ -194,7 +193,7 @@ def _write_mp4(frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: 
                 container.mux(track.encode(_yuv_frame(frame, index, rate)))
             container.mux(track.encode(None))
     except av.FFmpegError as error:
-        # PyAV makes an OSError of some system errors only; a full disk is not among them.
+        # PyAV raises OSError only for some system errors, and not for a full disk.
         if error.errno is None or error.errno not in errno.errorcode:
             raise
         raise OSError(error.errno, os.strerror(error.errno)) from error
@@ -205,14 +204,14 @@ def _yuv_frame(frame_HWC: torch.Tensor, index: int, rate: Fraction) -> av.VideoF
         format="yuv420p",
         dst_colorspace=Colorspace.ITU709,
         dst_color_range=ColorRange.MPEG,
-        interpolation=EXACT_COLOURS,
+        interpolation=EXACT_COLORS,
     )
     frame.pts, frame.time_base = index, 1 / rate
     return frame
 
 
 def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return `tags` and the two that every player shows."""
+    """Return `tags`, with the two that every player shows."""
     if not tags:
         return {}
     others = "; ".join(f"{key}: {value}" for key, value in tags.items() if key not in ("prompt", "title", "comment"))
@@ -225,5 +224,5 @@ def _is_sequence_frame(path: Path) -> bool:
 
 
 def _storable(text: str) -> str:
-    # No format holds a zero byte; lone surrogates come from arguments that are not UTF-8.
+    # No format holds a zero byte. Lone surrogates come from arguments that are not UTF-8.
     return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")

@@ -32,7 +32,9 @@ from opensora_cli.settings.reference import ConfigFile, open_config, read_refere
 from opensora_cli.settings.sampling import SamplingSettings
 from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description, named_format
 
-SIDECAR_SCHEMA = "osora.generate/1"
+SIDECAR_SCHEMA = "osora.generate/2"
+SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
+"""Schemas of sidecars that can be read. Their settings have one form."""
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
 _ANY = {"prompt": Given("any", "prompt")}
 
@@ -262,7 +264,7 @@ def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
     hint = "--from takes the .json file beside a result"
     document = read_json_object(path, hint=hint)
     schema = document.get("schema")
-    if schema != SIDECAR_SCHEMA:
+    if schema not in SIDECAR_SCHEMAS:
         raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)

@@ -164,7 +164,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
     code, stdout, _ = osora("raining, sea", "--json", "--num-samples", "2")
     document = json.loads(stdout)
     assert code == 0
-    assert document["schema"] == "osora.generate/1"
+    assert document["schema"] == "osora.generate/2"
     assert [Path(output["path"]).name for output in document["outputs"]] == [
         "raining-sea_seed42.mp4",
         "raining-sea_seed43.mp4",

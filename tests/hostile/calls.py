@@ -248,7 +248,7 @@ def _without_excused(
     """Return results without those that the command warned of, and made do without: a preview, or one checkpoint of
     several, but never the last.
     """
-    if "previews are not written" in stderr:
+    if "there are no more previews" in stderr:
         excused = {name for name in whole if ".preview." in name}
     elif "the next save tries again" in stderr:
         last = max(name.split("/")[1] for name in whole)

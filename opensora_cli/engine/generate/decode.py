@@ -1,4 +1,4 @@
-"""From latents to results: decode, and save what is decoded as it comes, or hold it in memory."""
+"""From latents to results: decode a sample, and write each piece of the video as soon as it is decoded."""
 
 import time
 from collections import deque
@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+import opensora_cli
 from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
@@ -18,7 +19,7 @@ from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
+from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, sidecar_document
 from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
@@ -34,33 +35,6 @@ _SAVE = "save"
 _HOST = torch.device("cpu")
 
 
-class GeneratedVideo(Document):
-    """One finished result."""
-
-    path: Path
-    """A file, or the folder of a PNG sequence."""
-    sidecar: Path | None
-    seed: int
-    given_frames_psnr_db: float | None
-    """PSNR of the given frames in the video; None without references."""
-    picture: FirstPicture | None = None
-    """Picture that was made first, as the reference; None without one."""
-    made_before: bool = False
-    """Whether an earlier run of the same request made it."""
-
-    @classmethod
-    def of_earlier_run(cls, chain: Chain, sample: SampleFiles) -> "GeneratedVideo":
-        """Return a result that an earlier run of the same request has made."""
-        return cls(
-            path=sample.media,
-            sidecar=sample.sidecar,
-            seed=sample.seed,
-            given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db"),
-            picture=first_picture(chain, sample),
-            made_before=True,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class SegmentFigures:
     """Times and measurements of one segment of an extended video."""
@@ -69,16 +43,16 @@ class SegmentFigures:
     seed: int
     """Seed of the noise."""
     start_frame: int
-    """The first of its own frames in the video."""
+    """First frame of the segment in the video."""
     num_frames: int
     """Frames of the segment, without the given ones."""
     denoise_s: float
-    """0 where its latents come from a file."""
+    """Seconds; 0 for latents from a file."""
     decode_s: float
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
     brightness_shift: float
-    """Mean over the channels, of 255, by which its first own frame was shifted to follow the last of the one before."""
+    """Shift of the first frame, of 255, that makes its brightness follow the segment before; mean over channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,59 +60,59 @@ class Figures:
     """Times and measurements of one sample."""
 
     timings_s: Mapping[str, float]
-    """Seconds of each stage; of the whole run for loading and text."""
+    """Seconds of each stage. Loading and text are those of the whole run."""
     peak_memory_gib: Mapping[str, float]
-    """Result of `hardware.peak_memory_gib` for the run until now."""
+    """Result of `hardware.peak_memory_gib` after the sample."""
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
     linear_products: LinearProductsReport | None
-    """Errors of 8-bit products; None if there were none."""
+    """Errors of 8-bit products; None without any."""
     segments: tuple[SegmentFigures, ...] = ()
     """Segments of an extended video."""
 
+    def to_json(self) -> dict[str, object]:
+        """Return the figures for a sidecar."""
+        db, products = self.given_frames_psnr_db, self.linear_products
+        return {
+            "timings_s": {stage: round(seconds, 3) for stage, seconds in self.timings_s.items()},
+            **self.peak_memory_gib,
+            "given_frames_psnr_db": None if db is None else round(db, 2),
+            "linear_products": None if products is None else products.to_json(),
+            "segments": [asdict(segment) for segment in self.segments],
+        }
+
 
 class SampleFrames(Protocol):
-    """A sample whose frames come once, for `save` and `held.hold` to take."""
+    """Sample whose frames are produced once, piece by piece."""
 
-    @property
-    def chain(self) -> Chain:
-        """Request of the sample."""
-
-    @property
-    def sample(self) -> SampleFiles:
-        """Its files."""
-
-    @property
-    def record(self) -> RunRecord:
-        """Record of the run."""
-
-    @property
-    def latents(self) -> tuple[torch.Tensor, ...]:
-        """The latents_CTHW of each of its segments."""
+    chain: Chain
+    """Jobs of the request."""
+    sample: SampleFiles
+    record: RunRecord
+    """Record of the run."""
+    latents: tuple[torch.Tensor, ...]
+    """latents_CTHW of each segment."""
 
     def pieces(self) -> Generator[torch.Tensor]:
         """Yield the frames (t, H, W, 3), uint8 on the CPU; once."""
 
-    @property
-    def decode_s(self) -> float:
-        """Seconds of `pieces` that decoding took so far."""
-
     def figures(self) -> Figures:
-        """Return what is known once all pieces are there."""
+        """Return the figures of the sample, after the last piece."""
 
 
 class Decoding:
-    """A sample, or a segment of one, that is being decoded."""
+    """Sample, or a segment of one, that is being decoded."""
 
     def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: RunRecord) -> None:
         assert sample.denoised is not None
-        # With the offload that is used now, which may be stronger than planned.
+        # `plan` may have a stronger offload than the plan of the sample.
         self.chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
         self.plan, self.sample, self.record = plan, sample.files, record
-        self.latents, self._denoise_s = (sample.denoised.latents_CTHW,), sample.denoised.denoise_s
+        self.latents: tuple[torch.Tensor, ...] = (sample.denoised.latents_CTHW,)
+        self._denoise_s = sample.denoised.denoise_s
         self._autoencoder = autoencoder
         self._psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
-        self._before_s = record.timings_s.setdefault(DECODE, 0.0)
+        self._decode_s_before = record.timings_s.setdefault(DECODE, 0.0)
 
     def pieces(self) -> Generator[torch.Tensor]:
         """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU; once."""
@@ -149,177 +123,21 @@ class Decoding:
             with closing(decoded):
                 for piece_THWC in decoded:
                     self._psnr.add(piece_THWC)
-                    if left > 0:
+                    if left > 0:  # A seamless loop drops its last frame.
                         yield piece_THWC[:left]
                     left -= len(piece_THWC)
                     # Free it while the next piece is decoded.
                     del piece_THWC
 
-    @property
-    def decode_s(self) -> float:
-        """Seconds of decoding until now."""
-        return self.record.timings_s[DECODE] - self._before_s
-
     def figures(self) -> Figures:
-        """Return the measurements, after the last piece."""
+        """Return the figures of the sample, after the last piece."""
+        decode_s = self.record.timings_s[DECODE] - self._decode_s_before
         return Figures(
-            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: self.decode_s},
+            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: decode_s},
             peak_memory_gib(self.plan.hardware.device),
             self._psnr.db,
             self.record.linear_products,
         )
-
-
-def decode_samples(
-    samples: Sequence[Sample],
-    models: LoadedModels,
-    record: RunRecord,
-    *,
-    finish: Callable[[SampleFrames], V],
-    ranks: Ranks | None = None,
-) -> tuple[V, ...]:
-    """Decode every sample of one plan, one after the other, and return the result of `finish` for each.
-
-    `finish` is a function such as `save` or `hold`. `ranks` share the tiles: rank 0 calls `finish`, and the others
-    return nothing.
-
-    Raises:
-        CheckpointError: the autoencoder's weights are broken or do not fit the settings.
-        OutputError: a result cannot be written, or another run has made it since this run began.
-        HardwareError: out of memory.
-    """
-    plan = samples[0].plan
-    results: list[V] = []
-    with ExitStack() as shared:
-        if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
-            models.make_room(plan, DECODE)
-            autoencoder = shared.enter_context(models.autoencoder(plan, record))
-            decoder = shared.enter_context(shared_tiles(autoencoder))
-            if not ranks.is_main:
-                _decode_for_rank_0(plan, samples, autoencoder, record)
-                decoder.wait()
-        if ranks is not None and not ranks.is_main:
-            return ()
-        for sample in samples:
-
-            def decode(plan: Plan, sample: Sample = sample) -> V:
-                with models.autoencoder(plan, record) as autoencoder:
-                    return finish(Decoding(sample, plan, autoencoder, record))
-
-            # The next sample starts with the offload that was enough for this one.
-            result, plan = retried(decode, plan, DECODE, models, record, together=False)
-            results.append(result)
-    return tuple(results)
-
-
-def _decode_for_rank_0(plan: Plan, samples: Sequence[Sample], vae: Autoencoder, record: RunRecord) -> None:
-    """Decode this rank's tiles of every sample; rank 0 writes the videos."""
-    with record.stage(DECODE, total=len(samples), unit="samples") as progress:
-        for sample in samples:
-            assert sample.denoised is not None
-            # These outputs have no pixels.
-            deque(_pieces(plan, vae, sample.denoised.latents_CTHW), maxlen=0)
-            progress.advance()
-
-
-def save(decoding: SampleFrames) -> GeneratedVideo:
-    """Write a result, each piece of it as soon as it is decoded, with its sidecar and extras; all or nothing.
-
-    Then the latents that were saved for it are removed.
-    """
-    chain, sample, record = decoding.chain, decoding.sample, decoding.record
-    plan = chain.video
-    start = time.perf_counter()
-
-    def decoded() -> Generator[torch.Tensor]:
-        with closing(decoding.pieces()) as pieces:
-            for piece_THWC in pieces:
-                with record.timed(_SAVE):
-                    yield piece_THWC
-                del piece_THWC
-        # Shown from here on: until now saving went along with decoding.
-        saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
-
-    def figures() -> Figures:
-        known = decoding.figures()
-        save_s = time.perf_counter() - start - decoding.decode_s
-        return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
-
-    with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
-        write_video(pieces, chain, sample, figures)
-    if plan.settings.condition.seamless:
-        record.reporter.note(
-            f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
-        )
-    stop = plan.settings.sampling.stop_at
-    record.complete(sample.media, sample.latents if stop is None else None)
-    if stop is not None and sample.latents is not None:
-        where = f"stopped after step {stop} of {plan.num_steps}"
-        record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
-    psnr_db = decoding.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=chain.find(PICTURE) is not None)
-    return GeneratedVideo(
-        path=sample.media,
-        sidecar=sample.sidecar,
-        seed=sample.seed,
-        given_frames_psnr_db=psnr_db,
-        picture=first_picture(chain, sample),
-    )
-
-
-def write_video(
-    pieces_tHWC: Iterable[torch.Tensor], chain: Chain, sample: SampleFiles, figures: Callable[[], Figures]
-) -> None:
-    """Write a result and its sidecar, which has the `figures` that are known once all pieces are written.
-
-    All or nothing, the last frame, too, if it is to be kept; see `write_media`, whose errors these are.
-    """
-    settings, output = chain.settings, chain.settings.output
-    last_frame = None
-    if output.last_frame:
-        last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(settings, sample))
-
-    def describe(num_bytes: int) -> dict[str, object] | None:
-        if sample.sidecar is None:
-            return None
-        known = figures()
-        return sidecar_document(
-            chain,
-            sample,
-            num_bytes=num_bytes,
-            timings_s=known.timings_s,
-            peak_memory_gib=known.peak_memory_gib,
-            given_frames_psnr_db=known.given_frames_psnr_db,
-            linear_products=known.linear_products,
-            segments=[asdict(segment) for segment in known.segments],
-        )
-
-    write_media(
-        pieces_tHWC,
-        sample.target,
-        fps=settings.video.fps,
-        format=settings.output_format,
-        metadata=media_tags(settings, sample),
-        # Also where another run has used the name in the hours since the first check.
-        replace=output.overwrite,
-        describe=describe,
-        last_frame=last_frame,
-    )
-
-
-def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:
-    """Report how well given frames came back, and warn where a user's did not; others are of a picture made first."""
-    if psnr_db is None:
-        return
-    given = "the picture made first" if made_first else "given frames"
-    came = f"{given} came back at {psnr_db:.1f} dB PSNR (seed {seed})"
-    if not made_first and psnr_db < LOW_PSNR_DB:
-        reporter.warn(
-            f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
-            "something else; a reference like the model's own videos comes back better"
-        )
-    else:
-        reporter.note(came)
 
 
 def decode_latents(
@@ -353,3 +171,174 @@ def _pieces(plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterato
         store=_HOST if plan.offload.store_on_host else None,
         canvas=_HOST,
     )
+
+
+def decode_samples(
+    samples: Sequence[Sample],
+    models: LoadedModels,
+    record: RunRecord,
+    *,
+    finish: Callable[[SampleFrames], V],
+    ranks: Ranks | None = None,
+) -> tuple[V, ...]:
+    """Decode every sample of one plan, one after the other, and return the result of `finish` for each.
+
+    `finish` is a function such as `save`. `ranks` share the tiles: rank 0 calls `finish`, and the others return
+    nothing.
+
+    Raises:
+        CheckpointError: The autoencoder's weights are broken or do not fit the settings.
+        OutputError: A result cannot be written, or another run has made it since this run began.
+        HardwareError: Out of memory.
+    """
+    plan = samples[0].plan
+    results: list[V] = []
+    with ExitStack() as shared:
+        if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
+            models.make_room(plan, DECODE)
+            autoencoder = shared.enter_context(models.autoencoder(plan, record))
+            decoder = shared.enter_context(shared_tiles(autoencoder))
+            if not ranks.is_main:
+                with record.stage(DECODE, total=len(samples), unit="samples") as progress:
+                    for sample in samples:
+                        assert sample.denoised is not None
+                        # The outputs have no pixels: rank 0 writes the videos.
+                        deque(_pieces(plan, autoencoder, sample.denoised.latents_CTHW), maxlen=0)
+                        progress.advance()
+                decoder.wait()
+        if ranks is not None and not ranks.is_main:
+            return ()
+        for sample in samples:
+
+            def decode(plan: Plan, sample: Sample = sample) -> V:
+                with models.autoencoder(plan, record) as autoencoder:
+                    return finish(Decoding(sample, plan, autoencoder, record))
+
+            # The next sample starts with the offload that was enough for this one.
+            result, plan = retried(decode, plan, DECODE, models, record, together=False)
+            results.append(result)
+    return tuple(results)
+
+
+class GeneratedVideo(Document):
+    """One finished result."""
+
+    path: Path
+    """A file, or the folder of a PNG sequence."""
+    sidecar: Path | None
+    seed: int
+    given_frames_psnr_db: float | None
+    """PSNR of the given frames in the video; None without references."""
+    picture: FirstPicture | None = None
+    """Picture that was made first, as the reference; None without one."""
+    made_before: bool = False
+    """Whether an earlier run of the same request made it."""
+
+    @classmethod
+    def of_earlier_run(cls, chain: Chain, sample: SampleFiles) -> "GeneratedVideo":
+        """Return a result that an earlier run of the same request has made."""
+        return cls(
+            path=sample.media,
+            sidecar=sample.sidecar,
+            seed=sample.seed,
+            given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db"),
+            picture=first_picture(chain, sample),
+            made_before=True,
+        )
+
+
+def save(decoding: SampleFrames) -> GeneratedVideo:
+    """Write a result with its sidecar and extras, all or nothing, and remove the latents that were saved for it.
+
+    Each piece is written as soon as it is decoded.
+    """
+    chain, sample, record = decoding.chain, decoding.sample, decoding.record
+    plan, timings_s = chain.video, record.timings_s
+    start, decode_s = time.perf_counter(), timings_s.get(DECODE, 0.0)
+
+    def decoded() -> Generator[torch.Tensor]:
+        with closing(decoding.pieces()) as pieces:
+            for piece_THWC in pieces:
+                with record.timed(_SAVE):
+                    yield piece_THWC
+                del piece_THWC
+        # Shown only from here: saving went along with decoding until now.
+        saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
+
+    def figures() -> Figures:
+        known = decoding.figures()
+        save_s = time.perf_counter() - start - (timings_s.get(DECODE, 0.0) - decode_s)
+        return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
+
+    with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
+        write_video(pieces, chain, sample, figures)
+    if plan.settings.condition.seamless:
+        record.reporter.note(
+            f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
+        )
+    stop = plan.settings.sampling.stop_at
+    record.complete(sample.media, sample.latents if stop is None else None)
+    if stop is not None and sample.latents is not None:
+        where = f"stopped after step {stop} of {plan.num_steps}"
+        record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
+    psnr_db = decoding.figures().given_frames_psnr_db
+    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=chain.find(PICTURE) is not None)
+    return GeneratedVideo(
+        path=sample.media,
+        sidecar=sample.sidecar,
+        seed=sample.seed,
+        given_frames_psnr_db=psnr_db,
+        picture=first_picture(chain, sample),
+    )
+
+
+def write_video(
+    pieces_tHWC: Iterable[torch.Tensor], chain: Chain, sample: SampleFiles, figures: Callable[[], Figures]
+) -> None:
+    """Write a result, its sidecar with the `figures` after the last piece, and its last frame if requested.
+
+    All or nothing. Errors are those of `write_media`.
+    """
+    settings, output = chain.settings, chain.settings.output
+    last_frame = None
+    if output.last_frame:
+        last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(sample))
+    # Without time or place: the same request makes the same bytes.
+    tags = {
+        "prompt": settings.prompt,
+        "seed": str(sample.seed),
+        "model": settings.model.name.value,
+        "software": f"osora {opensora_cli.__version__}",
+    }
+
+    def describe(num_bytes: int) -> dict[str, object] | None:
+        if sample.sidecar is None:
+            return None
+        return sidecar_document(chain, sample, num_bytes=num_bytes, figures=figures().to_json())
+
+    write_media(
+        pieces_tHWC,
+        sample.target,
+        fps=settings.video.fps,
+        format=settings.output_format,
+        metadata=tags if output.metadata else {},
+        # Another run may have used the name since the first check.
+        replace=output.overwrite,
+        describe=describe,
+        last_frame=last_frame,
+    )
+
+
+def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:
+    """Report the PSNR of given frames, with a warning if those of a user came back badly."""
+    if psnr_db is None:
+        return
+    given = "the picture made first" if made_first else "given frames"
+    came = f"{given} came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    if not made_first and psnr_db < LOW_PSNR_DB:
+        reporter.warn(
+            f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
+            "something else; a reference like the model's own videos comes back better"
+        )
+    else:
+        reporter.note(came)

@@ -47,8 +47,6 @@ class Joined:
     """The latents_CTHW of each segment."""
     _own_THWC: list[torch.Tensor] = field(default_factory=list)
     _segments: list[SegmentFigures] = field(default_factory=list)
-    decode_s: float = 0.0
-    """Seconds of decoding in `pieces`, whose frames are in memory already."""
 
     def add(self, clip: Segment, seed: int) -> None:
         """Append what a segment of this noise has of its own."""

@@ -1,4 +1,4 @@
-"""The files of a run: checks that must not wait until hours of work are done, requests, and sidecars."""
+"""Files of a run: early checks, hashes of requests, pictures made first, and sidecars."""
 
 import hashlib
 import json
@@ -12,13 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import opensora_cli
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
-from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
 from opensora_cli.engine.generate.request import picture_path
@@ -40,48 +38,128 @@ from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
-# Room for the result beside its latents: a compressed video rarely takes more than a tenth of a byte a pixel.
 _BYTES_PER_PIXEL = 0.1
+"""Disk space of a result. A compressed video rarely takes more."""
 _HEADROOM = 2**20
 
 
 def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[SampleFiles, ...]:
     """Return the files of every sample. Arguments and errors are those of `find_target`."""
-    hashed, format = request_hashes(chain), chain.settings.output_format
+    request, settings = request_hashes(chain), chain.settings
     return tuple(
-        find_target(chain.settings, index, lambda seed: hashed(seed, format), claims=claims)
+        find_target(settings, index, request(settings.sampling.seed + index, settings.output_format), claims=claims)
         for index in range(chain.num_samples)
     )
+
+
+def planned_outputs(chain: Chain) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
+    """Return the files that a run would write, or no files and the error that would refuse the run."""
+    try:
+        return choose_outputs(chain), None
+    except OutputError as error:
+        return (), error
 
 
 def request_hashes(chain: Chain) -> Callable[[int, str], str]:
     """Return a function from the seed of a sample and the format of its file to the hash of its request.
 
-    References and weights count with their state of now.
+    The hash covers everything that decides the bits of a sample: settings, references, weights, versions, device and
+    dtype. It excludes the places of files, and how work is divided and offloaded, which changes only rounding. Weights
+    are large: their size and time of change stand for their content.
     """
     plan, picture = chain.video, chain.find(PICTURE)
-    settings = plan.settings
-    references = [_sha256(path) for path in settings.condition.references] if not plan.decodes_only else []
-    sampled_by = _request_of_saved(settings)
-    parts = _request_parts(plan, references)
+    settings, latents = plan.settings, plan.settings.from_latents
+    saved_request = None if latents is None else _saved_request(settings, latents)
+    references = [] if plan.decodes_only else [_sha256(path) for path in settings.condition.references]
     of_picture = None if picture is None else request_hashes(alone(picture))
+    used = used_settings(settings)
+    others = "files", "runtime", "output", "condition", "refine", "picture"
+    parts = {
+        **{key: value for key, value in used.items() if key not in others},
+        "memory": settings.memory.fp8_storage,
+        "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
+        "condition": {**used["condition"], "references": references},
+        "latents": None if latents is None else _sha256(latents),
+        "weights": {part: stamp_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
+        "attention": settings.runtime.attention,
+        "device": [plan.hardware.device.type, plan.hardware.dtype_name],
+        "versions": versions(),
+    }
+    # A result that stops early has another name, and the same request finishes it.
+    sampling = {key: value for key, value in used["sampling"].items() if key != "stop_at"}
 
     def request(seed: int, format: str) -> str:
-        sampling = {**parts["sampling"], "seed": seed, "num_samples": 1}
-        values = {**parts, "sampling": sampling, "format": format}
+        if saved_request is not None:
+            return saved_request
+        values = {**parts, "sampling": {**sampling, "seed": seed, "num_samples": 1}, "format": format}
         if of_picture is not None:
             values["picture"] = [settings.picture.save, of_picture(seed, MediaFormat.PNG)]
-        return sampled_by or hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     return request
 
 
-def planned_outputs(chain: Chain) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
-    """Return the files that a run would write, or no files and the error that would refuse it."""
+def _saved_request(settings: GenerateSettings, latents: str) -> str | None:
+    """Return the request that made saved latents if decoding them with `settings` makes its result."""
+    saved = open_latents(latents)
+    if saved.steps is not None:
+        raise RequestError(
+            f"{latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
+            hint=f"go on with osora generate --resume {shlex.quote(latents)}",
+        )
+
+    def deciding(settings: GenerateSettings) -> dict[str, Any]:
+        places = ("files", "runtime", "output", "memory", "parallel", "refine")
+        return {key: value for key, value in used_settings(settings).items() if key not in places}
+
     try:
-        return choose_outputs(chain), None
-    except OutputError as error:
-        return (), error
+        is_the_same = deciding(GenerateSettings.model_validate(dict(saved.settings))) == deciding(settings)
+    except ValueError:  # Settings of another version.
+        return None
+    return saved.request_sha256 if is_the_same else None
+
+
+def _sha256(path: str | Path) -> str:
+    try:
+        state = os.stat(path)
+        return _sha256_in(os.path.abspath(path), state.st_ino, state.st_size, state.st_mtime_ns)
+    except OSError:
+        return ""  # Reading the file reports the error.
+
+
+@lru_cache(maxsize=256)
+def _sha256_in(path: str, *state: int) -> str:
+    """Return the hash of a file in this state. A run needs it each time that it looks for names."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_outputs(files: Sequence[SampleFiles], chain: Chain, *, create: bool) -> None:
+    """Raise OutputError if the folder of results cannot be written or has too little space.
+
+    With `create`, the folder is made and a temporary file written in it.
+    """
+    folder, plan = files[0].media.parent, chain.video
+    hint = "choose another folder with --out"
+    if create:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"osora")
+        except OSError as error:
+            raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
+    parent = nearest_existing(folder)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise OutputError(f"cannot write in {folder}", hint=hint)
+    latent_bytes = sum(chain.latent_bytes for sample in files if sample.latents)
+    pixels = plan.height * plan.width * plan.num_frames * len(files)
+    needed = latent_bytes + int(pixels * _BYTES_PER_PIXEL) + _HEADROOM
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OutputError(
+            f"{folder} has {free / 2**20:.1f} MiB free, and latents and results need {needed / 2**20:.1f} MiB",
+            hint=f"make room there, or {hint}",
+        )
 
 
 def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFiles]:
@@ -114,209 +192,11 @@ def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
     if settings.output.overwrite:
         return
     for sample in files if settings.output.last_frame else ():
-        if not is_begun(settings, sample):
+        if not is_begun(sample):
             refuse_existing(last_frame_path(sample.target), None)
     for picture in picture_files(chain, files) if settings.picture.save else ():
         if not picture.made_before:
             refuse_existing(picture.media, picture.sidecar)
-
-
-def check_outputs(files: Sequence[SampleFiles], chain: Chain, *, create: bool) -> None:
-    """Raise OutputError if the folder of results cannot be written or has too little space.
-
-    With `create` the folder is made and a file written in it; otherwise it is only looked at.
-    """
-    folder = files[0].media.parent
-    if create:
-        _make_writable(folder)
-    else:
-        _look_writable(folder)
-    _check_space(folder, files, chain)
-
-
-def _make_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"osora")
-    except OSError as error:
-        raise OutputError(
-            f"cannot write in {folder}: {error.strerror or error}", hint="choose another folder with --out"
-        ) from error
-
-
-def _look_writable(folder: Path) -> None:
-    parent = nearest_existing(folder)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise OutputError(f"cannot write in {folder}", hint="choose another folder with --out")
-
-
-def _check_space(folder: Path, files: Sequence[SampleFiles], chain: Chain) -> None:
-    plan = chain.video
-    latents = sum(chain.latent_bytes for sample in files if sample.latents)
-    pixels = plan.height * plan.width * plan.num_frames * len(files)
-    needed = latents + int(pixels * _BYTES_PER_PIXEL) + _HEADROOM
-    free = shutil.disk_usage(nearest_existing(folder)).free
-    if free < needed:
-        raise OutputError(
-            f"{folder} has {free / 2**20:.1f} MiB free, and latents and results need {needed / 2**20:.1f} MiB",
-            hint="make room there, or choose another folder with --out",
-        )
-
-
-def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
-    """Return the settings that make this one sample again, with its own seed, from whatever folder they are used in."""
-    settings = plan.settings
-    output = settings.output
-    changes: dict[str, object] = {
-        "runtime.model_choice": settings.model.name,
-        "sampling.seed": sample.seed,
-        "sampling.num_samples": 1,
-        "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
-        "from_latents": None,
-        "resume": None,
-        # However many devices there are then: they change no more than rounding, but for this.
-        "parallel": {"compression": settings.parallel.compression},
-        # To replace files is never carried over to a later run.
-        "output.overwrite": False,
-    }
-    if plan.loras:
-        # By their contents too: a file of the same name may be another one by then.
-        changes["loras"] = tuple(
-            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
-        )
-    if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
-        changes["output.path"] = str(sample.target)
-    return settings.replace(changes)
-
-
-def _request_parts(plan: Plan, references: Sequence[str]) -> dict[str, Any]:
-    """Return all that decides the bits of a sample but seed and format: settings, weights, versions, device and dtype.
-
-    `references` are the hashes of what is given. Not in it: where files are, how work is divided and offloaded, which
-    changes no more than rounding. Of weights, which are large, size and time of change stand for the content.
-    """
-    settings = plan.settings
-    latents = settings.from_latents
-    used = used_settings(settings)
-    others = "files", "runtime", "output", "condition", "refine", "picture"
-    values = {key: value for key, value in used.items() if key not in others}
-    # What stops early has another name, and goes on as a part of the same.
-    values["sampling"] = {key: value for key, value in used["sampling"].items() if key != "stop_at"}
-    return {
-        **values,
-        "memory": settings.memory.fp8_storage,
-        "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
-        "condition": {**used["condition"], "references": list(references)},
-        "latents": None if latents is None else _sha256(latents),
-        "weights": {part: stamp_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
-        "attention": settings.runtime.attention,
-        "device": [plan.hardware.device.type, plan.hardware.dtype_name],
-        "versions": versions(),
-    }
-
-
-def _request_of_saved(settings: GenerateSettings) -> str | None:
-    """Return the request that made the latents to decode, if decoding them now makes what it asked for."""
-    if settings.from_latents is None:
-        return None
-    saved = open_latents(settings.from_latents)
-    if saved.steps is not None:
-        raise RequestError(
-            f"{settings.from_latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
-            hint=f"go on with osora generate --resume {shlex.quote(settings.from_latents)}",
-        )
-    try:
-        is_the_same = _deciding(GenerateSettings.model_validate(dict(saved.settings))) == _deciding(settings)
-    except ValueError:  # of another version
-        return None
-    return saved.request_sha256 if is_the_same else None
-
-
-def _deciding(settings: GenerateSettings) -> dict[str, Any]:
-    places = ("files", "runtime", "output", "memory", "parallel", "refine")
-    return {key: value for key, value in used_settings(settings).items() if key not in places}
-
-
-def _sha256(path: str | Path) -> str:
-    try:
-        state = os.stat(path)
-        return _sha256_in(os.path.abspath(path), state.st_ino, state.st_size, state.st_mtime_ns)
-    except OSError:
-        return ""  # where it is read, what is wrong is reported
-
-
-@lru_cache(maxsize=256)
-def _sha256_in(path: str, *state: int) -> str:
-    """Return the hash of a file in this state: a run asks for it each time that it looks for names."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sidecar_document(
-    chain: Chain,
-    sample: SampleFiles,
-    *,
-    num_bytes: int,
-    timings_s: Mapping[str, float],
-    peak_memory_gib: Mapping[str, float],
-    given_frames_psnr_db: float | None,
-    linear_products: LinearProductsReport | None = None,
-    segments: Sequence[Mapping[str, object]] = (),
-) -> dict[str, object]:
-    """Return the sidecar of `sample`, whose media has `num_bytes`.
-
-    `timings_s` maps stages to seconds, of the whole run for loading and text; `peak_memory_gib` is
-    `hardware.peak_memory_gib` of the run so far. `linear_products`: what was measured where
-    8 bits were multiplied. `segments` are those of a video that is extended.
-    """
-    plan, draft, picture = chain.video, chain.find(DRAFT), first_picture(chain, sample)
-    settings, exchange = plan.settings, plan.planned_exchange
-    return {
-        "schema": SIDECAR_SCHEMA,
-        "file": sample.media.name,
-        "bytes": num_bytes,
-        REQUEST_KEY: sample.request_sha256,
-        "prompt": settings.prompt,
-        "original_prompt": settings.refine.original,
-        "full_prompt": full_prompt(settings),
-        "negative_prompt": settings.negative_prompt,
-        "seed": sample.seed,
-        "model": settings.model.name,
-        "condition_mode": plan.mode.name,
-        "height": plan.height,
-        "width": plan.width,
-        "num_frames": plan.num_frames,
-        "fps": settings.video.fps,
-        "model_evaluations": chain.model_evaluations,
-        "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
-        "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
-        **({} if linear_products is None else {"linear_products": linear_products.to_json()}),
-        **({"segments": segments} if segments else {}),
-        **({} if draft is None else {"draft": _draft(plan, draft)}),
-        "device": str(plan.hardware.device),
-        "device_name": plan.hardware.device_name,
-        "dtype": plan.hardware.dtype_name,
-        "tf32": tf32_in_use(plan.hardware.device),
-        "timings_s": {stage: round(seconds, 3) for stage, seconds in timings_s.items()},
-        **peak_memory_gib,
-        "threads": None if plan.threads is None else plan.threads.to_json(),
-        "mesh": asdict(plan.mesh),
-        "exchange": None if exchange is None else exchange.to_json(),
-        "offload": asdict(plan.offload),
-        "attention": None if plan.attention is None else plan.attention.to_json(),
-        "versions": versions(),
-        "settings": used_settings(sample_settings(plan, sample)),
-    }
-
-
-def _draft(plan: Plan, draft: Plan) -> dict[str, object]:
-    return {
-        "height": draft.height,
-        "width": draft.width,
-        "model_evaluations": draft.model_evaluations,
-        "skipped_steps": plan.start,
-    }
 
 
 class FirstPicture(Document):
@@ -346,16 +226,74 @@ def first_picture(chain: Chain, sample: SampleFiles) -> FirstPicture | None:
     )
 
 
-def media_tags(settings: GenerateSettings, sample: SampleFiles) -> dict[str, str]:
-    """Return the metadata of the media file itself; empty where none is wanted.
+def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
+    """Return the settings that make this sample alone again, in any working folder."""
+    settings = plan.settings
+    output = settings.output
+    changes: dict[str, object] = {
+        "runtime.model_choice": settings.model.name,
+        "sampling.seed": sample.seed,
+        "sampling.num_samples": 1,
+        "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
+        "from_latents": None,
+        "resume": None,
+        # The number of devices changes only rounding; compression changes more.
+        "parallel": {"compression": settings.parallel.compression},
+        # A later run must not replace files without being asked.
+        "output.overwrite": False,
+    }
+    if plan.loras:
+        # The hash detects another file of the same name.
+        changes["loras"] = tuple(
+            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
+        )
+    if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
+        changes["output.path"] = str(sample.target)
+    return settings.replace(changes)
 
-    No time and no place: the same request makes the same bytes.
-    """
-    if not settings.output.metadata:
-        return {}
+
+def sidecar_document(
+    chain: Chain, sample: SampleFiles, *, num_bytes: int, figures: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the sidecar of a sample whose media has `num_bytes`. `figures` are measurements of its run."""
+    plan, draft, picture = chain.video, chain.find(DRAFT), first_picture(chain, sample)
+    settings, exchange = plan.settings, plan.planned_exchange
     return {
+        "schema": SIDECAR_SCHEMA,
+        "file": sample.media.name,
+        "bytes": num_bytes,
+        REQUEST_KEY: sample.request_sha256,
         "prompt": settings.prompt,
-        "seed": str(sample.seed),
+        "original_prompt": settings.refine.original,
+        "full_prompt": full_prompt(settings),
+        "negative_prompt": settings.negative_prompt,
+        "seed": sample.seed,
         "model": settings.model.name,
-        "software": f"osora {opensora_cli.__version__}",
+        "condition_mode": plan.mode.name,
+        "height": plan.height,
+        "width": plan.width,
+        "num_frames": plan.num_frames,
+        "fps": settings.video.fps,
+        "model_evaluations": chain.model_evaluations,
+        "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
+        "draft": None
+        if draft is None
+        else {
+            "height": draft.height,
+            "width": draft.width,
+            "model_evaluations": draft.model_evaluations,
+            "skipped_steps": plan.start,
+        },
+        **figures,
+        "device": str(plan.hardware.device),
+        "device_name": plan.hardware.device_name,
+        "dtype": plan.hardware.dtype_name,
+        "tf32": tf32_in_use(plan.hardware.device),
+        "threads": None if plan.threads is None else plan.threads.to_json(),
+        "mesh": asdict(plan.mesh),
+        "exchange": None if exchange is None else exchange.to_json(),
+        "offload": asdict(plan.offload),
+        "attention": None if plan.attention is None else plan.attention.to_json(),
+        "versions": versions(),
+        "settings": used_settings(sample_settings(plan, sample)),
     }

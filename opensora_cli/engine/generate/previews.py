@@ -1,18 +1,17 @@
-"""Previews of a video while it is denoised, without its autoencoder: a linear map from latents to colors.
+"""Previews of a video while it is denoised: a linear map from latents to colors, without the autoencoder.
 
-The map of the demo is part of osora. The map of another autoencoder is fitted at first use, and kept in the user's
-cache.
+The map of the demo is part of osora. The map of another autoencoder is fitted at first use and cached.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal
 
 import torch
 from einops import reduce
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
@@ -30,63 +29,59 @@ from opensora_cli.media.sheets import enlarged
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 
-_SCHEMA = "osora.preview-map/1"
 _LEAST_SIZE, _LEAST_CLIPS = 64, 8
 _LATENTS_A_SIDE = 8
 _POSITIONS_PER_CHANNEL = 16
 _FPS = 12.0
-_DIGITS = 6
+_GIF_SIDE = 256
+"""Longest side of a preview in pixels, unless there are more latents."""
+
+Color = tuple[FiniteFloat, FiniteFloat, FiniteFloat]
 
 
-@dataclass(frozen=True, slots=True)
-class PreviewMap:
-    """A colour for each latent position: bias + latents · weights, in [-1, 1]."""
+class PreviewMap(BaseModel):
+    """Colors of latents: bias + latents · weights, in [-1, 1]."""
 
-    weights_C3: torch.Tensor
-    """float64, on the CPU."""
-    bias_3: torch.Tensor
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal["osora.preview-map/1"] = Field(default="osora.preview-map/1", alias="schema")
+    weights: tuple[Color, ...]
+    """Color of each latent channel."""
+    bias: Color
 
     def frames(self, latents_CTHW: torch.Tensor) -> torch.Tensor:
-        """Return scaled latents as uint8 RGB (T, H, W, 3) on the CPU, one pixel for each position."""
-        weights_C3, bias_3 = (part.to(latents_CTHW.device, torch.float32) for part in (self.weights_C3, self.bias_3))
+        """Return scaled latents as uint8 RGB (T, H, W, 3) on the CPU, with a pixel for each position."""
+        device = latents_CTHW.device
+        weights_C3 = torch.tensor(self.weights, dtype=torch.float32, device=device)
+        bias_3 = torch.tensor(self.bias, dtype=torch.float32, device=device)
         pixels_THW3 = latents_CTHW.float().permute(1, 2, 3, 0) @ weights_C3 + bias_3
         return to_uint8(pixels_THW3.permute(3, 0, 1, 2))
 
-    @classmethod
-    def of_json(cls, document: Mapping[str, Any]) -> Self | None:
-        """Return what `to_json` has written; None where that is something else."""
-        try:
-            weights_C3 = torch.tensor(document["weights"], dtype=torch.float64)
-            bias_3 = torch.tensor(document["bias"], dtype=torch.float64)
-        except (KeyError, TypeError, ValueError, RuntimeError):
-            return None
-        is_whole = weights_C3.ndim == 2 and weights_C3.shape[1:] == bias_3.shape == (3,)
-        are_finite = bool(weights_C3.isfinite().all() and bias_3.isfinite().all())
-        return cls(weights_C3, bias_3) if document.get("schema") == _SCHEMA and is_whole and are_finite else None
-
     def to_json(self) -> dict[str, Any]:
-        """Return a document from which `of_json` makes it again."""
-        weights, bias = (part.to(torch.float64).tolist() for part in (self.weights_C3, self.bias_3))
-        rounded = [[float(f"{value:.{_DIGITS}g}") for value in row] for row in (*weights, bias)]
-        return {"schema": _SCHEMA, "weights": rounded[:-1], "bias": rounded[-1]}
+        """Return the document that `read_map` reads."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def read_map(file: Path) -> PreviewMap | None:
+    """Return the map in a file; None if the file is missing or broken."""
+    try:
+        return PreviewMap.model_validate(read_json_object(file))
+    except (FileProblem, ValueError):
+        return None
 
 
 def fit_preview_map(autoencoder: Autoencoder, *, on_clip: Callable[[], None] = lambda: None) -> PreviewMap:
-    """Fit the map by least squares to rendered scenes as `autoencoder` encodes them; the same weights, the same map.
-
-    What a latent position should show is the mean of the pixels and frames that it stands for. `on_clip` is called
-    after each of the `count_clips`.
-    """
-    latents_NC, colours_N3 = [], []
+    """Fit a map by least squares to rendered scenes. `on_clip` is called after each of `count_clips`."""
+    latents_NC, colors_N3 = [], []
     for number in range(count_clips(autoencoder)):
-        clip_CTHW, colours_3thw = preview_example(autoencoder, SceneClip(seed=0, number=number))
-        latents_NC.append(clip_CTHW.flatten(1).T)
-        colours_N3.append(colours_3thw.flatten(1).T)
+        latents_CTHW, colors_3THW = preview_example(autoencoder, SceneClip(seed=0, number=number))
+        latents_NC.append(latents_CTHW.flatten(1).T)
+        colors_N3.append(colors_3THW.flatten(1).T)
         on_clip()
     inputs_NC = torch.cat(latents_NC)
     inputs_NC = torch.cat([inputs_NC, inputs_NC.new_ones(len(inputs_NC), 1)], dim=1)
-    solution_C3 = torch.linalg.lstsq(inputs_NC, torch.cat(colours_N3)).solution
-    return PreviewMap(solution_C3[:-1], solution_C3[-1])
+    *weights, bias = torch.linalg.lstsq(inputs_NC, torch.cat(colors_N3)).solution.tolist()
+    return PreviewMap(weights=weights, bias=bias)
 
 
 def count_clips(autoencoder: Autoencoder) -> int:
@@ -97,9 +92,9 @@ def count_clips(autoencoder: Autoencoder) -> int:
 
 
 def preview_example(autoencoder: Autoencoder, clip: SceneClip) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a rendered clip's scaled latents_CTHW, and what a preview of them should show (3,T,H,W), in [-1, 1].
+    """Return the scaled latents_CTHW of a rendered clip, and the colors_3THW of their preview in [-1, 1].
 
-    Both are float64, on the CPU.
+    Both are float64 on the CPU. A color is the mean of the pixels and frames of a latent position.
     """
     grid, (frames, size) = autoencoder.grid, _clip_shape(autoencoder)
     weight = next(autoencoder.parameters())
@@ -107,34 +102,55 @@ def preview_example(autoencoder: Autoencoder, clip: SceneClip) -> tuple[torch.Te
     pixels_3THW = (levels_THWC.double() / 127.5 - 1).permute(3, 0, 1, 2)
     [latents_CTHW] = autoencoder.encode(pixels_3THW[None].to(weight.device, weight.dtype)).cpu().double()
     space, first = grid.spatial_compression_ratio, int(grid.is_causal)
-    # Of a causal one, the first latent frame is the first frame alone.
+    # The first latent frame of a causal autoencoder is the first frame alone.
     spans = (pixels_3THW[:, :first], 1), (pixels_3THW[:, first:], grid.time_compression_ratio)
-    colours = [
+    colors = [
         reduce(part, "c (t r) (h p) (w q) -> c t h w", "mean", r=ratio, p=space, q=space) for part, ratio in spans
     ]
-    return latents_CTHW, torch.cat(colours, dim=1)
+    return latents_CTHW, torch.cat(colors, dim=1)
 
 
 def _clip_shape(autoencoder: Autoencoder) -> tuple[int, int]:
-    """Return the frames of a clip, of two or three latent frames, and its side in pixels."""
+    """Return the frames of a clip, for two or three latent frames, and its side in pixels."""
     grid = autoencoder.grid
     size = max(_LEAST_SIZE, _LATENTS_A_SIDE * grid.spatial_compression_ratio)
     return grid.longest_clip(2 * grid.time_compression_ratio + 1), size
 
 
+def demo_map_file() -> Path:
+    """Return the file of the demo's map."""
+    return packaged_demo() / "vae.preview.json"
+
+
+def _map_file(plan: Plan) -> Path | None:
+    """Return the file for the map of a plan's autoencoder; None if the user has no cache."""
+    weights, settings = plan.weights.path(Component.VAE), plan.settings.vae
+    if weights.parent == packaged_demo():
+        return demo_map_file()
+    folder = user_cache("previews")
+    made_of = repr((stamp_of(weights), settings.kind.value, settings.model_dump(mode="json")))
+    return folder and folder / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
+
+
 def known_map(plan: Plan) -> PreviewMap | None:
-    """Return the map of a plan's autoencoder; None where it is still to be fitted."""
-    file = _file_of(plan)
-    try:
-        found = None if file is None else PreviewMap.of_json(read_json_object(file))
-    except (FileProblem, ValueError):
-        return None
-    return found if found is not None and len(found.weights_C3) == plan.latent_shape[0] else None
+    """Return the map of a plan's autoencoder; None if it must be fitted first."""
+    file = _map_file(plan)
+    found = None if file is None else read_map(file)
+    return found if found is not None and len(found.weights) == plan.latent_shape[0] else None
+
+
+def fitting_line(plan: Plan) -> str:
+    """Return the note that the map of a plan's autoencoder will be fitted, and where it is cached."""
+    file = _map_file(plan)
+    kept = "" if file is None else f", and kept in {file.parent}"
+    return f"the colors of this autoencoder's latents are not known yet: they are fitted first{kept}"
 
 
 def preview_map(plan: Plan, models: LoadedModels, record: RunRecord) -> PreviewMap | None:
-    """Return the map of a plan's autoencoder, fitted and kept if it is not known; None, with a warning, where there is
-    no room for that. A CheckpointError if the autoencoder's weights are broken.
+    """Return the map of a plan's autoencoder, fitted and cached if necessary.
+
+    Returns None, with a warning, if fitting does not fit in memory. Raises CheckpointError if the autoencoder's weights
+    are broken.
     """
     if (known := known_map(plan)) is not None:
         return known
@@ -152,77 +168,32 @@ def preview_map(plan: Plan, models: LoadedModels, record: RunRecord) -> PreviewM
     except HardwareError as error:
         record.reporter.warn(f"there will be no previews: {error.message}")
         return None
-    file = _file_of(plan)
     try:
-        if file is not None:
+        if (file := _map_file(plan)) is not None:
             write_json_atomic(file, fitted.to_json())
     except OutputError as error:
-        record.reporter.warn(f"what previews need is not kept for the next time: {error.message}")
+        record.reporter.warn(f"the colors of previews are not cached: {error.message}")
     return fitted
 
 
-def fitting_line(plan: Plan) -> str:
-    """Return for people that the map of a plan's autoencoder is to be fitted, and where it is kept."""
-    file = _file_of(plan)
-    kept = "" if file is None else f", and kept in {file.parent}"
-    return f"the colours of this autoencoder's latents are not known yet: they are fitted first{kept}"
-
-
-def demo_map_file() -> Path:
-    """Return where the map of the demo's autoencoder is."""
-    return packaged_demo() / "vae.preview.json"
-
-
-def _file_of(plan: Plan) -> Path | None:
-    """Return where the map of a plan's autoencoder is kept, or would be; None where the user has no cache."""
-    weights, settings = plan.weights.path(Component.VAE), plan.settings.vae
-    if weights.parent == packaged_demo():
-        return demo_map_file()
-    folder = user_cache("previews")
-    made_of = repr((stamp_of(weights), settings.kind.value, settings.model_dump(mode="json")))
-    return folder and folder / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
-
-
-T = TypeVar("T")
-
-_GIF_SIDE = 256
-"""Pixels of the longer side, at most, unless there are more latents."""
-
-
 class Previews:
-    """Writes previews after every few steps, as `output.preview_every` asks for, and at the end of exploring.
-
-    A failure is a warning once, and ends no run.
-    """
+    """Writes previews as `output.preview_every` asks, and at the end of exploring. A failure ends only the previews."""
 
     def __init__(self, plan: Plan, map_: PreviewMap, record: RunRecord) -> None:
-        self._plan, self._map, self._record = plan, map_, record
-        self._failed: set[str] = set()
+        self._settings, self._map, self._reporter = plan.settings, map_, record.reporter
+        self._failed = False
 
     def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
-        """Write the predicted video of a sample after so many steps, if a preview is due."""
-        settings = self._plan.settings
+        """Write the predicted video of a sample after `steps` if a preview is due."""
+        settings = self._settings
         every = settings.output.preview_every
         ends_exploring = settings.output.explore and steps == settings.sampling.stop_at
-        if not ends_exploring and (every is None or steps % every):
+        if self._failed or not (ends_exploring or (every is not None and steps % every == 0)):
             return
-        frames_THWC = self._tried("made", lambda: self._map.frames(predicted_CTHW()))
-        if frames_THWC is None:
-            return
-        self._tried("written", lambda: self._write(frames_THWC, sample))
-
-    def _write(self, frames_THWC: torch.Tensor, sample: SampleFiles) -> None:
-        settings = self._plan.settings
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
-        path = preview_path(sample.target)
-        write_media([enlarged(frames_THWC, longest_side=_GIF_SIDE)], path, fps=fps, format=MediaFormat.GIF)
-
-    def _tried(self, what: str, action: Callable[[], T]) -> T | None:
-        if what in self._failed:
-            return None
         try:
-            return action()
-        except (OsoraError, OSError, RuntimeError, ValueError) as error:
-            self._failed.add(what)
-            self._record.reporter.warn(f"previews are not {what} any more: {error}")
-            return None
+            frames_THWC = enlarged(self._map.frames(predicted_CTHW()), longest_side=_GIF_SIDE)
+            write_media([frames_THWC], preview_path(sample.target), fps=fps, format=MediaFormat.GIF)
+        except (OsoraError, OSError, RuntimeError) as error:
+            self._failed = True
+            self._reporter.warn(f"there are no more previews: {error}")

@@ -1,13 +1,12 @@
-"""The names of results: which are free, claimed, or made before by the same request. Needs no torch."""
+"""Names of results: free, claimed by another run, or made before by the same request. Needs no torch."""
 
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -15,23 +14,30 @@ from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, OutputEr
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
-from opensora_cli.media.results import in_the_way, is_there, read_sidecar, refuse_existing, result_bytes, sidecar_path
+from opensora_cli.media.results import (
+    conflicting_file,
+    is_there,
+    read_sidecar,
+    refuse_existing,
+    result_bytes,
+    sidecar_path,
+)
 from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMA, usual_settings
+from opensora_cli.settings.load import SIDECAR_SCHEMAS, usual_settings
 from opensora_cli.settings.saved import flags_again
 
 REQUEST_KEY = "request_sha256"
-"""Key of sidecars and saved latents for the hash of everything that decides their bits."""
+"""Key of sidecars and saved latents for the hash of their request."""
 STEPS_KEY = "steps_done"
 """Key of saved latents for the number of steps done; absent after all steps."""
-_SEEDS_PER_SEGMENT = 10_000
 LATENTS_ENDING = ".latents.safetensors"
+_SEEDS_PER_SEGMENT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFiles:
-    """The files of one sample."""
+    """Files of one sample."""
 
     settings: GenerateSettings = field(repr=False, compare=False)
     """Settings of the run."""
@@ -42,29 +48,29 @@ class SampleFiles:
     media: Path
     """Result: `target`, or the folder of a PNG sequence."""
     sidecar: Path | None
-    """None where no metadata is wanted."""
+    """None without metadata."""
     latents: Path | None
-    """None where they are not saved, or come from a file already."""
+    """File to save latents in; None if they are not saved."""
     number: int = 1
-    """Number of the name of a result in a folder: NAME, NAME_2, NAME_3 ..."""
+    """Number of the name in a folder: NAME, NAME_2, NAME_3 ..."""
     request_sha256: str = ""
-    """The hash of everything that decides its bits."""
+    """Hash of everything that decides the bits of the result."""
     made_before: bool = False
     """Whether an earlier run of the same request made the result, which is kept."""
     saved: Path | None = None
-    """Latents to go on from: those asked for, or of a run of the same request that did not finish; None: none."""
+    """Latents to continue from, requested or of an unfinished run of the same request; None without any."""
     saved_steps: int | None = None
-    """Steps that these have been through; None: all."""
+    """Steps that the latents to continue from have been through; None for all steps."""
     segment: int = 0
     """Number of the segment of an extended video."""
 
     @property
     def noise_seed(self) -> int:
-        """The seed of its noise: its own, and of segment k 10,000·k more, which is more than a run has samples."""
+        """Seed of the noise of this segment. Segments are 10,000 seeds apart, more than a run has samples."""
         return self.seed + self.segment * _SEEDS_PER_SEGMENT
 
     def command(self, latents: Path, *, is_begun: bool) -> str:
-        """Return the command that goes on from saved latents, with the flags that no file brings."""
+        """Return the command that continues from saved latents, with the flags that no file brings."""
         usual = usual_settings(self.settings.model.name)
         option = "--resume" if is_begun else "--from-latents"
         flags = flags_again(self.settings, usual, decodes=not is_begun)
@@ -72,8 +78,8 @@ class SampleFiles:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is `in_the_way`, and there are no latents; an OutputError names one that no file can have."""
-        return in_the_way(self.media, self.sidecar) is None and not (self.latents and is_there(self.latents))
+        """Whether the name has neither a result nor latents. Raises OutputError if no file can have it."""
+        return conflicting_file(self.media, self.sidecar) is None and not (self.latents and is_there(self.latents))
 
 
 def num_samples(settings: GenerateSettings) -> int:
@@ -81,46 +87,54 @@ def num_samples(settings: GenerateSettings) -> int:
     return 1 if settings.from_latents is not None else settings.sampling.num_samples
 
 
-def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> SampleFiles:
-    """Return the files of a sample: in a folder named after prompt and seed, several of one given name numbered."""
+def sample_files(settings: GenerateSettings, index: int, *, number: int = 1, request_sha256: str = "") -> SampleFiles:
+    """Return the files of a sample. In a folder they are named after prompt and seed."""
     output, seed = settings.output, settings.sampling.seed + index
     kind, named = settings.output_format, Path(output.path)
-    if output.named_format is None and output.name_from is NameFrom.PROMPT:
-        target = named / f"{prompt_stem(settings.refine.original or settings.prompt, index=index)}.{kind}"
-    elif output.named_format is None:
-        # Named by seed: sample i is what seed + i makes on its own, so it has that name, too.
-        again = "" if number == 1 else f"_{number}"
-        # By what was typed: that is how a result is looked for.
-        target = named / f"{file_stem(settings.refine.original or settings.prompt, seed=seed)}{again}.{kind}"
-    elif num_samples(settings) > 1:
-        target = named.with_stem(f"{named.stem}_{index:03d}")
+    typed_prompt = settings.refine.original or settings.prompt
+    if output.named_format is not None:
+        target = named.with_stem(f"{named.stem}_{index:03d}") if num_samples(settings) > 1 else named
+    elif output.name_from is NameFrom.PROMPT:
+        target = named / f"{prompt_stem(typed_prompt, index=index)}.{kind}"
     else:
-        target = named
+        # A sample of several has the name that its seed has alone.
+        suffix = "" if number == 1 else f"_{number}"
+        target = named / f"{file_stem(typed_prompt, seed=seed)}{suffix}.{kind}"
     latents = target.with_name(f"{target.stem}{LATENTS_ENDING}")
     if settings.sampling.stop_at is not None and not output.explore:
         target = target.with_stem(f"{target.stem}_step{settings.sampling.stop_at}")
     media = media_path(target, format=kind, num_frames=settings.video.num_frames)
-    keeps_latents = output.save_latents and settings.from_latents is None
     return SampleFiles(
         settings=settings,
         index=index,
-        number=number,
         seed=seed,
         target=target,
         media=media,
         sidecar=sidecar_path(media) if output.metadata else None,
-        latents=latents if keeps_latents else None,
+        latents=latents if output.save_latents and settings.from_latents is None else None,
+        number=number,
+        request_sha256=request_sha256,
         saved=None if settings.from_latents is None else Path(settings.from_latents),
     )
 
 
 def last_frame_path(video: Path) -> Path:
-    """Return where the last frame of a video is kept."""
+    """Return the file for the last frame of a video."""
     return video.with_name(f"{video.stem}.last.png")
 
 
+def preview_path(target: Path) -> Path:
+    """Return the file for the latest preview of a sample."""
+    return target.with_name(f"{target.stem}.preview.gif")
+
+
+def sheet_path(first: Path) -> Path:
+    """Return the file for the sheet of explored seeds, named after the result of the first seed."""
+    return first.with_name(f"{first.stem}.explore.png")
+
+
 def remove_latents(latents: Path) -> None:
-    """Remove the saved latents of a result that is complete; where that is not possible, that is a warning."""
+    """Remove the saved latents of a complete result, or warn if that fails."""
     try:
         latents.unlink(missing_ok=True)
     except OSError as error:
@@ -128,218 +142,163 @@ def remove_latents(latents: Path) -> None:
         warnings.warn(message, OsoraWarning, stacklevel=2)
 
 
-def preview_path(target: Path) -> Path:
-    """Return where the latest preview of a sample is kept."""
-    return target.with_name(f"{target.stem}.preview.gif")
-
-
-def sheet_path(first: Path) -> Path:
-    """Return where the sheet of seeds that are explored is kept, by the result that the first of them would become."""
-    return first.with_name(f"{first.stem}.explore.png")
-
-
-class Claims:
-    """Names and requests that this process has to itself until the block ends; one process of osora gets each.
+class Claims(ExitStack):
+    """Names and requests that no other process may use until the block ends.
 
     Args:
-        repeats: whether a request that another process has is made here, too, under the next name. Several devices may
-            meet rows of one file that ask for the same.
+        repeats: Whether to make a request under the next name if another process is making it. Several devices may
+            meet equal rows of one file.
     """
 
     def __init__(self, *, repeats: bool = False) -> None:
-        self._repeats = repeats
-        self._names, self._requests = ExitStack(), ExitStack()
+        super().__init__()
+        self.repeats = repeats
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *reason: object) -> None:
-        # In this order: who gets a request finds the names of those that have finished it.
-        with self._requests:
-            self._names.close()
+def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, claims: Claims | None) -> SampleFiles:
+    """Return the files of a sample: those of the same request, finished or begun, else the first free ones.
 
-    @contextmanager
-    def looking_at(self, sample: SampleFiles) -> Iterator[Callable[[], object] | None]:
-        """Yield what keeps the names of a sample beyond the block; None where another process has them."""
-        with ExitStack() as here:
-            is_ours = here.enter_context(locked_file(_name_lock(sample)))
-            yield (lambda: self._names.push(here.pop_all())) if is_ours else None
+    A name in a folder that another request has taken gives way to the next one. A file that was named is never given
+    another name. With `output.overwrite`, files of the same request are replaced, else those of the first name. With
+    `claims`, the names are claimed, and in a folder the request, too; the folder must exist.
 
-    @contextmanager
-    def requesting(self, sample: SampleFiles) -> Iterator[Callable[[], object]]:
-        """Yield what keeps the request of a sample, by the first of its names, beyond the block.
-
-        Raises OutputError if another process has it, unless this one repeats.
-        """
-        lock = lock_beside(sample.media, f"{sample.request_sha256} {sample.media.name}")
-        with ExitStack() as here:
-            if not here.enter_context(locked_file(lock)) and not self._repeats:
+    Raises:
+        CheckpointError: The latents to resume from are of another request.
+        OutputError: A named file, its sidecar, or its latents exist from another request; another process makes them;
+            or no file can have such a name.
+    """
+    is_named = settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
+    has_one_name = is_named or settings.output.overwrite
+    sample = sample_files(settings, index, request_sha256=request_sha256)
+    with ExitStack() as locks:
+        if claims is not None and not is_named:
+            lock = lock_beside(sample.media, f"{request_sha256} {sample.media.name}")
+            if not locks.enter_context(locked_file(lock)) and not claims.repeats:
                 raise OutputError(
                     f"another run is making the same result in {sample.media.parent}: {lock_holder(lock)}",
                     hint="wait until it ends, or use another --out",
                 )
-            yield lambda: self._requests.push(here.pop_all())
-
-
-def _name_lock(sample: SampleFiles) -> Path:
-    """Return the lock file of a sample's name: results of one name in several formats have the same latents."""
-    return lock_beside(sample.media, sample.target.stem)
-
-
-def find_target(
-    settings: GenerateSettings, index: int, request_sha256: Callable[[int], str], *, claims: Claims | None
-) -> SampleFiles:
-    """Return the files of a sample: those that the same request has made before or begun, else the first free ones.
-
-    What it has begun are saved latents. A name in a folder that another request has taken gives way to the next one; a
-    file that was named is never given another name. To overwrite replaces what the same request has made, else the
-    first name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims` are
-    given, and in a folder the request is, too; the folder is there then.
-
-    Raises:
-        CheckpointError: what is to be resumed is of another request.
-        OutputError: a named file, its sidecar, or its latents are there from another request; or another process makes
-            them; or no file can have such a name.
-    """
-    request = request_sha256(settings.sampling.seed + index)
-    if claims is None or _is_named(settings):
-        return _find_target(settings, index, request, claims=claims)
-    first = replace(sample_files(settings, index), request_sha256=request)
-    with claims.requesting(first) as keep:
-        sample = _find_target(settings, index, request, claims=claims)
-        if not sample.made_before:
-            keep()
-        return sample
-
-
-def _is_named(settings: GenerateSettings) -> bool:
-    return settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
-
-
-def _find_target(settings: GenerateSettings, index: int, request: str, *, claims: Claims | None) -> SampleFiles:
-    output = settings.output
-    is_named = _is_named(settings)
-    has_one_name = is_named or output.overwrite
-    names: Iterator[SampleFiles] = (sample_files(settings, index, number=number) for number in count(1))
-    if output.overwrite and not is_named:
-        names = iter([_own_files(settings, index, request)])
-    while True:
-        sample = replace(next(names), request_sha256=request)
-        with nullcontext(lambda: None) if claims is None else claims.looking_at(sample) as keep:
-            if keep is None:
-                if has_one_name:
+        if settings.output.overwrite and not is_named:
+            sample = _own_files(sample)
+        while True:
+            # Results of one name in several formats have the same latents.
+            lock = lock_beside(sample.media, sample.target.stem)
+            with ExitStack() as name_lock:
+                if claims is None or name_lock.enter_context(locked_file(lock)):
+                    found = _usable(sample, has_one_name=has_one_name)
+                    if found is not None:
+                        if claims is not None and not found.made_before:
+                            # The name is released first: the next holder of the request finds the finished result.
+                            locks.push(name_lock.pop_all())
+                            claims.push(locks.pop_all())
+                        return found
+                elif has_one_name:
                     raise OutputError(
-                        f"{sample.media} is being made by another run: {lock_holder(_name_lock(sample))}",
+                        f"{sample.media} is being made by another run: {lock_holder(lock)}",
                         hint="wait until it ends, or use another --out",
                     )
-                continue
-            if settings.resume is not None:
-                keep()
-                return _resumed(sample, Path(settings.resume), overwrite=settings.output.overwrite)
-            # Looked at even with --overwrite: a name that no file can have is to be refused as well.
-            if sample.is_free or output.overwrite:
-                keep()
-                return sample
-            if read_made(sample).get(REQUEST_KEY) == request:
-                return replace(sample, made_before=True)
-            begun = _begun(sample)
-            if begun.request_sha256 == request:
-                keep()
-                return replace(sample, saved=sample.latents, saved_steps=begun.steps)
-            if has_one_name:
-                refuse_existing(sample.media, sample.sidecar)
-                raise OutputError(
-                    f"{sample.latents} is there from a run that did not finish",
-                    hint=f"go on with osora generate {begun.option} {shlex.quote(str(sample.latents))}, or start again "
-                    "with --overwrite",
-                )
+            sample = sample_files(settings, index, number=sample.number + 1, request_sha256=request_sha256)
 
 
-def _resumed(sample: SampleFiles, state: Path, *, overwrite: bool) -> SampleFiles:
-    """Return the files of a sample that is gone on with from `state`, or made before."""
-    request = sample.request_sha256
-    if not overwrite and read_made(sample).get(REQUEST_KEY) == request:
+def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
+    """Return the files that a request uses under a name; None if they belong to another request."""
+    settings = sample.settings
+    if settings.resume is not None:
+        return _resumed(sample, Path(settings.resume))
+    # Checked even with --overwrite: a name that no file can have is refused as well.
+    if sample.is_free or settings.output.overwrite:
+        return sample
+    if _is_made(sample):
         return replace(sample, made_before=True)
-    begun = _begun_in(state)
-    if begun.request_sha256 != request:
+    request, steps = _begun(sample)
+    if request == sample.request_sha256:
+        return replace(sample, saved=sample.latents, saved_steps=steps)
+    if has_one_name:
+        refuse_existing(sample.media, sample.sidecar)
+        option = "--from-latents" if steps is None else "--resume"
+        raise OutputError(
+            f"{sample.latents} is there from a run that did not finish",
+            hint=f"go on with osora generate {option} {shlex.quote(str(sample.latents))}, or start again with "
+            "--overwrite",
+        )
+    return None
+
+
+def _resumed(sample: SampleFiles, state: Path) -> SampleFiles:
+    overwrite = sample.settings.output.overwrite
+    if not overwrite and _is_made(sample):
+        return replace(sample, made_before=True)
+    request, steps = _saved_request(state)
+    if request != sample.request_sha256:
         raise CheckpointError(
             f"{state} is of another request: settings, weights, versions, device or dtype are not the same",
             hint="go on where it was begun, without options that change the video",
         )
     if not overwrite:
         refuse_existing(sample.media, sample.sidecar)
-    return replace(sample, saved=state, saved_steps=begun.steps)
+    return replace(sample, saved=state, saved_steps=steps)
 
 
-def _own_files(settings: GenerateSettings, index: int, request: str) -> SampleFiles:
-    """Return the files of a sample in a folder that the same request has made or begun, or else the first ones."""
-    first = sample_files(settings, index)
+def _own_files(first: SampleFiles) -> SampleFiles:
+    """Return the files in a folder that the request of `first` has made or begun, else `first`."""
     sample = first
     while any(is_there(path) for path in (sample.media, sample.sidecar, sample.latents) if path is not None):
-        if request in (_described(sample).get(REQUEST_KEY), _begun(sample).request_sha256):
+        if first.request_sha256 in (_sidecar_of(sample).get(REQUEST_KEY), _begun(sample)[0]):
             return sample
-        sample = sample_files(settings, index, number=sample.number + 1)
+        sample = sample_files(
+            first.settings, first.index, number=sample.number + 1, request_sha256=first.request_sha256
+        )
     return first
 
 
 def read_made(sample: SampleFiles) -> Mapping[str, Any]:
-    """Return the sidecar of a result that is there and whole; empty where there is none, or it is damaged."""
-    document = _described(sample)
+    """Return the sidecar of a whole result; empty without one."""
+    document = _sidecar_of(sample)
     try:
         return document if document.get("bytes") == result_bytes(sample.media) else {}
     except OSError:
         return {}
 
 
-def is_begun(settings: GenerateSettings, sample: SampleFiles) -> bool:
-    """Return whether an earlier run of the same request began a result and did not finish it: it left the sidecar, or
-    the latents that this run goes on from. Extras that are there are of that run, too.
-    """
-    if sample.saved is not None and settings.from_latents is None:
+def _is_made(sample: SampleFiles) -> bool:
+    return bool(read_made(sample).get(REQUEST_KEY) == sample.request_sha256)
+
+
+def is_begun(sample: SampleFiles) -> bool:
+    """Return whether an earlier run of the same request began the result. Files beside the result are of that run."""
+    if sample.saved is not None and sample.settings.from_latents is None:
         return True
-    return not is_there(sample.media) and _described(sample).get(REQUEST_KEY) == sample.request_sha256
+    return not is_there(sample.media) and _sidecar_of(sample).get(REQUEST_KEY) == sample.request_sha256
 
 
-def _described(sample: SampleFiles) -> Mapping[str, Any]:
-    """Return the sidecar of `sample`, whatever became of its media; empty where there is none."""
+def _sidecar_of(sample: SampleFiles) -> Mapping[str, Any]:
+    """Return the sidecar of a sample, with or without its media; empty if there is none."""
     document = {} if sample.sidecar is None else read_sidecar(sample.sidecar)
-    is_of_this = (document.get("schema"), document.get("file")) == (SIDECAR_SCHEMA, sample.media.name)
-    return document if is_of_this else {}
+    is_own = document.get("schema") in SIDECAR_SCHEMAS and document.get("file") == sample.media.name
+    return document if is_own else {}
 
 
-class _Begun(NamedTuple):
-    """Metadata of saved latents."""
-
-    request_sha256: str | None = None
-    """None: there are none, or of another kind."""
-    steps: int | None = None
-
-    @property
-    def option(self) -> str:
-        """Option of the command line that continues from them."""
-        return "--from-latents" if self.steps is None else "--resume"
+def _begun(sample: SampleFiles) -> tuple[str | None, int | None]:
+    """Return the request and the steps of the latents of a sample without a result."""
+    if sample.latents is None or conflicting_file(sample.media, sample.sidecar) is not None:
+        return None, None
+    return _saved_request(sample.latents)
 
 
-def _begun(sample: SampleFiles) -> _Begun:
-    """Return what the latents of a sample say that are there without a whole result."""
-    if sample.latents is None or in_the_way(sample.media, sample.sidecar) is not None:
-        return _Begun()
-    return _begun_in(sample.latents)
-
-
-def _begun_in(latents: Path) -> _Begun:
+def _saved_request(latents: Path) -> tuple[str | None, int | None]:
+    """Return the hash of the request of saved latents, None if they are unreadable, and `steps_in` them."""
     try:
         with safe_open(latents, framework="numpy") as file:
             metadata: dict[str, str] = file.metadata() or {}
-        return _Begun(metadata.get(REQUEST_KEY), steps_in(metadata))
+        return metadata.get(REQUEST_KEY), steps_in(metadata)
     except (SafetensorError, OSError, ValueError):
-        return _Begun()
+        return None, None
 
 
 def steps_in(metadata: Mapping[str, str]) -> int | None:
-    """Return after how many steps latents were saved, from their metadata; None: after all.
+    """Return the steps that saved latents have been through; None for all steps.
 
-    Raises ValueError if that is no number of steps.
+    Raises ValueError if the metadata has no valid number of steps.
     """
     words = metadata.get(STEPS_KEY)
     if words is None:

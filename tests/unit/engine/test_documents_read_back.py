@@ -24,7 +24,7 @@ from opensora_cli.engine.ckpt.hub_records import read_listing
 from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.manifest import Manifest
-from opensora_cli.engine.generate.previews import PreviewMap
+from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.prompts import Shard
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.train.running_states import read_running_states
@@ -239,8 +239,8 @@ KINDS = {
     ),
     "clips of a cache": Kind(CLIPS, _read_cache, "clips-a.safetensors", _write_cache),
     "preview map": Kind(
-        PreviewMap(torch.zeros(4, 3), torch.zeros(3)).to_json(),
-        lambda path: PreviewMap.of_json(read_json_object(path)),
+        PreviewMap(weights=[(0.0, 0.0, 0.0)] * 4, bias=(0.0, 0.0, 0.0)).to_json(),
+        read_map,
         "preview.json",
     ),
 }  # fmt: skip

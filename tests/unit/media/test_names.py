@@ -31,11 +31,6 @@ def test_readable_names(prompt: str, stem: str) -> None:
     assert file_stem(prompt, seed=7) == unicodedata.normalize("NFC", stem)
 
 
-def test_the_index_follows_the_seed() -> None:
-    assert file_stem("sea", seed=7, index=0) == "sea_seed7_000"
-    assert file_stem("sea", seed=8, index=12) == "sea_seed8_012"
-
-
 def test_both_ways_of_writing_an_accent_are_one_name() -> None:
     assert file_stem("caf\u00e9", seed=1) == file_stem("cafe\u0301", seed=1)
 
@@ -78,7 +73,7 @@ def test_any_text_gives_a_safe_name(prompt: str) -> None:
 
 
 def test_the_longest_name_fits_the_file_system(tmp_path: Path) -> None:
-    stem = file_stem("海" * 5000, seed=2**63, index=99999)
+    stem = file_stem("海" * 5000, seed=2**63)
     (tmp_path / f"{stem}.latents.safetensors").touch()
     assert os.listdir(tmp_path) == [f"{stem}.latents.safetensors"]
 

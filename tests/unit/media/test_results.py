@@ -20,7 +20,7 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media import results
 from opensora_cli.media.results import (
     Extra,
-    in_the_way,
+    conflicting_file,
     published,
     read_sidecar,
     refuse_existing,
@@ -352,16 +352,16 @@ def test_only_a_sidecar_of_ours_is_in_nobodys_way(tmp_path: Path) -> None:
     media, sidecar = tmp_path / "a.mp4", tmp_path / "a.mp4.json"
     publish(media, "old")
     ours = sidecar.read_text()
-    assert in_the_way(media, sidecar) == in_the_way(media, None) == media
+    assert conflicting_file(media, sidecar) == conflicting_file(media, None) == media
     media.unlink()
-    assert in_the_way(media, sidecar) is None
+    assert conflicting_file(media, sidecar) is None
     refuse_existing(media, sidecar)
     for text in ("", "{", "[]", "[" * 100_000, '{"schema": "osora.test/1"}', ours.replace("osora.", "other.")):
         sidecar.write_text(text)
-        assert (in_the_way(media, sidecar), in_the_way(media, None)) == (sidecar, None)
+        assert (conflicting_file(media, sidecar), conflicting_file(media, None)) == (sidecar, None)
     sidecar.unlink()
     sidecar.mkdir()
-    assert in_the_way(media, sidecar) == sidecar
+    assert conflicting_file(media, sidecar) == sidecar
 
 
 def count_broken(work: Path, log: Path, breakage: Breakage, *, over_old: bool) -> int:

@@ -12,7 +12,7 @@ from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
-    SIDECAR_SCHEMA,
+    SIDECAR_SCHEMAS,
     GenerateRequest,
     SavedSettings,
     load_generate_settings,
@@ -181,10 +181,11 @@ def test_wrong_models_and_devices(typed: dict[str, object], message: str) -> Non
         loaded(request(**typed))  # type: ignore[arg-type]
 
 
-def test_sidecar_round_trip(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", SIDECAR_SCHEMAS)
+def test_sidecar_round_trip(tmp_path: Path, schema: str) -> None:
     settings = load_preset("demo", prompt='a "sea"\n in 雨 🌧').replace({"sampling.seed": 5, "output.path": "x.gif"})
     path = tmp_path / "x.json"
-    document = {"schema": SIDECAR_SCHEMA, "settings": settings.model_dump(mode="json"), "timings": {}}
+    document = {"schema": schema, "settings": settings.model_dump(mode="json"), "timings": {}}
     path.write_text(json.dumps(document), encoding="utf-8")
     asked = request(saved=read_sidecar(path), environment={"OSORA_SAMPLING__SEED": "9"})
     assert asked.model == DEMO
@@ -199,7 +200,7 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
         (b"\xff\xfe", "is broken: no UTF-8"),
         (b"[" * 100_000, "is broken: JSON that is nested too deep"),
         (b"[]", "is broken: JSON that is no object"),
-        (b'{"schema": "osora.plan/2"}', "has the schema 'osora.plan/2', and must have 'osora.generate/1'"),
+        (b'{"schema": "osora.plan/2"}', "has the schema 'osora.plan/2', and must have 'osora.generate/2'"),
         (b'{"schema": "osora.generate/1", "settings": 3}', "has no settings in it"),
         (None, "does not exist"),
     ],

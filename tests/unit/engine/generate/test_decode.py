@@ -97,7 +97,6 @@ def test_one_piece_at_a_time_is_in_memory(world, tmp_path, monkeypatch, format_,
     ("format_", "error"),
     [
         ("mp4", RuntimeError("a bug")),
-        pytest.param("gif", OSError(5, "the weights cannot be read"), marks=pytest.mark.slow),
         pytest.param("webp", RuntimeError("a bug"), marks=pytest.mark.slow),
         ("png", OSError(5, "the weights cannot be read")),
     ],

@@ -12,9 +12,8 @@ from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import previews
-from opensora_cli.engine.generate import previews as generate_previews
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.previews import PreviewMap, demo_map_file, fit_preview_map, known_map
+from opensora_cli.engine.generate.previews import PreviewMap, demo_map_file, fit_preview_map, read_map
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
@@ -30,8 +29,8 @@ EVERY = {"output__preview_every": "1"}
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(generate_previews, "_LEAST_CLIPS", 1)
-    monkeypatch.setattr(generate_previews, "_LEAST_SIZE", 32)
+    monkeypatch.setattr(previews, "_LEAST_CLIPS", 1)
+    monkeypatch.setattr(previews, "_LEAST_SIZE", 32)
     return tmp_path / "cache" / "osora" / "previews"
 
 
@@ -51,40 +50,36 @@ def test_previews_change_no_bit_and_are_kept_beside_the_video(world, tmp_path, c
     # One pixel for each of 16 x 16 latents, and one frame for each latent frame, made larger.
     assert read_video(tmp_path / "out" / f"{NAME}.preview.gif").frames_THWC.shape == (5, 256, 256, 3)
     [kept] = cache.iterdir()
-    assert PreviewMap.of_json(json.loads(kept.read_text())) is not None
+    assert read_map(kept) is not None
     assert [note for note in reporter.notes if note.startswith("previews:")] == [
-        "previews: the colours of this autoencoder's latents are not known yet: they are fitted first, and kept in "
+        "previews: the colors of this autoencoder's latents are not known yet: they are fitted first, and kept in "
         f"{cache}"
     ]
 
 
 @pytest.mark.slow
-def test_what_was_fitted_once_is_taken_from_the_cache(world, tmp_path, cache):
+def test_a_fitted_map_is_cached_until_the_autoencoder_changes(world, tmp_path, cache):
     settings = demo_settings(world, tmp_path, **EVERY)
 
-    def is_to_be_fitted():
+    def must_be_fitted():
         reporter = RecordingReporter()
-        plan = plan_generation(settings, reporter=reporter)
-        noted = [note for note in reporter.notes if note.startswith("previews:") and note.endswith(str(cache))]
-        assert len(noted) == (known_map(plan.video) is None)
-        return bool(noted)
+        plan_generation(settings, reporter=reporter)
+        return any(note.startswith("previews:") for note in reporter.notes)
 
-    assert is_to_be_fitted()
-    reporter = RecordingReporter()
-    generate(settings, reporter=reporter)
-    assert "preview" in reporter.stages
-    assert not is_to_be_fitted()
-    reporter = RecordingReporter()
-    generate(settings.replace({"sampling.seed": 43}), reporter=reporter)
-    assert "preview" not in reporter.stages
+    assert must_be_fitted()
+    for seed, fits in ((42, True), (43, False)):
+        reporter = RecordingReporter()
+        generate(settings.replace({"sampling.seed": seed}), reporter=reporter)
+        assert ("preview" in reporter.stages) is fits
+        assert not must_be_fitted()
     [kept] = cache.iterdir()
     whole = kept.read_bytes()
     kept.write_bytes(whole[:20])
-    assert is_to_be_fitted()
+    assert must_be_fitted()
     kept.write_bytes(whole)
-    assert not is_to_be_fitted()
+    assert not must_be_fitted()
     os.utime(world.demo / settings.files.vae)
-    assert is_to_be_fitted()
+    assert must_be_fitted()
 
 
 @pytest.mark.parametrize(
@@ -97,25 +92,18 @@ def test_every_kind_of_model_is_previewed(world, tmp_path, make):
     assert [warning for warning in reporter.warnings if "preview" in warning] == []
 
 
-def test_a_preview_that_fails_is_a_warning_once(world, tmp_path, monkeypatch):
-    def full(*args, **options):
-        raise OutputError("no space left")
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [(previews, "write_media", OutputError("no space left")), (PreviewMap, "frames", RuntimeError("out of memory"))],
+)
+def test_a_preview_that_fails_is_a_warning_once(world, tmp_path, monkeypatch, owner, name, error):
+    def fail(*args, **options):
+        raise error
 
-    monkeypatch.setattr(previews, "write_media", full)
+    monkeypatch.setattr(owner, name, fail)
     reporter = RecordingReporter()
     result = generate(demo_settings(world, tmp_path, **EVERY), reporter=reporter)
-    assert reporter.warnings == ["previews are not written any more: no space left"]
-    assert result.videos[0].path.is_file()
-
-
-def test_memory_that_runs_out_in_a_preview_ends_no_run(world, tmp_path, monkeypatch):
-    def full(*args):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(PreviewMap, "frames", full)
-    reporter = RecordingReporter()
-    result = generate(demo_settings(world, tmp_path, **EVERY), reporter=reporter)
-    assert reporter.warnings == ["previews are not made any more: out of memory"]
+    assert reporter.warnings == [f"there are no more previews: {error}"]
     assert result.videos[0].path.is_file()
 
 
@@ -125,20 +113,24 @@ def test_a_cache_that_cannot_be_written_is_a_warning(world, tmp_path, cache):
     generate(demo_settings(world, tmp_path / "out", **EVERY), reporter=reporter)
     [of_prompts, of_previews] = reporter.warnings
     assert of_prompts.startswith("embeddings of prompts are not cached: ")
-    assert of_previews.startswith("what previews need is not kept for the next time: cannot write")
+    assert of_previews.startswith("the colors of previews are not cached: cannot write")
+
+
+def demo_autoencoder():
+    settings = load_preset("demo", prompt="any")
+    weights = packaged_demo() / settings.files.vae
+    return load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_previews_of_the_demo_are_near_to_what_it_decodes():
-    settings = load_preset("demo", prompt="any")
-    weights = packaged_demo() / settings.files.vae
-    colours = PreviewMap.of_json(json.loads(demo_map_file().read_text()))
+    colors = read_map(demo_map_file())
     with torch.inference_mode():
-        vae = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
+        vae = demo_autoencoder()
         clip = SceneClip(seed=2, number=0, held_out=True).render(size=64, num_frames=5, fps=12)
         latents_1CTHW = vae.encode((torch.from_numpy(clip) / 127.5 - 1).permute(3, 0, 1, 2)[None])
         decoded_THWC = to_uint8(vae.decode(latents_1CTHW)[0])
     small_THWC = to_uint8(fit_frames(decoded_THWC, height=16, width=16, picture=True))
-    shown_THWC = colours.frames(latents_1CTHW[0])
+    shown_THWC = colors.frames(latents_1CTHW[0])
     assert shown_THWC.shape == (2, 16, 16, 3)
     # The second latent frame is of four frames, of which it shows the mean.
     expected = torch.stack([small_THWC[0], small_THWC[1:].float().mean(0).round().to(torch.uint8)])
@@ -149,25 +141,22 @@ def test_previews_of_the_demo_are_near_to_what_it_decodes():
 @pytest.mark.slow
 def test_the_map_of_the_demo_is_that_of_its_weights(monkeypatch):
     monkeypatch.undo()  # the sizes of a small fit
-    settings = load_preset("demo", prompt="any")
-    weights = packaged_demo() / settings.files.vae
     with torch.inference_mode():
-        vae = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
-        fitted = fit_preview_map(vae)
-    shipped = PreviewMap.of_json(json.loads(demo_map_file().read_text()))
-    torch.testing.assert_close(fitted.weights_C3, shipped.weights_C3, rtol=1e-2, atol=1e-3)
-    torch.testing.assert_close(fitted.bias_3, shipped.bias_3, rtol=1e-2, atol=1e-3)
+        fitted = fit_preview_map(demo_autoencoder())
+    shipped = read_map(demo_map_file())
+    for name in ("weights", "bias"):
+        found, expected = (torch.tensor(getattr(each, name)) for each in (fitted, shipped))
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    "document",
-    [
-        {},
-        {"schema": "osora.preview-map/2", "weights": [[0, 0, 0]], "bias": [0, 0, 0]},
-        {"schema": "osora.preview-map/1", "weights": [[0, 0]], "bias": [0, 0, 0]},
-        {"schema": "osora.preview-map/1", "weights": "none", "bias": [0, 0, 0]},
-        {"schema": "osora.preview-map/1", "weights": [[0, 0, float("nan")]], "bias": [0, 0, 0]},
-    ],
+    "changes",
+    [{"schema": "osora.preview-map/2"}, {"weights": [[0, 0]]}, {"weights": "none"}, {"bias": [0, 0, float("nan")]}],
 )
-def test_nonsense_is_no_map(document):
-    assert PreviewMap.of_json(document) is None
+def test_nonsense_is_no_map(tmp_path, changes):
+    document = {"schema": "osora.preview-map/1", "weights": [[0, 0, 0]], "bias": [0, 0, 0]}
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps(document))
+    assert read_map(file) is not None
+    file.write_text(json.dumps(document | changes))
+    assert read_map(file) is None

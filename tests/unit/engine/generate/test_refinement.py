@@ -12,7 +12,7 @@ from chat_server import ChatStub, serving
 from PIL import Image
 from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.engine.generate import chat, ranks
 from opensora_cli.engine.generate.refinement import KINDS, _jpeg_of, note_plan, read_instructions, refined
 from opensora_cli.media.write import write_media
@@ -51,22 +51,12 @@ class TestRefined:
         stub = start("A red boat crosses a calm lake.")
         settings, reporter = run(settings_of())
         assert settings.prompt == "A red boat crosses a calm lake."
-        assert settings.refine.model_dump() == {
-            **settings_of().refine.model_dump(),
-            "prompt": False,
-            "original": "a boat",
-        }
+        assert settings.refine == settings_of(refine__prompt=False, refine__original="a boat").refine
         assert reporter.notes == ["refined prompt: A red boat crosses a calm lake."]
         assert reporter.warnings == []
-        assert system_of(stub) == read_instructions("t2v", None)
         # It is done: nothing is asked again.
-        assert refined(settings, reporter=RecordingReporter()) == settings
-
-    def test_nothing_is_asked_where_nothing_is_wanted(self, start):
-        stub = start()
-        settings = settings_of(refine__prompt=False)
-        assert run(settings)[0] is settings
-        assert stub.paths == []
+        assert refined(settings, reporter=RecordingReporter()) is settings
+        assert len(stub.asked) == 1
 
     @pytest.mark.parametrize(
         ("answer", "prompt"),
@@ -85,19 +75,7 @@ class TestRefined:
         start(answer)
         assert run(settings_of())[0].prompt == prompt
 
-    @pytest.mark.parametrize(
-        "answers",
-        [
-            [500] * 3,
-            [401],
-            [""] * 3,
-            ["x" * 10_001] * 3,
-            [b"nonsense"] * 3,
-            ["half \udc00"] * 3,
-            [302],
-            ["<think>What"] * 3,
-        ],
-    )
+    @pytest.mark.parametrize("answers", [[500] * 3, [401], ["x" * 10_001] * 3, ["<think>What"] * 3])
     def test_without_an_answer_the_prompt_stays_with_a_warning(self, start, answers):
         stub = start(*answers)
         settings, reporter = run(settings_of())
@@ -115,6 +93,7 @@ class TestRefined:
         files = (picture(tmp_path / "a.png"), picture(tmp_path / "b.png", width=3000, height=1500))
         run(settings_of(condition__references=files))
         assert [system_of(stub, number) for number in range(3)] == [read_instructions(kind, None) for kind in KINDS[:3]]
+        assert all(system_of(stub, number).startswith("You write prompts") for number in range(3))
         _, *shown = stub.asked[2]["messages"][1]["content"]
         assert len(shown) == 2
 
@@ -126,11 +105,8 @@ class TestRefined:
         write_media([frames], tmp_path / "a.gif", format="gif", fps=10)
         with Image.open(BytesIO(_jpeg_of(tmp_path / "a.gif"))) as shown:
             assert (shown.size, shown.getpixel((5, 5))) == ((32, 16), (0, 0, 0))
-
-    def test_a_missing_reference_is_refused_as_in_any_run(self, start, tmp_path):
-        start()
         with pytest.raises(FileProblem, match=r"none\.png does not exist"):
-            run(settings_of(condition__references=(str(tmp_path / "none.png"),)))
+            _jpeg_of(tmp_path / "none.png")
 
     def test_a_prompt_is_rewritten_from_the_original_again(self, start):
         stub = start("A ship.")
@@ -152,7 +128,7 @@ class TestMotionScore:
         assert reporter.notes == [f"motion score: {score}"]
         assert system_of(stub) == read_instructions("motion_score", None)
 
-    @pytest.mark.parametrize("answer", ["0", "16", "much", "1 to 5", "-3 4", "9" * 5000, ""])
+    @pytest.mark.parametrize("answer", ["0", "16", "1 to 5", "9" * 5000])
     def test_what_is_no_score_leaves_that_of_the_settings(self, start, answer):
         start(answer, answer, answer)
         settings, reporter = run(settings_of(refine__prompt=False, refine__motion_score=True))
@@ -185,15 +161,11 @@ class TestCache:
         (folder / "t2v.txt").write_text("Be bolder.")
         assert run(settings_of(refine__instructions=str(folder)))[0].prompt == "Six."
         assert len(stub.asked) == 6
+        for model in ("large", None):
+            start("Seven.", model=model)
+            assert run(settings_of())[0].prompt == "Seven."
 
-    def test_another_model_is_asked_itself(self, start):
-        for model, answer in (("small", "One."), ("large", "Two."), (None, "Three.")):
-            start(answer, model=model)
-            assert run(settings_of())[0].prompt == answer
-
-    @pytest.mark.parametrize(
-        "content", [b"", b"{", b"[]", b'{"schema": "osora.refined/1", "answer": ""}', b'{"answer": "A boat."}', b"\xff"]
-    )
+    @pytest.mark.parametrize("content", [b"{", b'{"schema": "osora.refined/1", "answer": 7}', b'{"answer": "A boat."}'])
     def test_torn_files_are_asked_again_and_replaced(self, start, tmp_path, content):
         start("One.", "Two.")
         run(settings_of())
@@ -211,12 +183,7 @@ class TestCache:
 
 
 class TestRequirements:
-    def test_a_server_must_be_named(self, monkeypatch):
-        monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
-        with pytest.raises(RequestError, match="OSORA_REFINE_URL is not set"):
-            run(settings_of())
-
-    @pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff", b"x" * 200_000])
+    @pytest.mark.parametrize("content", [None, b" \n", b"x" * 200_000])
     def test_instructions_must_be_there(self, start, tmp_path, content):
         stub = start()
         if content is not None:
@@ -225,12 +192,6 @@ class TestRequirements:
             run(settings_of(refine__instructions=str(tmp_path)))
         assert raised.value.exit_code == 3
         assert stub.paths == []
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_there_are_some_for_every_kind(self, kind):
-        text = read_instructions(kind, None)
-        assert text.startswith(("You write prompts", "The user describes"))
-        assert len(text) > 200
 
     def test_a_plan_asks_nothing_and_says_so(self, start, tmp_path, monkeypatch):
         stub, reporter = start(), RecordingReporter()

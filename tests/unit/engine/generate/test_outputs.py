@@ -1,0 +1,265 @@
+"""Files of results: names, sidecars, earlier and other runs, and what lies beside a video."""
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import killing
+import pytest
+import torch
+from tiny_world import demo_settings, released_settings
+
+from opensora_cli.core import folder_lock
+from opensora_cli.core.exceptions import OsoraWarning, OutputError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.generate import decode, models
+from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate.outputs import choose_outputs
+from opensora_cli.engine.generate.planning import make_chain, make_plan
+from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.media.read import read_picture
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, read_sidecar
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def chosen(settings):
+    return choose_outputs(make_chain(with_mode(settings, SilentReporter())))
+
+
+def again_from(sidecar, world, folder, environment=None):
+    """Return the video that `--from` makes in another folder."""
+    overrides = {
+        "output.path": Given(str(folder), "--out"),
+        "runtime.weights": Given(str(world.released), "--weights"),
+    }
+    request = GenerateRequest(overrides=overrides, saved=read_sidecar(sidecar), environment=environment or {})
+    [video] = generate_from_request(request, reporter=SilentReporter()).videos
+    return video
+
+
+def test_sidecar_makes_the_same_file_again(world, tmp_path):
+    settings = released_settings(world, tmp_path / "a", sampling__num_samples="2", output__overwrite="true")
+    video = generate(settings).videos[1]
+    document = json.loads(video.sidecar.read_text())
+    assert document["schema"] == "osora.generate/2"
+    assert document["prompt"] == "raining, sea"
+    assert document["full_prompt"] == "raining, sea. 24 FPS. 4 motion score."
+    assert (document["seed"], document["settings"]["sampling"]["seed"]) == (43, 43)
+    assert "overwrite" not in document["settings"]["output"]
+    assert document["versions"]["torch"] == torch.__version__
+    assert set(document["timings_s"]) == {"load", "text", "denoise", "decode", "save"}
+    assert document["peak_resident_gib"] > 0
+    assert document["tf32"] is None
+    assert document["settings"]["precision"] == {"tf32": None}
+    again = again_from(video.sidecar, world, tmp_path / "b")
+    assert [path.name for path in (video.path, again.path)] == ["raining-sea_seed43.mp4"] * 2
+    assert again.path.read_bytes() == video.path.read_bytes()
+
+
+@pytest.mark.slow
+def test_sidecar_without_what_took_no_part_makes_the_same_file_again(world, tmp_path):
+    idle = {"sampling__image_guidance_scale": "9", "condition__fit": "pad", "condition__video_latent_frames": "3"}
+    settings = released_settings(world, tmp_path / "a", vae__sample_tsize="16", sampling__embedded_guidance="1", **idle)
+    video = generate(settings).videos[0]
+    saved = read_sidecar(video.sidecar)
+    assert set(saved.values["condition"]) == {"mode"}
+    assert not {"image_guidance_scale", "embedded_guidance"} & saved.values["sampling"].keys()
+    environment = {"OSORA_SAMPLING__IMAGE_GUIDANCE_SCALE": "5", "OSORA_VAE__SAMPLE_TSIZE": "64"}
+    again = again_from(video.sidecar, world, tmp_path / "b", environment)
+    assert again.path.read_bytes() == video.path.read_bytes()
+    assert json.loads(again.sidecar.read_text())["settings"]["vae"] == saved.values["vae"]
+
+
+def test_sidecar_knows_where_its_references_are(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(world.picture.parent)
+    result = generate(released_settings(world, tmp_path, condition__references=world.picture.name))
+    document = json.loads(result.videos[0].sidecar.read_text())
+    assert document["settings"]["condition"]["references"] == [str(world.picture)]
+    assert document["condition_mode"] == "i2v_head"
+    assert document["given_frames_psnr_db"] == pytest.approx(result.videos[0].given_frames_psnr_db, abs=0.01)
+
+
+def test_no_metadata(world, tmp_path):
+    video = generate(released_settings(world, tmp_path, output__metadata="false")).videos[0]
+    assert video.sidecar is None
+    assert names(tmp_path) == ["raining-sea_seed42.mp4"]
+    assert b"raining" not in video.path.read_bytes()
+
+
+def nothing_is_loaded(monkeypatch):
+    for name in ("load_t5", "load_transformer"):
+        monkeypatch.setattr(models, name, lambda *_, **__: pytest.fail("nothing may be loaded"))
+
+
+def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(world, tmp_path, monkeypatch, reporter):
+    settings = released_settings(world, tmp_path)
+    longer = settings.replace({"sampling.num_inference_steps": 3})
+    assert [generate(each).videos[0].path.name for each in (settings, longer)] == [
+        "raining-sea_seed42.mp4",
+        "raining-sea_seed42_2.mp4",
+    ]
+    bytes_before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    assert len(bytes_before) == 4
+    with monkeypatch.context() as patch:
+        nothing_is_loaded(patch)
+        # Where it is computed, and how, decides no more than rounding.
+        again = generate(settings.replace({"memory.offload": "model", "output.save_latents": False}), reporter=reporter)
+        [video] = again.videos
+        assert (video.path.name, video.made_before, again.model_evaluations) == ("raining-sea_seed42.mp4", True, 0)
+        assert reporter.notes[-1].startswith(f"made before by the same request: {video.path}")
+        assert generate(longer).to_json()["outputs"][0]["made_before"] is True
+        [other] = chosen(settings.replace({"runtime.attention": "math"}))
+        assert (other.media.name, other.made_before) == ("raining-sea_seed42_3.mp4", False)
+    assert {name: (tmp_path / name).read_bytes() for name in bytes_before} == bytes_before
+    [video] = generate(settings.replace({"output.overwrite": True, "sampling.num_inference_steps": 7})).videos
+    assert (video.path.name, video.made_before) == ("raining-sea_seed42.mp4", False)
+
+
+def test_samples_that_are_there_are_kept_and_the_others_made(world, tmp_path):
+    generate(released_settings(world, tmp_path, sampling__seed="43"))
+    kept = (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns
+    result = generate(released_settings(world, tmp_path, sampling__num_samples="3"))
+    assert [(video.seed, video.made_before) for video in result.videos] == [(42, False), (43, True), (44, False)]
+    assert (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns == kept
+    assert result.model_evaluations == 2 * make_plan(result.settings).model_evaluations
+
+
+def test_a_png_sequence_is_made_before(world, tmp_path):
+    settings = released_settings(world, tmp_path, output__format="png")
+    assert generate(settings).lines() == generate(settings).lines() == [str(tmp_path / "raining-sea_seed42")]
+    (tmp_path / "raining-sea_seed42" / "frame_0001.png").unlink()
+    assert generate(settings).lines() == [str(tmp_path / "raining-sea_seed42_2")]
+
+
+def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, reporter):
+    """A kill may leave one: no request counts it as made, any takes its name without a flag, and `--from` takes it."""
+    settings = released_settings(world, tmp_path / "boat.mp4")
+    video = generate(settings).videos[0]
+    content = video.path.read_bytes()
+    for made in (settings.replace({"sampling.num_inference_steps": 3}), settings, None):
+        video.path.unlink()
+        if made is None:
+            again = again_from(video.sidecar, world, tmp_path / "boat.mp4")
+        else:
+            plan_generation(made, reporter=reporter)
+            [again] = generate(made).videos
+        assert (again.path, again.made_before) == (video.path, False)
+        assert names(tmp_path) == [video.path.name, video.sidecar.name]
+    assert video.path.read_bytes() == content
+    assert not [note for note in reporter.notes if "exists already" in note or "made before" in note]
+
+
+def test_references_are_hashed_once_for_all_looks_at_the_names(world, tmp_path, monkeypatch):
+    digest, hashed = hashlib.file_digest, []
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(file.name) or digest(file, name))
+    picture = tmp_path / "given.png"
+    picture.write_bytes(world.picture.read_bytes())
+    settings = released_settings(world, tmp_path / "out", condition__references=str(picture), sampling__num_samples="2")
+    plan_generation(settings, reporter=SilentReporter())
+    assert not generate(settings).videos[0].made_before
+    assert generate(settings).videos[0].made_before
+    assert hashed == [str(picture)]
+    picture.write_bytes(world.other_picture.read_bytes())
+    assert not chosen(settings)[0].made_before
+    assert hashed == [str(picture)] * 2
+
+
+def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
+    settings = released_settings(world, tmp_path)
+    video = generate(settings).videos[0].path
+    before = names(tmp_path)
+    other = {"sampling.num_inference_steps": 3}
+    named = {"output.path": str(video)}
+    for changes in ({}, other, named, {**named, **other}, {"output.overwrite": True}):
+        plan_generation(settings.replace(changes), reporter=reporter)
+    assert reporter.notes == [
+        f"made before by the same request: {video}",
+        f"{video} exists already: the result would be raining-sea_seed42_2.mp4",
+        f"made before by the same request: {video}",
+        f"{video} exists already; use --overwrite, or another --out",
+    ]
+    assert names(tmp_path) == before
+
+
+def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatch, reporter):
+    decode_latents = decode.decode_latents
+
+    def meanwhile(*args, **options):
+        (tmp_path / "raining-sea_seed42.mp4").write_text("of another run")
+        return decode_latents(*args, **options)
+
+    monkeypatch.setattr(decode, "decode_latents", meanwhile)
+    with pytest.raises(OutputError, match="exists already"):
+        generate(released_settings(world, tmp_path), reporter=reporter)
+    assert (tmp_path / "raining-sea_seed42.mp4").read_text() == "of another run"
+    assert "--from-latents" in reporter.warnings[-1]
+    assert (tmp_path / "raining-sea_seed42.latents.safetensors").exists()
+
+
+def test_the_last_frame_is_kept_beside_the_video(world, tmp_path):
+    png = {"output__path": str(tmp_path / "a.png"), "output__last_frame": "true"}
+    frames = generate(demo_settings(world, tmp_path, **png)).videos[0].path
+    last = tmp_path / "a.last.png"
+    kept = read_picture(last)
+    assert torch.equal(kept, read_picture(sorted(frames.iterdir())[-1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.json", "a.last.png"]
+    last.write_bytes(b"theirs")
+    with pytest.raises(OutputError, match=r"a\.last\.png exists already"):
+        generate(demo_settings(world, tmp_path / "a.mp4", output__last_frame="true"))
+    assert last.read_bytes() == b"theirs"
+    generate(demo_settings(world, tmp_path, **png, output__overwrite="true"))
+    assert torch.equal(read_picture(last), kept)
+
+
+def test_a_last_frame_that_an_unfinished_run_left_is_replaced(world, tmp_path):
+    settings = demo_settings(world, tmp_path / "a.mp4", output__last_frame="true")
+    [video] = generate(settings).videos
+    whole = killing.tree(tmp_path)
+    video.path.unlink()
+    [again] = generate(settings).videos
+    assert not again.made_before
+    found = killing.tree(tmp_path)
+    assert found.keys() == whole.keys()
+    assert all(found[name] == whole[name] for name in ("a.mp4", "a.last.png"))
+
+
+def test_latents_that_cannot_be_removed_do_not_end_a_run_whose_video_is_there(world, tmp_path, monkeypatch):
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.warns(OsoraWarning, match=r"a\.latents\.safetensors .* cannot be removed"):
+        [video] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    monkeypatch.undo()
+    assert video.path.exists()
+    [again] = generate(demo_settings(world, tmp_path / "a.mp4")).videos
+    assert again.made_before
+
+
+def test_what_a_killed_run_left_beside_a_whole_result_is_removed_by_the_next(world, tmp_path, monkeypatch):
+    settings = demo_settings(world, tmp_path / "a.mp4")
+    generate(settings)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / ".osora-762069bc07a6e1b5.lock").touch()
+    monkeypatch.setattr(folder_lock, "_looked_through", set())  # as in another process
+    [again] = generate(settings).videos
+    assert again.made_before
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_last_frame_that_is_missing_beside_a_video_made_before_is_warned_of(world, tmp_path, reporter):
+    generate(demo_settings(world, tmp_path / "a.mp4"))
+    [video] = generate(demo_settings(world, tmp_path / "a.mp4", output__last_frame="true"), reporter=reporter).videos
+    assert video.made_before
+    assert reporter.warnings == [
+        f"{tmp_path / 'a.last.png'} is not there: the video was made without it; --overwrite makes both"
+    ]
