@@ -307,7 +307,7 @@ def write_video(
     tags = {
         "prompt": settings.prompt,
         "seed": str(sample.seed),
-        "model": settings.model.name.value,
+        "model": settings.model.name,
         "software": f"osora {opensora_cli.__version__}",
     }
 

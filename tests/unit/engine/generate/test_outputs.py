@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, read_sidecar
+from opensora_cli.settings.load import read_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -41,7 +41,7 @@ def again_from(sidecar, world, folder, environment=None):
         "output.path": Given(str(folder), "--out"),
         "runtime.weights": Given(str(world.released), "--weights"),
     }
-    request = GenerateRequest(overrides=overrides, saved=read_sidecar(sidecar), environment=environment or {})
+    request = read_request(overrides=overrides, saved=read_sidecar(sidecar), environment=environment or {})
     [video] = generate_from_request(request, reporter=SilentReporter()).videos
     return video
 
