@@ -17,7 +17,7 @@ import torch
 
 from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.estimate.work import Work
-from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
 
 SCHEMA = "osora.bench.block-traffic/1"
 TEXT_TOKENS = 512

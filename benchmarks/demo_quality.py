@@ -55,7 +55,7 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, with_mode
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
@@ -278,9 +278,7 @@ def demo_settings(
     if weights is not None:
         flags["runtime.weights"] = Given(str(Path(weights).resolve()), "--weights")
     overrides = collect_overrides(GenerateSettings, flags, assignments)
-    return with_mode(
-        load_generate_settings(GenerateRequest(overrides=overrides), model=ModelName.DEMO), SilentReporter()
-    )
+    return with_mode(load_generate_settings(GenerateRequest(overrides=overrides), model=DEMO), SilentReporter())
 
 
 def try_guidance(

@@ -27,7 +27,7 @@ from opensora_cli.engine.train.stand_ins import largest_batches
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 

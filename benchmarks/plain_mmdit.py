@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.layers import (
     DoubleStreamBlock,
     Modulation,
@@ -20,6 +19,7 @@ from opensora_cli.models.mmdit.layers import (
     SingleStreamBlock,
     StreamAttention,
 )
+from opensora_cli.models.mmdit.model import MMDiT
 
 Rotary = tuple[Tensor, Tensor]
 

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, FrameCausalAttention, MidBlock, ResnetBlock, Upsample
-from opensora_cli.models.vae.tiling import Tiling, run_tiled
+from opensora_cli.models.vae.tiles import Tiling
+from opensora_cli.models.vae.tiling import run_tiled
 
 
 def plain_encode(vae: HunyuanVAE, pixels_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:

@@ -13,8 +13,8 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.memory.eight_bit_products import ProductError
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.model import MMDiT
 
 GOAL = 2.0
 """Against the plain way."""

@@ -18,9 +18,10 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.models import load_transformer, load_vae
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiling import NO_TILING
+from opensora_cli.models.vae.tiles import NO_TILING
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents

@@ -11,9 +11,10 @@ from speed_pairs import Row, compared
 from torch import Tensor
 
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.resample import lay_out_kernels
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.tiles import Tiling
 
 GOALS = {"encode": 1.3, "decode": 1.5}
 MOST_MEMORY = 0.7

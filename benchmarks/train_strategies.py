@@ -26,7 +26,8 @@ from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.train.ranks import mesh_shape, open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 
 SCHEMA = "osora.bench.train-strategies/1"

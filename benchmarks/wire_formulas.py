@@ -16,8 +16,9 @@ import torch
 from opensora_cli.engine.bench_comm.counting import Traffic
 from opensora_cli.engine.train.strategy.sharded import feature_cuts, norms_of_heads, row_sizes
 from opensora_cli.models.linears import Split
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.strategy import Strategy

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.engine.generate import fitting, planning
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths

@@ -1,6 +1,6 @@
 """The video autoencoder in small."""
 
-from opensora_cli.models.vae.hunyuan import HunyuanVAEConfig
+from opensora_cli.models.vae.config import HunyuanVAEConfig
 
 SMALL_HUNYUAN = HunyuanVAEConfig(
     latent_channels=4,

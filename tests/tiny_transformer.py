@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 
 OUTSIDE_BLOCKS = ("final_layer",)
 """What else keeps much between forward and backward."""

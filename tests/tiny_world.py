@@ -20,10 +20,10 @@ from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.media.write import write_media
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, plan_layout
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.registry import DEMO, FLUX1_DEV, OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
 from opensora_cli.models.text import folder as folders
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
@@ -156,7 +156,7 @@ def released_settings(
 ) -> GenerateSettings:
     """Return a shrunken preset of the released model; keys of `changes` have `__` for the dot."""
     overrides = {**released_overrides(world, output), "prompt": prompt}
-    return _settings(ModelName.OPEN_SORA_V2, overrides, changes)
+    return _settings(OPEN_SORA_V2, overrides, changes)
 
 
 def dc_ae_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
@@ -172,7 +172,7 @@ def dc_ae_settings(world: World, output: Path, *, prompt: str = "raining, sea", 
         "output.path": str(output),
         "prompt": prompt,
     }
-    return _settings(ModelName.OPEN_SORA_V2_DC_AE, overrides, changes)
+    return _settings(OPEN_SORA_V2_DC_AE, overrides, changes)
 
 
 def flux_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
@@ -186,7 +186,7 @@ def flux_settings(world: World, output: Path, *, prompt: str = "raining, sea", *
         "output.path": str(output),
         "prompt": prompt,
     }
-    return _settings(ModelName.FLUX1_DEV, overrides, changes)
+    return _settings(FLUX1_DEV, overrides, changes)
 
 
 def picture_first_settings(world: World, output: Path, **changes: object) -> GenerateSettings:
@@ -207,7 +207,7 @@ def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", *
         "output.path": str(output),
         "prompt": prompt,
     }
-    return _settings(ModelName.DEMO, overrides, changes)
+    return _settings(DEMO, overrides, changes)
 
 
 def released_overrides(world: World, output: Path) -> dict[str, str]:
@@ -223,7 +223,7 @@ def released_overrides(world: World, output: Path) -> dict[str, str]:
     }
 
 
-def _settings(model: ModelName, overrides: dict[str, str], changes: dict[str, object]) -> GenerateSettings:
+def _settings(model: str, overrides: dict[str, str], changes: dict[str, object]) -> GenerateSettings:
     for key, value in changes.items():
         overrides[key.replace("__", ".")] = value
     given = {key: Given(value, "the test") for key, value in overrides.items() if value is not None}

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from opensora_cli.core.ranks import is_of_launcher
-from opensora_cli.settings.base import Section
+from opensora_cli.core.section import Section
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.layers import Layer, collect_overrides

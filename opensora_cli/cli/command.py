@@ -160,7 +160,7 @@ class Command(TyperCommand):
         """Return the pydantic field of a row's setting; None where it has none."""
         if not row.key or not self._settings:
             return None
-        from opensora_cli.settings.base import alternatives
+        from opensora_cli.core.section import alternatives
 
         *sections, name = row.key.split(".")
         schema = self._schema
@@ -221,7 +221,7 @@ def _kind(row: Option, field: Any) -> Any:
         return row.kind or str
     from pydantic import BeforeValidator
 
-    from opensora_cli.settings.base import alternatives
+    from opensora_cli.core.section import alternatives
 
     kinds = [kind for kind in alternatives(field.annotation) if kind is not NoneType]
     kind: Any = kinds[0] if len(kinds) == 1 else str

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from opensora_cli.cli import errors, options, output
 from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 
 if TYPE_CHECKING:
@@ -225,11 +224,12 @@ def given_again(key: str, value: object) -> list[str]:
 
 def _preset_defaults() -> Mapping[str, str]:
     """Return the values of the released model's presets, and the demo's where they differ."""
+    from opensora_cli.models.registry import DEMO
     from opensora_cli.settings.files import list_presets
     from opensora_cli.settings.load import load_preset
 
     values = {name: load_preset(name, prompt="any").model_dump(mode="json") for name in list_presets("generate")}
-    demo, released = values.pop(ModelName.DEMO.value), next(iter(values.values()))
+    demo, released = values.pop(DEMO), next(iter(values.values()))
     return {
         option_of(name): shown if shown == own else f"{shown}; demo {own}"
         for name, row in FLAGS.items()

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 class Split(StrEnum):
-    """How a linear layer is split between ranks (Shoeybi et al. 2019, Megatron-LM)."""
+    """Split of a linear layer between ranks (Shoeybi et al. 2019, Megatron-LM)."""
 
     COLUMN = "column"
     """Each rank has some of the output features (rows of the weight, and the bias)."""
@@ -83,13 +83,13 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The sum, (out_features, in_features), computed at each use."""
+        """Sum (out_features, in_features), computed at each use."""
         weight: Tensor = self.base.weight  # type: ignore[assignment]
         return torch.addmm(weight, self.lora_b, self.lora_a)
 
     @property
     def bias(self) -> Tensor | None:
-        """That of the layer."""
+        """Bias of the layer."""
         bias: Tensor | None = self.base.bias  # type: ignore[assignment]
         return bias
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, Source, condition_mode
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.base import Applies, Section, shown
+from opensora_cli.core.section import Applies, Section, shown
 from opensora_cli.settings.components import OF_ALL_KINDS
 from opensora_cli.settings.explain import Given
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.section import PlotFile, Section, changed, shown
 from opensora_cli.settings.applies import SAME_FOR_ALL_RUNS
-from opensora_cli.settings.base import PlotFile, Section, changed, shown
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import check_key

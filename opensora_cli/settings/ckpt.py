@@ -1,15 +1,14 @@
 """Settings of `osora ckpt`: one class for each of its commands."""
 
-import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import Field
 
-from opensora_cli.settings.base import ByteSize, FileName, Section
+from opensora_cli.core.section import ByteSize, FileName, Section, matching
+from opensora_cli.models.registry import DOWNLOADS, DownloadName
 from opensora_cli.settings.enums import (
-    DownloadPreset,
     QKVLayout,
     RotaryLayout,
     TargetFormat,
@@ -17,7 +16,7 @@ from opensora_cli.settings.enums import (
     WeightSelection,
 )
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_Sha256 = Annotated[str, matching("(?i)[0-9a-f]{64}", "must be 64 hexadecimal digits")]
 _FORMAT_OF_ENDING = {
     ".safetensors": TargetFormat.SAFETENSORS,
     ".pt": TargetFormat.TORCH,
@@ -44,13 +43,11 @@ class VerifySettings(Section):
     path: FileName = Field(description="File or folder.")
     select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
     preset: str | None = Field(default=None, description="Released model whose names and shapes are required.")
-    sha256: str | None = Field(default=None, description="Required hash of the file.")
+    sha256: _Sha256 | None = Field(default=None, description="Required hash of the file.")
     data: bool = Field(default=True, description="Read all data to check hashes and find non-finite values.")
 
     def rules(self) -> Iterator[str]:
-        if self.sha256 is not None and not _SHA256.fullmatch(self.sha256.lower()):
-            yield f"sha256={self.sha256} must be 64 hexadecimal digits"
-        elif self.sha256 is not None and not self.data:
+        if self.sha256 is not None and not self.data:
             yield "sha256 cannot be checked with data=false, which reads nothing: drop one of them"
 
 
@@ -142,6 +139,6 @@ class MergeLoraSettings(WriteSettings):
 class DownloadSettings(Section):
     """Settings of `osora ckpt download`."""
 
-    preset: DownloadPreset = Field(description="Model to download.")
+    preset: DownloadName = Field(description=f"Model to download: {', '.join(DOWNLOADS)}.")
     to: FileName = Field(default="ckpts", description="Folder for the files.")
     overwrite: bool = Field(default=False, description="Replace files that differ from those on the Hub.")

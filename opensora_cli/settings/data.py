@@ -1,16 +1,14 @@
 """Settings of training clips: a table of files or the procedural world. Also the settings of `osora data`."""
 
-import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field
 
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.core.media_choices import Fit
-from opensora_cli.settings.base import Count, FileName, Section, Share, ending
-from opensora_cli.settings.explain import explain
+from opensora_cli.core.section import Count, FileName, Section, Share, ending, matching, rule_error
 from opensora_cli.settings.files import parse_yaml_text
 
 BatchSize = Annotated[int, Field(ge=1, le=4096)]
@@ -25,9 +23,37 @@ class BucketSettings(NamedTuple):
     """Samples of a micro-batch."""
 
 
+_EXAMPLE = "{256px: {1: [1.0, 8], 33: [1.0, 2]}}"
 _Length = Annotated[int, Field(ge=1, le=1025)]
-_RESOLUTION = r"^[1-9]\d{1,3}(px|p)$"
-BucketTable = dict[Annotated[str, Field(pattern=_RESOLUTION)], dict[_Length, BucketSettings]]
+_Resolution = Annotated[str, matching(r"[1-9]\d{1,3}(px|p)", "must be a resolution, as in 256px or 720p")]
+
+
+def _read_table(value: object) -> object:
+    try:
+        table = parse_yaml_text(value) if isinstance(value, str) else value
+    except yaml.YAMLError:
+        table = None
+    if not isinstance(table, Mapping):
+        raise rule_error(f"must be resolutions, frames, probabilities and batch sizes, as in {_EXAMPLE}")
+    return table
+
+
+def _check_lengths(value: object) -> object:
+    if not isinstance(value, Mapping) or not value:
+        raise rule_error("must be numbers of frames, each with its bucket, as in {33: [1.0, 2]}")
+    return value
+
+
+def _check_pair(value: object) -> object:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise rule_error("must be [probability, batch size], as in [1.0, 2]")
+    return value
+
+
+_Lengths = Annotated[
+    dict[_Length, Annotated[BucketSettings, BeforeValidator(_check_pair)]], BeforeValidator(_check_lengths)
+]
+BucketTable = Annotated[dict[_Resolution, _Lengths], BeforeValidator(_read_table)]
 """Resolution -> frames -> (probability, batch size)."""
 
 RELEASED_BUCKETS: BucketTable = {
@@ -58,45 +84,19 @@ class SceneSettings(Section):
 class DataSettings(Section):
     """Table of pictures and videos, sorted into buckets of one size, or the procedural scenes."""
 
-    table: FileName | None = Field(
-        default=None, description="CSV or parquet table, as `osora data scan` makes it. None means procedural scenes."
-    )
+    table: FileName | None = Field(default=None, description="CSV or parquet table. None means procedural scenes.")
     buckets: BucketTable = Field(
         default=RELEASED_BUCKETS,
         min_length=1,
-        description="{resolution: {frames: [probability, batch size]}}, as in {256px: {1: [1.0, 8], 33: [1.0, 2]}}.",
+        description=f"{{resolution: {{frames: [probability, batch size]}}}}, as in {_EXAMPLE}.",
     )
-    fps_max: float = Field(
-        default=24.0,
-        gt=0,
-        le=1000,
-        description="Largest frame rate. Of faster videos, every second or third frame stays.",
-    )
+    fps_max: float = Field(default=24.0, gt=0, le=1000, description="Largest frame rate. Faster videos lose frames.")
     fit: Fit = Field(default=Fit.CROP, description="How frames of another shape are fitted to their bucket.")
     workers: int = Field(default=2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
     prefetch: int = Field(default=2, ge=1, le=64, description="Micro-batches that each process prefetches.")
     scenes: SceneSettings = SceneSettings()
 
-    @field_validator("buckets", mode="before")
-    @classmethod
-    def _read_buckets(cls, value: object) -> object:
-        try:
-            table = parse_yaml_text(value) if isinstance(value, str) else value
-        except yaml.YAMLError:
-            table = None
-        if not isinstance(table, Mapping):
-            raise ValueError(
-                f"data.buckets={value} must be resolutions, frames, probabilities and batch sizes, "
-                "as in {256px: {1: [1.0, 8], 33: [1.0, 2]}}"
-            )
-        if problems := list(_bucket_problems(table)):
-            raise ValueError("\n".join(problems))
-        return table
-
     def rules(self) -> Iterator[str]:
-        for resolution, lengths in self.buckets.items():
-            if not lengths:
-                yield f"data.buckets.{resolution} must name a length, as in {{33: [1.0, 2]}}"
         if not any(bucket.probability for lengths in self.buckets.values() for bucket in lengths.values()):
             yield "data.buckets have probability 0: give at least one bucket a probability over 0"
         scenes = self.scenes
@@ -136,31 +136,6 @@ class DataSettings(Section):
             return []
         above = (size // multiple + 1) * multiple
         return [f"data.scenes.size={size} must be a multiple of {multiple}, the side of a token: use {above}"]
-
-
-def _bucket_problems(table: Mapping[Any, object]) -> Iterator[str]:
-    """Yield one line for each problem inside `data.buckets`."""
-    for resolution, lengths in table.items():
-        place = f"data.buckets.{resolution}"
-        if not re.match(_RESOLUTION, str(resolution)):
-            yield f"data.buckets: {resolution} must be a resolution, as in 256px or 720p"
-        elif not isinstance(lengths, Mapping):
-            yield f"{place}={lengths} must be numbers of frames, each with its bucket, as in {{33: [1.0, 2]}}"
-        else:
-            for length, bucket in lengths.items():
-                yield from _number_problems(_Length, length, label=f"{place}: frames")
-                if not isinstance(bucket, list | tuple) or len(bucket) != 2:
-                    yield f"{place}.{length}={bucket} must be [probability, batch size], as in [1.0, 2]"
-                    continue
-                yield from _number_problems(Share, bucket[0], label=f"{place}.{length}: probability")
-                yield from _number_problems(BatchSize, bucket[1], label=f"{place}.{length}: batch size")
-
-
-def _number_problems(kind: Any, value: object, *, label: str) -> Iterator[str]:
-    try:
-        TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        yield from (f"{label} {line.removeprefix('=')}" for line in explain(error))
 
 
 TableFile = Annotated[FileName, ending(".csv", ".parquet")]

@@ -1,24 +1,22 @@
 """Settings of devices: their number, their memory, and the work that each of them does."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Annotated, ClassVar
 
-from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, PositiveInt
 
-from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.core.section import ByteSize, Section, matching
+from opensora_cli.models.registry import ARCHITECTURES, AUTO, ModelChoice
 from opensora_cli.settings.enums import (
     AllToAll,
     AttentionChoice,
     Compression,
     DType,
     HostWeights,
-    ModelName,
     OffloadMode,
 )
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 Degree = Annotated[int, Field(ge=1, le=65_536)]
 """Number of devices that share one video or sample."""
 Copies = Annotated[int, Field(ge=1, le=1024 * 65_536)]
@@ -29,9 +27,7 @@ _Device = Annotated[int, Field(ge=0, le=1023)]
 _RETIRED_KEYS = {"parallel": ("node_rank", "rdzv_endpoint"), "sampling": ("batch_size",)}
 
 
-def device_problem(key: str, value: str) -> str | None:
-    """Return the error about the name of a device, or None if it is valid."""
-    return None if _DEVICE.fullmatch(value) else f"{key}={value} must be auto, cpu, cuda or cuda:N, as in cuda:1"
+DeviceName = Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N, as in cuda:1")]
 
 
 class DeviceSettings(Section):
@@ -40,9 +36,7 @@ class DeviceSettings(Section):
     degree_names: ClassVar[tuple[str, ...]] = ()
     """Settings whose product must divide the number of devices."""
 
-    gpus: PositiveInt | None = Field(
-        default=None, le=1024, description="Devices of this machine, or processes on a CPU. None means 1, or devices."
-    )
+    gpus: PositiveInt | None = Field(default=None, le=1024, description="Devices or processes. None: 1, or devices.")
     devices: tuple[_Device, ...] | None = Field(
         default=None, min_length=1, max_length=1024, description="Numbers of the GPUs, as in 0,2. None means the first."
     )
@@ -63,16 +57,6 @@ class DeviceSettings(Section):
         """Degrees that are set."""
         return {name: degree for name in self.degree_names if (degree := getattr(self, name)) is not None}
 
-    @field_validator("devices", mode="wrap")
-    @classmethod
-    def _devices_are_numbers(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
-        try:
-            return read(value)
-        except ValidationError:
-            # The error would otherwise name one wrong number as the whole value.
-            named = value if isinstance(value, str) or not isinstance(value, Iterable) else ",".join(map(str, value))
-            raise ValueError(f"parallel.devices={named} must be numbers of GPUs, as in 0,2") from None
-
     def rules(self) -> Iterator[str]:
         if self.devices is not None and len(set(self.devices)) < len(self.devices):
             yield f"parallel.devices={','.join(map(str, self.devices))} names a GPU twice"
@@ -85,8 +69,11 @@ class DeviceSettings(Section):
 
 
 class ExchangeSettings(DeviceSettings):
-    """Exchange of tokens for heads between devices, and checks of collectives."""
+    """Devices that share a video or sample, their exchange of tokens for heads, and checks of collectives."""
 
+    ulysses_degree: Degree | None = Field(default=None, description="Devices that exchange tokens for heads.")
+    ring_degree: Degree | None = Field(default=None, description="Devices in the ring of keys and values.")
+    tensor_parallel_degree: Degree | None = Field(default=None, description="Devices that share each block's features.")
     all_to_all: AllToAll = Field(default=AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
     fast_link_ranks: int | None = Field(
         default=None,
@@ -99,9 +86,7 @@ class ExchangeSettings(DeviceSettings):
         description="Round exchanged elements: bf16 by at most 1/256 of an element, fp8 by at most 1/16.",
     )
     watch: bool = Field(default=False, description="Name ranks that do not reach a collective.")
-    watch_limit_s: float = Field(
-        default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late with watch."
-    )
+    watch_limit_s: float = Field(default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late.")
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
@@ -154,14 +139,7 @@ class ParallelSettings(ExchangeSettings):
     data_parallel_degree: Copies | None = Field(
         default=None, description="Groups of devices that make different rows of --prompts. None means all devices."
     )
-    ulysses_degree: Degree | None = Field(default=None, description="Devices that exchange tokens for heads.")
-    ring_degree: Degree | None = Field(default=None, description="Devices in the ring of keys and values.")
-    cfg_parallel_degree: PositiveInt | None = Field(
-        default=None, le=3, description="Devices that share guidance branches."
-    )
-    tensor_parallel_degree: Degree | None = Field(
-        default=None, description="Devices that share the heads, features and weights of each block."
-    )
+    cfg_parallel_degree: PositiveInt | None = Field(default=None, le=3, description="Devices that share CFG branches.")
     ulysses_chunks: Degree = Field(
         default=1,
         description="Parts in which heads are exchanged, each during the attention of the previous part. 1 means no "
@@ -194,23 +172,18 @@ class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
     weights: str | None = Field(default=None, description="Weights folder. None means ./ckpts or the Hub's cache.")
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+    device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
     threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
-
-    def rules(self) -> Iterator[str]:
-        if problem := device_problem("runtime.device", self.device):
-            yield problem
 
 
 class RuntimeSettings(PlacementSettings):
     """Model, weights, device and precision of generation."""
 
-    model_choice: ModelName = Field(default=ModelName.AUTO, description="auto means the best model for this machine.")
-    attention: AttentionChoice = Field(
-        default=AttentionChoice.AUTO,
-        description="Attention backend. auto means the first in a fixed order that works on the device.",
+    model_choice: ModelChoice = Field(
+        default=AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
     )
+    attention: AttentionChoice = Field(default=AttentionChoice.AUTO, description="Attention backend. auto: by device.")
     prompt_cache: bool = Field(default=True, description="Keep prompt embeddings in the user's cache folder.")
     prompt_cache_limit: ByteSize = Field(
         default=2 * 2**30,
@@ -221,15 +194,8 @@ class RuntimeSettings(PlacementSettings):
 class MemorySettings(Section):
     """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
-    offload: OffloadMode = Field(
-        default=OffloadMode.AUTO, description="Weights in host memory. auto means the fewest that make the run fit."
-    )
-    resident_blocks: Blocks | None = Field(
-        default=None, description="Transformer blocks on the device, with those in transit. None means as many as fit."
-    )
+    offload: OffloadMode = Field(default=OffloadMode.AUTO, description="Weights on the host. auto: as few as possible.")
+    resident_blocks: Blocks | None = Field(default=None, description="Blocks on the device. None: as many as fit.")
     limit: ByteSize | None = Field(default=None, description="Device memory to use, as in 24GiB. None means all free.")
-    host_weights: HostWeights | None = Field(
-        default=None,
-        description="Location of offloaded blocks. None means pinned if a GPU's machine has the memory, else mapped.",
-    )
+    host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(default=False, description="Store block weights in 8 bits, which changes the result.")

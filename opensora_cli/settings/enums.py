@@ -3,19 +3,6 @@
 from enum import StrEnum
 
 
-class ModelName(StrEnum):
-    """Model to generate with."""
-
-    AUTO = "auto"
-    """The best model that this machine can run. Only `runtime.model_choice` takes it."""
-    DEMO = "demo"
-    OPEN_SORA_V2 = "open-sora-v2"
-    OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
-    """Open-Sora v2 for the latents of the video DC-AE."""
-    FLUX1_DEV = "flux1-dev"
-    """Model for pictures."""
-
-
 class VAEKind(StrEnum):
     """Autoencoder."""
 
@@ -142,14 +129,6 @@ class WeightSelection(StrEnum):
     MODEL = "model"
     EMA = "ema"
     MASTER = "master"
-
-
-class DownloadPreset(StrEnum):
-    """Released model that can be downloaded."""
-
-    OPEN_SORA_V2 = "open-sora-v2"
-    OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
-    FLUX1_DEV = "flux1-dev"
 
 
 class OffloadMode(StrEnum):

@@ -28,6 +28,7 @@ _RULES = {
     "int_type": "must be a whole number",
     "less_than": "must be under {lt}",
     "less_than_equal": "must be at most {le}",
+    "multiple_of": "must be a multiple of {multiple_of}",
     "string_too_short": "must not be empty",
     "string_type": "must be text",
     "string_unicode": "must be valid Unicode text",
@@ -93,7 +94,7 @@ def _lines(details: Any) -> list[str]:
     if kind == "value_error":
         # Validators of this package write whole lines.
         return str(context["error"]).splitlines()
-    key = ".".join(part for part in details["loc"] if isinstance(part, str))
+    key = ".".join(part for part in details["loc"] if isinstance(part, str) and part != "[key]")
     if kind == "extra_forbidden":
         return [f"{key} is not a setting"]
     if kind == "missing":
@@ -108,6 +109,8 @@ def _rule(kind: str, details: Any, context: Mapping[str, Any]) -> str:
         choices = re.findall(r"'([^']*)'", context["expected"])
         close = nearest(str(details["input"]), choices)
         return f"must be one of {', '.join(choices)}" + (f": did you mean {close}?" if close else "")
+    if kind == "rule":
+        return str(details["msg"])
     if kind in _RULES:
         return _RULES[kind].format_map({name: _number(bound) for name, bound in context.items()})
     return f"is wrong: {details['msg']}"

@@ -14,17 +14,9 @@ import yaml
 import opensora_cli
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.reading import read_text, reading
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import nearest
 
 EXTENDS = "extends"
-_PRESETS = {
-    ModelName.DEMO: ("demo",),
-    ModelName.OPEN_SORA_V2: ("256px", "768px"),
-    ModelName.OPEN_SORA_V2_DC_AE: ("high_compression",),
-    ModelName.FLUX1_DEV: ("flux1_dev",),
-}
-"""Presets of each model: one for each resolution, or one for all."""
 _EXTENDED = ("train", "hardware")
 """Kinds of presets that a user's file may extend by name."""
 MAX_SETTINGS_BYTES = 500_000
@@ -70,12 +62,6 @@ def preset_path(name: str, *kinds: str) -> Path:
         hint = f"did you mean {close}?" if close else None
         raise RequestError(f"preset {name!r} is not one of {', '.join(sorted(names))}", hint=hint)
     return presets_folder() / names[name] / f"{name}.yaml"
-
-
-def generate_preset(model: ModelName, *, resolution: str | None) -> str:
-    """Return the name of a model's preset for a resolution, or of its first preset for an unknown resolution."""
-    presets = _PRESETS[model]
-    return resolution if resolution in presets else presets[0]
 
 
 class _TextLoader(yaml.BaseLoader):

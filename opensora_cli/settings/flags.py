@@ -182,7 +182,7 @@ class Flags(TypedDict, total=False):
 
 
 FLAGS: Mapping[str, Option] = {
-    "model": Option("runtime.model_choice", MACHINE, "Model; auto is the best that can run here.", is_common=True),
+    "model": Option("runtime.model_choice", MACHINE, metavar="NAME", is_common=True),
     "num_samples": Option("sampling.num_samples", SAMPLING),
     "resume": Option("resume", metavar="FILE"),
     "save_state_every": Option("output.save_state_every", OUTPUT),

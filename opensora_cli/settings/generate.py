@@ -6,43 +6,43 @@ These rules need no files and no hardware, so that `--dry-run` and the library s
 from collections.abc import Iterator
 from itertools import pairwise
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.media_choices import MediaFormat
+from opensora_cli.core.section import Section, Words
+from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
 from opensora_cli.settings.applies import GENERATE
-from opensora_cli.settings.base import Section, Words, changed, shown
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
-    FileSettings,
     GenerationPrecisionSettings,
-    LoraFile,
+    LoraFiles,
     ModelSettings,
-    TextSettings,
     VAESettings,
 )
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
-from opensora_cli.settings.enums import DType, ModelName, VAEKind
+from opensora_cli.settings.enums import DType, VAEKind
 from opensora_cli.settings.explain import either
 from opensora_cli.settings.output import OutputSettings
+from opensora_cli.settings.pairs import Pair, pair_problems
 from opensora_cli.settings.prompts import PromptsAt, PromptSuffixSettings, RefineSettings, expand_short_forms
 from opensora_cli.settings.sampling import MAX_SEED, SamplingSettings
 from opensora_cli.settings.video import ConditionSettings, DraftSettings, PictureSettings, VideoSettings
 
 _CONFLICTS = (
-    ("resume", "from_latents", "drop one of them"),
-    ("output.explore", "resume", "drop one of them"),
-    ("output.explore", "from_latents", "drop one of them"),
-    ("refine.prompt", "prompts_at", "a server rewrites one prompt, so drop one of them"),
-    ("condition.seamless", "video.extend", "segments continue after the last frame, so drop one of them"),
-    ("sampling.stop_at", "video.extend", "a run stops in its first segment, so drop one of them"),
-    ("draft.resolution", "video.extend", "a draft is for one clip, so drop one of them"),
-    ("draft.resolution", "picture.first", "make the picture alone, and give it with --ref"),
-    ("parallel.devices", "runtime.device", "drop one of them"),
-    ("parallel.watch", "compile", "nothing would be compiled, so use one of them"),
+    Pair("resume", "from_latents", "drop one of them"),
+    Pair("output.explore", "resume", "drop one of them"),
+    Pair("output.explore", "from_latents", "drop one of them"),
+    Pair("refine.prompt", "prompts_at", "a server rewrites one prompt, so drop one of them"),
+    Pair("condition.seamless", "video.extend", "segments continue after the last frame, so drop one of them"),
+    Pair("sampling.stop_at", "video.extend", "a run stops in its first segment, so drop one of them"),
+    Pair("draft.resolution", "video.extend", "a draft is for one clip, so drop one of them"),
+    Pair("draft.resolution", "picture.first", "make the picture alone, and give it with --ref"),
+    Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
+    Pair("parallel.watch", "compile", "nothing would be compiled, so use one of them"),
 )
-"""Pairs of settings that cannot both differ from their defaults."""
+"""Settings that do not go together."""
 
 
 class GenerateSettings(Section):
@@ -59,13 +59,13 @@ class GenerateSettings(Section):
     negative_prompt: Words = Field(default="", description="What the video should not show.")
     from_latents: str | None = Field(default=None, description="Finished latents to decode, as --from does.")
     resume: str | None = Field(default=None, description="Saved latents of a stopped run to continue, as --from does.")
-    loras: tuple[LoraFile, ...] = Field(
+    loras: LoraFiles = Field(
         default=(), description="Adapters of the transformer, each FILE or FILE:SCALE, separated by ;."
     )
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
-    text: TextSettings = TextSettings()
-    files: FileSettings = FileSettings()
+    text: TextInputs = TextInputs()
+    files: WeightNames = WeightNames()
     video: VideoSettings = VideoSettings()
     sampling: SamplingSettings = SamplingSettings()
     condition: ConditionSettings = ConditionSettings()
@@ -84,11 +84,6 @@ class GenerateSettings(Section):
     @classmethod
     def _read_short_forms(cls, sections: object) -> object:
         return expand_short_forms(sections)
-
-    @field_validator("loras", mode="before")
-    @classmethod
-    def _read_loras(cls, value: object) -> object:
-        return LoraFile.of_list(value)
 
     @property
     def output_format(self) -> MediaFormat:
@@ -132,10 +127,7 @@ class GenerateSettings(Section):
         return self.vae.grid.spatial_compression_ratio * self.model.patch_size
 
     def rules(self) -> Iterator[str]:
-        values = dict(changed(self))
-        for first, second, fix in _CONFLICTS:
-            if first in values and second in values:
-                yield f"{first}={shown(values[first])} does not go with {second}={shown(values[second])}: {fix}"
+        yield from pair_problems(self, conflicts=_CONFLICTS)
         yield from _prompt_problems(self)
         yield from _model_problems(self)
         yield from _size_problems(self)
@@ -176,7 +168,7 @@ def _model_problems(settings: GenerateSettings) -> Iterator[str]:
             f"model.patch_size={model.patch_size} squared: use {channels}"
         )
     chosen = settings.runtime.model_choice
-    if chosen not in (ModelName.AUTO, model.name):
+    if chosen not in (AUTO, model.name):
         yield f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them"
 
 
@@ -190,7 +182,7 @@ def _size_problems(settings: GenerateSettings) -> Iterator[str]:
                 yield f"video.{side}={value} must be a multiple of {multiple}: use {either(fitting)}"
         return
     if video.resolution not in video.resolutions:
-        fix = f", or get the released model: {DOWNLOAD_COMMAND}" if name is ModelName.DEMO else ""
+        fix = f", or get the released model: {DOWNLOAD_COMMAND}" if name == DEMO else ""
         yield (
             f"video.resolution={video.resolution} is not a size of the {name} model: use {either(video.resolutions)}"
             f"{fix}"

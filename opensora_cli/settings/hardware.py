@@ -13,7 +13,7 @@ from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.settings.base import ByteSize, FileName, Section
+from opensora_cli.core.section import ByteSize, FileName, Section
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_yaml
 from opensora_cli.settings.layers import all_keys, read_sections, validate

@@ -17,13 +17,14 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import escaped, plain
 from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.section import NO_VALUE, Section
 from opensora_cli.core.solvers import Solver
+from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
-from opensora_cli.settings.base import NO_VALUE, Section
+from opensora_cli.settings.components import settings_of
 from opensora_cli.settings.devices import without_retired_keys
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import generate_preset, preset_path, read_yaml
+from opensora_cli.settings.files import preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
@@ -33,6 +34,7 @@ from opensora_cli.settings.saved import TYPED, adapters_in, description, files_n
 
 SIDECAR_SCHEMA = "osora.generate/1"
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
+_ANY = {"prompt": Given("any", "prompt")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +103,19 @@ class GenerateRequest:
         return None if value.strip().lower() in NO_VALUE else value
 
     @property
-    def model(self) -> ModelName:
+    def model(self) -> str:
         """Model that the settings name, or AUTO. A wrong name means the demo, whose validation reports it."""
-        choice = self.text("runtime.model_choice") or ModelName.AUTO
-        if choice == ModelName.AUTO:
+        choice = self.text("runtime.model_choice") or AUTO
+        if choice == AUTO:
             # A plan for another machine does not look for weights here.
-            usual = ModelName.AUTO if self.on is None else ModelName.OPEN_SORA_V2
+            usual = AUTO if self.on is None else OPEN_SORA_V2
             choice = self.text("model.name") or usual
-            if choice == ModelName.AUTO:
+            if choice == AUTO:
                 return usual
-        return ModelName(choice) if choice in list(ModelName) else ModelName.DEMO
+        return choice if choice in ARCHITECTURES else DEMO
 
     @cached_property
-    def _loaded(self) -> dict[ModelName, GenerateSettings]:
+    def _loaded(self) -> dict[str, GenerateSettings]:
         return {}
 
     def _with_saved(self, saved: SavedSettings) -> dict[str, Given]:
@@ -171,7 +173,7 @@ def read_request(
     return GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
 
 
-def load_generate_settings(request: GenerateRequest, *, model: ModelName) -> GenerateSettings:
+def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:
     """Return the settings of a request over the preset of `model`. A request is validated once for each model.
 
     Raises:
@@ -184,16 +186,15 @@ def load_generate_settings(request: GenerateRequest, *, model: ModelName) -> Gen
     return loaded[model]
 
 
-def _validated(request: GenerateRequest, model: ModelName) -> GenerateSettings:
+def _validated(request: GenerateRequest, model: str) -> GenerateSettings:
     given = dict(request.given)
     resolution = request.find("video.resolution")
-    preset = generate_preset(model, resolution=None if resolution is None else str(resolution.value))
-    below = _preset(preset)
+    below = _layer_of(model, resolution=None if resolution is None else str(resolution.value))
     settings = validate(GenerateSettings, given, below=below)
     if settings.sampling.fast:
         # `fast` wins over sources below its own.
         above = request.overrides if "sampling.fast" in request.overrides else given
-        own = load_preset(preset, prompt="any") if "sampling.num_inference_steps" in above else settings
+        own = validate(GenerateSettings, _ANY, below=below) if "sampling.num_inference_steps" in above else settings
         values = few_evaluations(settings.sampling, without=own.sampling.num_inference_steps)
         source = given["sampling.fast"].source
         given |= {key: Given(value, source) for key, value in values.items() if key not in above}
@@ -228,15 +229,28 @@ def load_preset(name: str, *, prompt: str) -> GenerateSettings:
 
 
 @cache
-def usual_settings(model: ModelName) -> GenerateSettings:
+def usual_settings(model: str) -> GenerateSettings:
     """Return the settings of a model's first preset."""
-    return load_preset(generate_preset(model, resolution=None), prompt="any")
+    return validate(GenerateSettings, _ANY, below=_layer_of(model, resolution=None))
+
+
+def _layer_of(model: str, *, resolution: str | None) -> Layer:
+    """Return the settings of a model in its preset for a resolution, or in its first preset."""
+    presets = ARCHITECTURES[model].presets
+    if not presets:
+        return _entry(model)
+    return _preset(resolution if resolution in presets else presets[0])
+
+
+def _entry(model: str) -> Layer:
+    return read_sections(GenerateSettings, settings_of(model), source=model)
 
 
 @cache
 def _preset(name: str) -> Layer:
     path = preset_path(name, "generate")
-    return read_sections(GenerateSettings, read_yaml(path), source=str(path))
+    values = read_sections(GenerateSettings, read_yaml(path), source=str(path))
+    return {**_entry(str(values["model.name"].value)), **values}
 
 
 def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import Field, PositiveInt
 
-from opensora_cli.settings.base import FileName, Section
+from opensora_cli.core.section import FileName, Section
 
 
 class LoraTarget(StrEnum):

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from pydantic import Field
 
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.settings.base import Count, FileName, Section
+from opensora_cli.core.section import Count, FileName, Section
 from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.explain import either
 

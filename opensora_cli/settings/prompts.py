@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from opensora_cli.settings.base import Section, SplitAt, Words, split_list
+from opensora_cli.core.section import Section, SplitAt, Words, split_list
 
 _AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re.DOTALL)
 

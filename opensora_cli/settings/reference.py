@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.base import nested
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.core.section import nested
+from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
 from opensora_cli.settings.files import read_yaml, settings_path
 from opensora_cli.settings.python_config import read_python_config
 
@@ -178,7 +178,7 @@ def read_reference_generation(file: ConfigFile) -> Sections:
         # The reference has these where a file names none.
         found |= {"picture.first": False, "video.fps": 16, "prompt_suffix.motion_score": None}
     if values.has("model"):
-        found["model.name"] = (ModelName.OPEN_SORA_V2_DC_AE if is_deep else ModelName.OPEN_SORA_V2).value
+        found["model.name"] = OPEN_SORA_V2_DC_AE if is_deep else OPEN_SORA_V2
         found["model.cond_embed"] = False
         if "ckpt_path" in values:
             values["model.from_pretrained"] = values.pop("ckpt_path")

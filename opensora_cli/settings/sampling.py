@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from opensora_cli.core.section import Section, Share
 from opensora_cli.core.solvers import Solver
-from opensora_cli.settings.base import Section, Share
 
 MAX_SEED = 2**62
 

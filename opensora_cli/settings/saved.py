@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.settings.base import NO_VALUE
+from opensora_cli.core.section import NO_VALUE
 from opensora_cli.settings.components import LoraFile
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
@@ -119,8 +119,8 @@ def flags_again(settings: GenerateSettings, usual: GenerateSettings, *, decodes:
 
 def adapters_in(saved: Layer) -> tuple[LoraFile, ...]:
     """Return the adapters of an earlier run. Raises ValueError if `saved` is malformed."""
-    files = LoraFile.of_list(saved["loras"].value) if "loras" in saved else ()
-    if not isinstance(files, tuple):
+    files = saved["loras"].value if "loras" in saved else ()
+    if not isinstance(files, list | tuple):
         raise ValueError("loras is no list")
     try:
         return tuple(LoraFile.model_validate(file) for file in files)

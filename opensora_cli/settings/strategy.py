@@ -3,50 +3,48 @@
 from collections.abc import Iterator
 from enum import StrEnum
 from math import prod
+from typing import Self
 
 from pydantic import Field
 
-from opensora_cli.settings.devices import Copies, Degree, ExchangeSettings
+from opensora_cli.settings.devices import Copies, ExchangeSettings
 
 INNER_DEGREES = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
 """Degrees of devices that share a sample."""
 
 
 class Strategy(StrEnum):
-    """Sharding of weights, gradients and optimizer states over devices."""
+    """Sharding of weights, gradients and optimizer states over devices (Rajbhandari et al. 2020, ZeRO).
 
-    DDP = "ddp"
-    """No sharding (DistributedDataParallel)."""
-    ZERO1 = "zero1"
-    """Sharded optimizer states (Rajbhandari et al. 2020, ZeRO). Gradients are reduced once an update.
-
-    It is FSDP2 without resharding after forward, as `zero2` is. Both shard the weights between updates.
+    Each row has the name, the strategy in the terms of torch, and the three properties below.
     """
-    ZERO2 = "zero2"
-    """Sharded gradients too. The gradients of each micro-batch are reduced at once."""
-    ZERO3 = "zero3"
-    """Sharded weights too. The weights of a block are gathered for its forward and again for its backward."""
-    HYBRID = "hybrid"
-    """`zero3`, with several devices for each sample. They share its tokens, or heads and features."""
 
-    @property
-    def shards(self) -> bool:
-        """Whether devices hold shards."""
-        return self is not Strategy.DDP
+    means: str
+    shards: bool
+    """Whether devices hold shards of the weights between updates."""
+    gathers_twice: bool
+    """Whether the weights of a block are gathered for its forward and again for its backward."""
+    reduces_once: bool
+    """Whether gradients are reduced once an update instead of after each micro-batch."""
 
-    @property
-    def means(self) -> str:
-        """The strategy in the terms of torch."""
-        return _MEANS[self]
+    DDP = "ddp", "DistributedDataParallel", False, False, True
+    ZERO1 = "zero1", "FSDP2 without resharding after forward; gradients are reduced once an update", True, False, True
+    ZERO2 = (
+        "zero2",
+        "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
+        True,
+        False,
+        False,
+    )
+    ZERO3 = "zero3", "FSDP2 with resharding after forward", True, True, False
+    HYBRID = "hybrid", "FSDP2 with resharding after forward, around ranks that share a sample", True, True, False
 
-
-_MEANS = {
-    Strategy.DDP: "DistributedDataParallel",
-    Strategy.ZERO1: "FSDP2 without resharding after forward, as zero2; gradients are reduced once an update",
-    Strategy.ZERO2: "FSDP2 without resharding after forward, as zero1; gradients are reduced each micro-batch",
-    Strategy.ZERO3: "FSDP2 with resharding after forward",
-    Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
-}
+    def __new__(cls, name: str, means: str, shards: bool, gathers_twice: bool, reduces_once: bool) -> Self:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.means, member.shards = means, shards
+        member.gathers_twice, member.reduces_once = gathers_twice, reduces_once
+        return member
 
 
 class TrainParallelSettings(ExchangeSettings):
@@ -54,19 +52,8 @@ class TrainParallelSettings(ExchangeSettings):
 
     degree_names = ("dp_replicate_degree", "dp_shard_degree", *INNER_DEGREES)
 
-    dp_replicate_degree: Copies | None = Field(
-        default=None, description="Copies of the weights, between which gradients are averaged."
-    )
-    dp_shard_degree: Copies | None = Field(
-        default=None, description="Data-parallel devices between which one copy of the weights is sharded."
-    )
-    ulysses_degree: Degree | None = Field(
-        default=None, description="Devices that exchange the tokens of a sample for heads, with hybrid."
-    )
-    ring_degree: Degree | None = Field(default=None, description="Devices in the ring of a sample, with hybrid.")
-    tensor_parallel_degree: Degree | None = Field(
-        default=None, description="Devices that share the heads and features of each block, with hybrid."
-    )
+    dp_replicate_degree: Copies | None = Field(default=None, description="Copies of the weights.")
+    dp_shard_degree: Copies | None = Field(default=None, description="Devices that share one copy of the weights.")
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -75,8 +62,8 @@ class TrainParallelSettings(ExchangeSettings):
             if product < self.world_size and not self.world_size % product:
                 named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
                 yield (
-                    f"{named} make use of {product} of {self.world_size} devices: "
-                    "leave parallel.dp_replicate_degree or parallel.dp_shard_degree out"
+                    f"{named} use {product} of {self.world_size} devices: drop parallel.dp_replicate_degree or "
+                    "parallel.dp_shard_degree"
                 )
 
     def axes(self, strategy: Strategy) -> dict[str, int]:

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section
+from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.applies import PARALLEL
-from opensora_cli.settings.base import Applies, ByteSize, FileName, PlotFile, Section
 from opensora_cli.settings.devices import ParallelSettings
-from opensora_cli.settings.enums import BenchDevice, Collective, ModelName, Scaling
+from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
@@ -36,32 +37,25 @@ class BenchCommSettings(Section):
     )
     device: BenchDevice = Field(default=BenchDevice.AUTO, description="auto, cpu or cuda. auto means GPUs if present.")
     min_bytes: _BenchBytes = Field(default=8, description="Smallest size, as in 8 or 1KiB.")
-    max_bytes: _BenchBytes | None = Field(
-        default=None, description="Largest size, as in 1GiB. None means 1 GiB on GPUs and 4 MiB on CPUs."
-    )
+    max_bytes: _BenchBytes | None = Field(default=None, description="Largest size. None: 1 GiB on GPUs, 4 MiB on CPUs.")
     iters: int = Field(default=20, ge=1, le=100_000, description="Timed repeats of each size.")
     warmup: int = Field(default=5, ge=2, le=100_000, description="Repeats before the timed ones.")
     collectives: tuple[Collective, ...] = Field(
         default=tuple(Collective), min_length=1, description="Collectives to measure."
     )
-    scaling: Scaling | None = Field(
-        default=None, description="Also time sampling and training steps at 1, 2, 4 .. ranks. None: do not."
-    )
+    scaling: Scaling | None = Field(default=None, description="Also time sampling and training at 1, 2, 4 .. ranks.")
     plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
     overwrite: bool = Field(default=False, description="Replace an existing file.")
 
-    @field_validator("parallel")
-    @classmethod
-    def _a_rank_has_a_peer(cls, value: ParallelSettings) -> ParallelSettings:
-        if value.degrees:
-            raise ValueError(
-                f"parallel.{next(iter(value.degrees))} has no effect here: use none of {', '.join(value.degree_names)}"
-            )
-        if (value.gpus is not None or value.devices is not None) and value.world_size < 2:
-            raise ValueError(f"gpus={value.ranks_per_node} must be at least 2: one rank has no peer")
-        return value
-
     def rules(self) -> Iterator[str]:
+        parallel = self.parallel
+        if parallel.degrees:
+            yield (
+                f"parallel.{next(iter(parallel.degrees))} has no effect here: "
+                f"use none of {', '.join(parallel.degree_names)}"
+            )
+        if (parallel.gpus is not None or parallel.devices is not None) and parallel.world_size < 2:
+            yield f"gpus={parallel.ranks_per_node} must be at least 2: one rank has no peer"
         if self.max_bytes is not None and self.min_bytes > self.max_bytes:
             yield f"min_bytes={self.min_bytes} is over max_bytes={self.max_bytes}: swap them"
 
@@ -133,5 +127,5 @@ def profiled_settings(
     overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
     overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
     if file is None:
-        overrides.setdefault("runtime.model_choice", Given(ModelName.DEMO.value, "mem-profile"))
+        overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
     return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,))

@@ -13,29 +13,34 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.section import FileName, Section
+from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings.applies import TRAIN, refuse_without_effect
-from opensora_cli.settings.base import FileName, Section
-from opensora_cli.settings.components import ModelSettings, VAESettings
+from opensora_cli.settings.components import ModelSettings, VAESettings, settings_of
 from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.devices import Threads, device_problem, without_retired_keys
-from opensora_cli.settings.enums import Compression, HostWeights, VAEKind
+from opensora_cli.settings.devices import DeviceName, Threads, without_retired_keys
+from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
+from opensora_cli.settings.pairs import Pair, pair_problems
 from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_training, read_settings
 from opensora_cli.settings.strategy import INNER_DEGREES, Strategy, TrainParallelSettings
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
     Compute,
     LoopSettings,
-    OptimizerName,
     OptimizerSettings,
     PrecisionSettings,
     TrainMemorySettings,
-    WeightOffload,
 )
-from opensora_cli.settings.train_objectives import MMDiTTrainSettings, TextTrainSettings, VAETrainSettings
+from opensora_cli.settings.train_objectives import (
+    FrozenFileSettings,
+    MMDiTTrainSettings,
+    TextTrainSettings,
+    VAETrainSettings,
+)
 from opensora_cli.settings.watching import SampleSettings, ValidationSettings, WatchingSettings
 
 
@@ -54,13 +59,9 @@ class TrainSettings(Section):
 
     target: TrainTarget = Field(description="Part of the video model that is trained.")
     output: FileName = Field(default="runs/train", description="Folder of checkpoints, logs and exported weights.")
-    init: FileName | None = Field(
-        default=None, description="File or folder of the first weights, or demo for osora's own. None: random weights."
-    )
-    weights: tuple[str, ...] = Field(
-        default=(), description="Folders with the frozen parts, or demo. train_mmdit.files has the names in them."
-    )
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto means cuda if there is a GPU.")
+    init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
+    weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
+    device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto prefers cuda.")
     threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
@@ -88,11 +89,9 @@ class TrainSettings(Section):
         return f"cuda:{devices[0]}" if devices and self.device != "cpu" else self.device
 
     def rules(self) -> Iterator[str]:
+        yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
         yield from _device_problems(self)
-        yield from _strategy_problems(self)
         yield from _watching_problems(self)
-        yield from _memory_problems(self)
-        yield from _lora_problems(self)
         if self.target is TrainTarget.VAE:
             yield from _vae_problems(self)
         if self.target is TrainTarget.MMDIT:
@@ -108,13 +107,11 @@ def load_train_settings(
     saved: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> TrainSettings:
-    """Return the settings of a run: `overrides` over the environment over a file over the defaults.
+    """Return the settings of a run: `overrides` over the environment over a file over the entry of `model.name`.
 
-    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe. `saved` is
-    the `settings.json` of an earlier run. It is complete and so precedes the environment. One of them is needed.
-    `report` gets one line for each setting of a `.py` file that osora does not have. Variables of `osora generate` and
-    `OSORA_WEIGHTS`, the folder of the released model, are ignored. A run writes only into the folder of `saved`, or
-    where `overrides` say.
+    The file is `config`, a recipe's name, a YAML file or a `.py` file of the reference implementation, or `saved`, the
+    complete `settings.json` of an earlier run, which precedes the environment. A run writes only into the folder of
+    `saved`, or where `overrides` say. `report` gets a line for each setting of a `.py` file that osora does not have.
 
     Raises:
         RequestError: Not exactly one file is given, a key is unknown, a value breaks a rule, an override has no effect,
@@ -126,6 +123,7 @@ def load_train_settings(
             f"--config {config} cannot go with --from {saved}, whose settings are complete",
             hint="change single settings with --set",
         )
+    # OSORA_WEIGHTS names the folder of the released model.
     ours = {name: value for name, value in environment.items() if name != "OSORA_WEIGHTS"}
     variables = read_environment(TrainSettings, ours, others=(GenerateSettings,))
     if config is not None:
@@ -135,23 +133,35 @@ def load_train_settings(
         if path.suffix == ".py" and "data.table" not in {*given, *overrides}:
             raise RequestError(f"{path} names no table of clips", hint="give one: --set data.table=clips.csv")
     elif saved is not None:
-        given = {**variables, **_read_saved(saved)}
+        hint = "--from takes the settings.json in the folder of a run"
+        document = read_json_object(saved, hint=hint)
+        if "target" not in document:
+            raise FileProblem(f"{saved} holds no settings of a run", hint=hint)
+        given = {**variables, **read_sections(TrainSettings, without_retired_keys(document), source=str(saved))}
     else:
         recipes = " or ".join(f"--config {name}" for name in list_presets("train"))
         raise RequestError("--config is missing: it names what to train", hint=f"use {recipes}, or your own file")
-    settings = validate(TrainSettings, {**given, **overrides})
+    given = {**given, **overrides}
+    settings = validate(TrainSettings, given, below=_entry(given))
     refuse_without_effect(settings, overrides)
     if saved is not None and not is_of_launcher(saved, environment):
         _refuse_other_folders(saved, overrides, settings)
     return settings
 
 
-def _read_saved(path: Path) -> Layer:
-    hint = "--from takes the settings.json in the folder of a run"
-    document = read_json_object(path, hint=hint)
-    if "target" not in document:
-        raise FileProblem(f"{path} holds no settings of a run", hint=hint)
-    return read_sections(TrainSettings, without_retired_keys(document), source=str(path))
+def _entry(given: Layer) -> Layer:
+    """Return the settings in the entry of the model that is named, if there is one."""
+    name = str(given["model.name"].value) if "model.name" in given else ""
+    if name not in ARCHITECTURES:
+        return {}
+    entry = settings_of(name)
+    values = {
+        "model": entry["model"],
+        "vae": entry["vae"],
+        "text": {name: entry["text"][name] for name in ("t5_max_length", "clip_max_length")},
+        "train_mmdit": {"files": {name: entry["files"][name] for name in FrozenFileSettings.model_fields}},
+    }
+    return read_sections(TrainSettings, values, source=name)
 
 
 def _refuse_other_folders(saved: Path, overrides: Layer, settings: TrainSettings) -> None:
@@ -167,34 +177,77 @@ def _refuse_other_folders(saved: Path, overrides: Layer, settings: TrainSettings
             )
 
 
+_BESIDE_ADAPTER = "set it, as in lora.rank=16, or use strategy=zero3 and optimizer.offload_states=true"
+
+_NEEDS = (
+    Pair("strategy!=ddp", "target=mmdit", "use ddp"),
+    Pair("compile", "target=mmdit", "use false"),
+    Pair("lora.rank", "target=mmdit", "use none"),
+    Pair("lora.rank", "init", "name the weights that it is trained beside, as in init=demo"),
+    Pair("precision.fp8_linears", "target=mmdit", "use false"),
+    Pair("precision.fp8_linears", "precision.compute=bf16", "everything except the matrix products stays in it"),
+    Pair("optimizer.offload_states", "optimizer.name=adamw", "use one of them"),
+    Pair("parallel.ulysses_degree>1", "strategy=hybrid", "use hybrid"),
+    Pair("parallel.ring_degree>1", "strategy=hybrid", "use hybrid"),
+    Pair("parallel.tensor_parallel_degree>1", "strategy=hybrid", "use hybrid"),
+    Pair("memory.offload=blocks", "lora.rank", _BESIDE_ADAPTER),
+    Pair("memory.offload=blocks", "memory.checkpointing", "set it: a recomputed block copies its weights again"),
+    Pair("memory.fp8_storage", "lora.rank", _BESIDE_ADAPTER),
+    Pair("train_vae.decoder_only", "init", "name trained weights, as in init=demo", "target=vae"),
+    Pair("data.table", "validation.table", "validation needs clips that are not trained on", "validation.every"),
+    Pair("validation.table", "data.table", "drop it: scenes are validated on other scenes", "validation.every"),
+    Pair("samples.every", "samples.prompts", "give samples.prompts", "target=mmdit"),
+)
+"""Settings that need another one."""
+
+_CONFLICTS = (
+    Pair("parallel.devices", "device=cpu", "drop one of them"),
+    Pair("parallel.dp_shard_degree>1", "strategy=ddp", "use zero1 to zero3"),
+    Pair("parallel.compression=bf16", "precision.compute!=fp32", "use none, or precision.compute=fp32"),
+    Pair("parallel.watch", "compile", "use one of them, since nothing would be compiled"),
+    Pair("optimizer.name=muon", "strategy!=ddp", "use adamw, or ddp: it needs whole matrices"),
+    Pair("compile", "strategy=hybrid", "use zero3, or false: blocks of hybrid communicate"),
+    Pair("lora.rank", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree or ring_degree instead"),
+    Pair("lora.rank", "precision.fp8_linears", "use precision.fp8_linears=false"),
+    Pair("lora.dropout", "strategy=hybrid", "use 0: ranks would drop the same places of different tokens"),
+    Pair("precision.fp8_linears", "parallel.tensor_parallel_degree>1", "use one of them"),
+    Pair("memory.offload=blocks", "strategy!=ddp", "use ddp, which keeps blocks whole"),
+    Pair("memory.offload=blocks", "compile", "use one of them"),
+    Pair("memory.fp8_storage", "strategy!=ddp", "use ddp, which keeps blocks whole"),
+    Pair("memory.host_weights=pinned", "device=cpu", "drop it: a CPU reads weights in place"),
+    Pair("memory.checkpoint_double_blocks!=none", "memory.checkpointing=auto", "use none, or checkpointing=true"),
+    Pair("memory.checkpoint_single_blocks!=none", "memory.checkpointing=auto", "use none, or checkpointing=true"),
+    Pair("memory.activation_offload!=none", "memory.checkpointing=auto", "use none, or checkpointing=true"),
+    Pair("memory.checkpoint_double_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
+    Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
+    Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
+    Pair("watching.exact_timers", "device=cpu", "drop it: a CPU's timers are exact"),
+    Pair("train_vae.picture_steps", "train_vae.decoder_only", "use 0, and train_vae.single_frame_share", "target=vae"),
+    Pair("train_vae.picture_steps", "vae.kind!=hunyuan", "use 0, and train_vae.single_frame_share", "target=vae"),
+    Pair("train_vae.picture_steps", "data.table", "use 0, and buckets of 1 frame", "target=vae"),
+    Pair("train_vae.whitening_clips", "train_vae.decoder_only", "use 0: it would change the latents", "target=vae"),
+    Pair("train_vae.whitening_clips", "vae.kind!=hunyuan", "use 0", "target=vae"),
+    Pair("train_vae.whitening_clips", "data.table", "use 0", "target=vae"),
+    Pair("train_mmdit.thing_weight!=1", "data.table", "use 1: it is for procedural scenes", "target=mmdit"),
+    Pair("train_mmdit.thing_weight!=1", "vae.kind!=hunyuan", "use 1: it is for causal autoencoders", "target=mmdit"),
+    Pair("train_mmdit.thing_weight!=1", "train_mmdit.masked_loss", "use one of them", "target=mmdit"),
+)
+"""Settings that do not go together."""
+
+
 def _device_problems(settings: TrainSettings) -> Iterator[str]:
-    parallel, device = settings.parallel, settings.device
-    if problem := device_problem("device", device):
-        yield problem
-    if device == "cpu" and parallel.devices is not None:
-        yield "parallel.devices picks GPUs, and the device is cpu: drop one of them"
+    parallel, device, strategy = settings.parallel, settings.device, settings.strategy
     if parallel.world_size > 1 and device.startswith("cuda:"):
         yield f"device={device} is one GPU, and there are {parallel.world_size} ranks: use cuda, or parallel.devices"
-
-
-def _strategy_problems(settings: TrainSettings) -> Iterator[str]:
-    strategy, parallel, compiles = settings.strategy, settings.parallel, settings.compile
-    before = [*_degree_problems(settings), *_exchange_problems(settings)]
+    if parallel.compression is Compression.FP8:
+        yield "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
+    before = [*_degree_problems(settings)]
     yield from before
-    if settings.target is not TrainTarget.MMDIT and strategy.shards:
-        yield f"strategy={strategy} divides the blocks of the transformer: with other targets use ddp"
-    if settings.target is not TrainTarget.MMDIT and compiles:
-        yield "compile=true is for the blocks of the transformer: with other targets use false"
-    if strategy.shards and settings.optimizer.name is OptimizerName.MUON:
-        yield f"optimizer.name=muon needs whole matrices, not those of strategy={strategy}: use adamw, or ddp"
-    if strategy is Strategy.HYBRID and compiles:
-        yield "compile=true does not go with strategy=hybrid, whose blocks talk to others: use zero3, or false"
-    if parallel.tensor_parallel_degree not in (None, 1):
-        named = f"parallel.tensor_parallel_degree={parallel.tensor_parallel_degree}"
-        if settings.lora.is_on:
-            yield f"lora does not go with {named}: use parallel.ulysses_degree or ring_degree instead"
-        if settings.precision.fp8_linears:
-            yield f"precision.fp8_linears=true does not go with {named}: use one of them"
+    # With one device, torchrun may have started others. The plan of a run checks them.
+    if parallel.world_size > 1:
+        yield from parallel.exchange_problems(
+            ulysses=parallel.ulysses_degree or 1, tensor=parallel.tensor_parallel_degree or 1
+        )
     count, ranks = settings.loop.micro_batches, parallel.data_ranks(strategy)
     if not before and count is not None and count % ranks:
         yield (
@@ -205,17 +258,8 @@ def _strategy_problems(settings: TrainSettings) -> Iterator[str]:
 
 def _degree_problems(settings: TrainSettings) -> Iterator[str]:
     strategy, parallel, heads = settings.strategy, settings.parallel, settings.model.num_heads
-    inner = {name: degree for name, degree in parallel.degrees.items() if degree > 1 and name in INNER_DEGREES}
-    if strategy is not Strategy.HYBRID and inner:
-        named = " x ".join(f"parallel.{name}={degree}" for name, degree in inner.items())
-        yield f"{named} has no effect with strategy={strategy}: use hybrid"
-    if strategy is Strategy.HYBRID and not inner:
-        yield (
-            "strategy=hybrid needs parallel.tensor_parallel_degree, ulysses_degree or ring_degree over 1: "
-            "set one, or use zero3"
-        )
-    if strategy is Strategy.DDP and (parallel.dp_shard_degree or 1) > 1:
-        yield f"parallel.dp_shard_degree={parallel.dp_shard_degree} has no effect with strategy=ddp: use zero1 to zero3"
+    if strategy is Strategy.HYBRID and not any((getattr(parallel, name) or 1) > 1 for name in INNER_DEGREES):
+        yield f"strategy=hybrid needs one of {', '.join(INNER_DEGREES)} over 1: set it, or use zero3"
     if strategy is Strategy.DDP and parallel.dp_replicate_degree not in (None, parallel.world_size):
         yield (
             f"parallel.dp_replicate_degree={parallel.dp_replicate_degree} must be the number of devices with "
@@ -231,130 +275,39 @@ def _degree_problems(settings: TrainSettings) -> Iterator[str]:
         )
 
 
-def _exchange_problems(settings: TrainSettings) -> Iterator[str]:
-    parallel = settings.parallel
-    # With one device, torchrun may have started others. The plan of a run checks them.
-    if parallel.world_size > 1:
-        yield from parallel.exchange_problems(
-            ulysses=parallel.ulysses_degree or 1, tensor=parallel.tensor_parallel_degree or 1
-        )
-    if parallel.compression is Compression.FP8:
-        yield "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
-    if parallel.compression is Compression.BF16 and settings.precision.compute is not Compute.FP32:
-        yield ("parallel.compression=bf16 has no effect on 16-bit computation: use none, or precision.compute=fp32")
-    if parallel.watch and settings.compile:
-        yield "parallel.watch=true does not go with compile=true, which would compile nothing: use one"
-
-
 def _watching_problems(settings: TrainSettings) -> Iterator[str]:
-    watching, validation, data = settings.watching, settings.validation, settings.data
-    if watching.nvtx and settings.device == "cpu":
-        yield "watching.nvtx=true marks the work of a GPU, and device=cpu: drop it"
-    if watching.exact_timers and settings.device == "cpu":
-        yield "watching.exact_timers=true synchronizes with a GPU, and device=cpu: drop it, a CPU's timers are exact"
-    if watching.profile_steps is not None:
-        (first, last), steps = watching.profile_steps, settings.loop.steps
+    validation, data, steps = settings.validation, settings.data, settings.loop.steps
+    if settings.watching.profile_steps is not None:
+        first, last = settings.watching.profile_steps
         if not first <= last <= steps:
             yield (
                 f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: "
                 f"use 1,1 to {steps},{steps}"
             )
-    if validation.every is None:
-        return
-    if data.table is not None and validation.table is None:
-        yield f"validation.every={validation.every} needs clips that are not trained on: name validation.table"
-    if validation.table is not None and data.table is None:
-        yield (
-            f"validation.table={validation.table} goes with data.table: drop it, "
-            "procedural scenes are validated on scenes of their own"
-        )
-    if validation.table is not None and validation.table == data.table:
+    if validation.every and validation.table is not None and validation.table == data.table:
         yield f"validation.table={validation.table} must be another table than data.table"
 
 
-def _memory_problems(settings: TrainSettings) -> Iterator[str]:
-    memory, blocks = settings.memory, settings.memory.offload is WeightOffload.BLOCKS
-    for named, is_on in (("memory.offload=blocks", blocks), ("memory.fp8_storage=true", memory.fp8_storage)):
-        if is_on and not settings.lora.is_on:
-            yield (
-                f"{named} is for the frozen weights beside an adapter, and without lora.rank all weights are "
-                "trained: set it, as in lora.rank=16, or use strategy=zero3 and optimizer.offload_states=true"
-            )
-        elif is_on and settings.strategy.shards:
-            yield f"{named} needs whole blocks, and strategy={settings.strategy} shards them: use ddp"
-    if blocks and settings.compile:
-        yield "memory.offload=blocks does not go with compile=true: use one of them"
-    if memory.host_weights is HostWeights.PINNED and settings.device == "cpu":
-        yield "memory.host_weights=pinned has no effect with device=cpu, which reads weights in place: drop it"
-
-
-def _lora_problems(settings: TrainSettings) -> Iterator[str]:
-    lora, trains_transformer = settings.lora, settings.target is TrainTarget.MMDIT
-    setting = f"lora.rank={lora.rank}"
-    if settings.precision.fp8_linears and not trains_transformer:
-        yield "precision.fp8_linears=true is for target=mmdit alone: use false"
-    if lora.rank is None:
-        return
-    if not trains_transformer:
-        yield f"{setting} is for target=mmdit alone: use none"
-    if settings.init is None:
-        yield f"{setting} needs the weights that it is trained beside: --set init=FILE"
-    if trains_transformer and lora.rank > settings.model.hidden_size:
-        yield f"{setting} must be at most model.hidden_size={settings.model.hidden_size}: a higher rank adds nothing"
-    if settings.precision.fp8_linears:
-        yield f"{setting} does not go with precision.fp8_linears=true: use false"
-    if lora.dropout and settings.strategy is Strategy.HYBRID:
-        yield (
-            f"lora.dropout={lora.dropout} does not go with strategy=hybrid, whose ranks would drop the same places of "
-            "different tokens: use 0"
-        )
-
-
 def _vae_problems(settings: TrainSettings) -> Iterator[str]:
-    data, vae, train = settings.data, settings.vae, settings.train_vae
-    procedural, side = data.table is None, vae.grid.spatial_compression_ratio
-    yield from data.length_problems(vae.grid)
-    yield from data.size_problems(side)
-    decoder_only = "train_vae.decoder_only=true"
-    if train.decoder_only and settings.init is None:
-        yield f"{decoder_only} keeps the encoder, which is random: name trained weights, as in init=demo"
-    if train.picture_steps:
-        steps = f"train_vae.picture_steps={train.picture_steps}"
-        if train.decoder_only:
-            yield f"{steps} changes the encoder, which {decoder_only} keeps: use 0, and train_vae.single_frame_share"
-        if vae.kind is not VAEKind.HUNYUAN:
-            yield (
-                f"{steps} is for causal autoencoders, and vae.kind={vae.kind} is not causal: use 0, and "
-                "train_vae.single_frame_share"
-            )
-        if not procedural:
-            yield f"{steps} is for procedural scenes: with data.table use 0, and buckets of 1 frame instead"
-    if train.whitening_clips:
-        clips = f"train_vae.whitening_clips={train.whitening_clips}"
-        if train.decoder_only:
-            yield f"{clips} would change the latents, which {decoder_only} keeps: use 0"
-        if not procedural or vae.kind is not VAEKind.HUNYUAN:
-            yield f"{clips} is for vae.kind=hunyuan on procedural scenes: use 0"
-    if train.crop_size % side:
-        yield f"train_vae.crop_size={train.crop_size} must be a multiple of {side}, the side of a latent"
+    grid, crop = settings.vae.grid, settings.train_vae.crop_size
+    yield from settings.data.length_problems(grid)
+    yield from settings.data.size_problems(side := grid.spatial_compression_ratio)
+    if crop % side:
+        yield f"train_vae.crop_size={crop} must be a multiple of {side}, the side of a latent"
 
 
 def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
     data, model, grid, train = settings.data, settings.model, settings.vae.grid, settings.train_mmdit
     yield from data.length_problems(grid)
     yield from data.size_problems(grid.spatial_compression_ratio * model.patch_size)
-    if train.thing_weight != 1:
-        name = f"train_mmdit.thing_weight={train.thing_weight:g}"
-        if data.table is not None or not grid.is_causal:
-            yield f"{name} is for procedural scenes and a causal autoencoder: use 1"
-        if train.masked_loss:
-            yield f"{name} does not go with train_mmdit.masked_loss=true: use one of them"
     channels = grid.latent_channels * model.patch_size**2
     if model.in_channels != channels:
         yield (
             f"model.in_channels={model.in_channels} must be the autoencoder's latent channels "
             f"({grid.latent_channels}) x model.patch_size={model.patch_size} squared: use {channels}"
         )
+    if (rank := settings.lora.rank or 0) > model.hidden_size:
+        yield f"lora.rank={rank} must be at most model.hidden_size={model.hidden_size}: a higher rank adds nothing"
     modes = [CONDITION_MODES[name] for name in train.mode_weights.by_mode()]
     if not model.cond_embed and any(mode.needs_reference for mode in modes):
         yield "train_mmdit.mode_weights must be 0 except for t2v with model.cond_embed=false"
@@ -382,8 +335,6 @@ def _sample_problems(settings: TrainSettings) -> Iterator[str]:
     samples, data, grid = settings.samples, settings.data, settings.vae.grid
     if samples.every is None:
         return
-    if not samples.prompts:
-        yield f"samples.every={samples.every} needs prompts: give samples.prompts"
     shape = samples.shape(data)
     if shape is None:
         yield (

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from opensora_cli.settings.base import ByteSize, Count, CountOrZero, Section, Share
+from opensora_cli.core.section import ByteSize, Count, CountOrZero, Section, Share
 from opensora_cli.settings.components import Tf32Settings
 from opensora_cli.settings.devices import Blocks
 from opensora_cli.settings.enums import HostWeights
@@ -59,22 +59,15 @@ class ScheduleName(StrEnum):
 class OptimizerSettings(Section):
     """Optimizer and learning rate."""
 
-    name: OptimizerName = Field(
-        default=OptimizerName.ADAMW,
-        description="adamw, or muon for the matrices inside blocks with adamw for other weights.",
-    )
+    name: OptimizerName = Field(default=OptimizerName.ADAMW, description="adamw, or muon for the matrices in blocks.")
     learning_rate: float = Field(default=1e-3, gt=0, le=1, description="Peak learning rate of adamw.")
-    muon_learning_rate: float = Field(
-        default=0.02, gt=0, le=10, description="Peak learning rate of muon. It follows the schedule of adamw."
-    )
+    muon_learning_rate: float = Field(default=0.02, gt=0, le=10, description="Peak learning rate of muon.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment of adamw.")
     beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of the second moment of adamw.")
     eps: float = Field(default=1e-8, gt=0, le=1, description="Epsilon of adamw.")
     weight_decay: float = Field(default=0.0, ge=0, le=1000, description="Weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e12, description="Gradients are clipped to this norm.")
-    schedule: ScheduleName = Field(
-        default=ScheduleName.LINEAR, description="linear over the last decay_steps, or cosine after the warm-up."
-    )
+    schedule: ScheduleName = Field(default=ScheduleName.LINEAR, description="linear decay at the end, or cosine.")
     warmup_steps: CountOrZero = Field(default=100, description="First steps, over which the learning rate rises.")
     decay_steps: CountOrZero = Field(default=0, description="Last steps, over which a linear learning rate falls.")
     initial_learning_rate: Share = Field(default=0.0, description="Learning rate at the start of the warm-up.")
@@ -89,8 +82,6 @@ class OptimizerSettings(Section):
         for name in ("initial_learning_rate", "final_learning_rate"):
             if (rate := getattr(self, name)) > self.learning_rate:
                 yield f"optimizer.{name}={rate} must be at most optimizer.learning_rate={self.learning_rate}"
-        if self.offload_states and self.name is not OptimizerName.ADAMW:
-            yield f"optimizer.offload_states=true needs optimizer.name=adamw, not {self.name}"
 
 
 class Compute(StrEnum):
@@ -105,10 +96,7 @@ class PrecisionSettings(Tf32Settings):
     """Precision of training. The weights stay in fp32, as master weights of mixed precision."""
 
     compute: Compute = Field(default=Compute.BF16, description="Floating point type of layers. fp16 scales the loss.")
-    fp8_linears: bool = Field(
-        default=False,
-        description="Multiply the matrices of the blocks in 8 bits, on a GPU from compute capability 8.9.",
-    )
+    fp8_linears: bool = Field(default=False, description="Multiply matrices of blocks in 8 bits (GPU from 8.9).")
     initial_loss_scale: float = Field(
         default=65536.0,
         ge=1,
@@ -116,13 +104,6 @@ class PrecisionSettings(Tf32Settings):
         description="First scale of the loss in fp16. It halves when a gradient overflows.",
     )
     loss_scale_window: Count = Field(default=2000, description="Updates without overflow that double the scale.")
-
-    def rules(self) -> Iterator[str]:
-        if self.fp8_linears and self.compute is not Compute.BF16:
-            yield (
-                f"precision.fp8_linears=true needs precision.compute=bf16, not {self.compute}: everything except the "
-                "matrix products stays in it"
-            )
 
 
 class ActivationOffload(StrEnum):
@@ -166,23 +147,11 @@ class TrainMemorySettings(Section):
     offload_above: Share | None = Field(
         default=None, description="Share of memory in use above which dynamic offload starts. None means 0.8."
     )
-    activation_buffer: ByteSize | None = Field(
-        default=None, description="Host buffer for activations, as in 8GiB. None means as much as a step needs."
-    )
-    offload: WeightOffload = Field(
-        default=WeightOffload.NONE, description="Frozen weights beside an adapter that are kept in host memory."
-    )
-    resident_blocks: Blocks | None = Field(
-        default=None, description="Offloaded blocks on the device, with those in transit. None means 2."
-    )
-    host_weights: HostWeights | None = Field(
-        default=None,
-        description="Location of offloaded blocks. None means pinned if a GPU's machine has the memory, else mapped.",
-    )
-    fp8_storage: bool = Field(
-        default=False,
-        description="Store frozen block weights beside an adapter in 8 bits, which changes them a little.",
-    )
+    activation_buffer: ByteSize | None = Field(default=None, description="Host buffer for activations, as in 8GiB.")
+    offload: WeightOffload = Field(default=WeightOffload.NONE, description="Frozen weights that are kept on the host.")
+    resident_blocks: Blocks | None = Field(default=None, description="Offloaded blocks on the device. None means 2.")
+    host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
+    fp8_storage: bool = Field(default=False, description="Store frozen blocks in 8 bits, which changes the weights.")
 
     @field_validator("checkpointing", mode="wrap")
     @classmethod
@@ -191,27 +160,3 @@ class TrainMemorySettings(Section):
             return read(value)
         except ValidationError:
             raise ValueError(f"memory.checkpointing={value} must be true, false or auto") from None
-
-    def rules(self) -> Iterator[str]:
-        counts = {
-            name: count
-            for name in ("checkpoint_double_blocks", "checkpoint_single_blocks")
-            if (count := getattr(self, name)) is not None
-        }
-        if self.checkpointing == AUTO:
-            for name, count in counts.items():
-                yield (
-                    f"memory.{name}={count} does not go with memory.checkpointing=auto, which chooses it: use none, or "
-                    "checkpointing=true"
-                )
-            if self.activation_offload is not ActivationOffload.NONE:
-                yield (
-                    f"memory.activation_offload={self.activation_offload} does not go with memory.checkpointing=auto, "
-                    "which keeps on the device what fits there: use none, or checkpointing=true"
-                )
-        if self.offload is WeightOffload.BLOCKS:
-            reason = "since the weights of each block are copied again when it is recomputed"
-            if not self.checkpointing:
-                yield f"memory.offload=blocks needs memory.checkpointing=true, {reason}"
-            for name in counts:
-                yield f"memory.offload=blocks needs memory.{name}=none, {reason}"

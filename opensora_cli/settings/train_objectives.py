@@ -6,9 +6,11 @@ from typing import Annotated, Any
 from pydantic import Field, create_model
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
-from opensora_cli.settings.base import CountOrZero, FileName, Section, Share, Weight
+from opensora_cli.core.section import CountOrZero, FileName, Section, Share, Weight
+from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.enums import AttentionChoice, DType
 
+_DEMO = ARCHITECTURES[DEMO].files
 _DEFAULT_WEIGHTS = {
     **{"t2v": 10.0, "i2v_head": 2.0, "i2v_tail": 1.0, "i2v_loop": 1.0, "v2v_head": 1.0, "v2v_tail": 1.0},
     **{"v2v_head_easy": 0.5, "v2v_tail_easy": 0.5},
@@ -39,21 +41,17 @@ class ModeWeights(create_model("_ModeWeights", __base__=Section, **_FIELDS)):  #
 class FrozenFileSettings(Section):
     """Names of the frozen parts in the folders of `weights`."""
 
-    vae: FileName = Field(default="vae.safetensors", description="Autoencoder weights.")
-    t5: FileName = Field(default="t5", description="T5 folder in the transformers layout.")
-    clip: FileName = Field(default="clip", description="CLIP folder in the transformers layout.")
+    vae: FileName = Field(default=_DEMO.vae, description="Autoencoder weights.")
+    t5: FileName = Field(default=_DEMO.t5, description="T5 folder in the transformers layout.")
+    clip: FileName = Field(default=_DEMO.clip, description="CLIP folder in the transformers layout.")
 
 
 class MMDiTTrainSettings(Section):
     """Objective of the transformer: flow matching with condition modes and text."""
 
     mode_weights: ModeWeights = ModeWeights()
-    video_latent_frames: _LatentFrames = Field(
-        default=8, description="Latent frames given in v2v modes, without the first one of a causal autoencoder."
-    )
-    easy_latent_frames: _LatentFrames = Field(
-        default=16, description="Latent frames given in easy v2v modes, without the first one of a causal autoencoder."
-    )
+    video_latent_frames: _LatentFrames = Field(default=8, description="Latent frames given in v2v, after the first.")
+    easy_latent_frames: _LatentFrames = Field(default=16, description="Latent frames in easy v2v, after the first.")
     t5_dropout: Share = Field(default=0.3162, description="Share of captions that T5 reads as an empty prompt.")
     clip_dropout: Share = Field(default=0.3162, description="Share of captions that CLIP reads as an empty prompt.")
     add_fps: bool = Field(default=True, description="Add the frame rate of clips to captions.")
@@ -63,19 +61,10 @@ class MMDiTTrainSettings(Section):
         default=False,
         description="Omit given first and last frames from the loss, unless frames between them are given too.",
     )
-    thing_weight: float = Field(
-        default=1.0, ge=1, le=1000, description="Weight of the loss at the moving thing of a procedural scene."
-    )
+    thing_weight: float = Field(default=1.0, ge=1, le=1000, description="Loss weight of the moving thing in a scene.")
     sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="Noise that remains at time 0.")
-    attention: AttentionChoice = Field(
-        default=AttentionChoice.AUTO,
-        description="Attention backend. auto means the first in a fixed order that works on the device.",
-    )
-    frozen_dtype: DType = Field(
-        default=DType.AUTO,
-        description="Floating point type of autoencoder, text encoders and their outputs. auto means bfloat16 on CUDA, "
-        "float32 on a CPU.",
-    )
+    attention: AttentionChoice = Field(default=AttentionChoice.AUTO, description="Attention backend. auto: by device.")
+    frozen_dtype: DType = Field(default=DType.AUTO, description="Type of frozen parts. auto: bfloat16 on CUDA.")
     files: FrozenFileSettings = FrozenFileSettings()
     cache: str | None = Field(
         default=None,
@@ -106,17 +95,13 @@ class VAETrainSettings(Section):
     picture_steps: CountOrZero = Field(default=0, description="First steps on single frames instead of clips.")
     picture_batch_size: int = Field(default=32, ge=1, le=4096, description="Pictures of such a step.")
     single_frame_share: Share = Field(default=0.0, description="Share of batches that are cut to single frames.")
-    crop_size: int = Field(
-        default=0, ge=0, le=2**16, description="Side of random square crops of clips, in pixels. 0 disables cropping."
-    )
+    crop_size: int = Field(default=0, ge=0, le=2**16, description="Side of random square crops in pixels. 0: no crops.")
     whole_steps: CountOrZero = Field(default=0, description="Last steps without cropping.")
     squared_error_weight: Weight = Field(default=0.0, description="Weight of the mean squared error.")
     gradient_weight: Weight = Field(default=0.0, description="Weight of the absolute error of pixel gradients.")
     kl_weight: Weight = Field(default=0.0, description="Weight of the mean KL divergence of a latent value, in nats.")
     perceptual_weight: Weight = Field(default=0.0, description="Weight of the perceptual distance LPIPS.")
-    perceptual_files: tuple[str, ...] = Field(
-        default=(), description="Weights of LPIPS: torchvision's vgg16-397923af.pth and vgg.pth of LPIPS 0.1."
-    )
+    perceptual_files: tuple[str, ...] = Field(default=(), description="LPIPS weights: vgg16-397923af.pth and vgg.pth.")
     discriminator: DiscriminatorSettings = DiscriminatorSettings()
     whitening_clips: CountOrZero = Field(
         default=0,

@@ -6,12 +6,14 @@ from typing import TypeVar
 
 from pydantic import Field, PositiveInt
 
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.section import MAX_FRAMES, FileName, Section
+from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.applies import VAE
-from opensora_cli.settings.base import MAX_FRAMES, FileName, Section
-from opensora_cli.settings.components import VAESettings
+from opensora_cli.settings.components import VAESettings, settings_of
 from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import preset_path, read_yaml, settings_path
+from opensora_cli.settings.files import preset_path, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_reference_autoencoder, read_settings
@@ -24,10 +26,8 @@ _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
 class VAEWeightsSettings(Section):
     """Source of the weights."""
 
-    file: FileName = Field(default="vae.safetensors", description="Name of the file in the weights folder.")
-    hub_repo: FileName | None = Field(
-        default=None, description="Hub repository of the file. None means that osora includes it, as for the demo."
-    )
+    file: FileName = Field(default=ARCHITECTURES[DEMO].files.vae, description="Name of the file in the weights folder.")
+    hub_repo: FileName | None = Field(default=None, description="Hub repository. None means that osora contains it.")
 
 
 class ClipSettings(Section):
@@ -99,13 +99,25 @@ def load_vae_settings(
 
 
 def _read(schema: type[EncodeSettings], path: Path, report: Callable[[str], None]) -> dict[str, Given]:
-    values = read_settings(path, read_reference_autoencoder, report)
+    """Return the settings in a file over those in the entry of the model that it names."""
+    values = dict(read_settings(path, read_reference_autoencoder, report))
     is_trained = "target" in values
+    model = values.get("model") if is_trained else values.pop("model", None)
+    below: dict[str, Given] = {}
+    name = ""
+    if isinstance(model, Mapping) and (is_trained or model.keys() == {"name"}):
+        name = str(model.get("name"))
+    if name in ARCHITECTURES:
+        entry, packaged = settings_of(name), ARCHITECTURES[name].is_packaged
+        weights = {"file": entry["files"]["vae"], "hub_repo": None if packaged else entry["files"]["hub_repo"]}
+        sections = {"vae": entry["vae"]} if is_trained else {"vae": entry["vae"], "weights": weights}
+        below = read_sections(schema, sections, source=name)
+    elif model is not None and not is_trained:
+        raise RequestError(f"model={model} (from {path}) must be the name of one of {', '.join(ARCHITECTURES)}")
     if is_trained:
         values = {"vae": values.get("vae", {}), "runtime": {"weights": values.get("output")}}
-    found = read_sections(schema, values, source=str(path))
+    found = {**below, **read_sections(schema, values, source=str(path))}
     if path.suffix == ".py" and not is_trained:
         # The preset of its kind names the released weights.
-        preset = preset_path(str(found["vae.kind"].value), "vae")
-        found = {**read_sections(schema, read_yaml(preset), source=str(preset)), **found}
+        found = {**_read(schema, preset_path(str(found["vae.kind"].value), "vae"), report), **found}
     return found

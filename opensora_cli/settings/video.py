@@ -1,18 +1,20 @@
 """Settings of the video and its references: shape, draft, references and a first picture."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.media_choices import Fit
-from opensora_cli.settings.base import MAX_FRAMES, FileName, Section, SplitAt
-from opensora_cli.settings.components import ModelSettings, VAESettings
-from opensora_cli.settings.enums import AspectRatio, ModelName, ReferenceRate, VAEKind
+from opensora_cli.core.section import MAX_FRAMES, FileName, Section, SplitAt
+from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
+from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
+from opensora_cli.settings.enums import AspectRatio, ReferenceRate
 from opensora_cli.settings.explain import nearest
 
+_FLUX = ARCHITECTURES[FLUX1_DEV].files
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
 _Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
 _Pixels = Annotated[int, Field(ge=1, le=16_384)]
@@ -114,27 +116,12 @@ class ConditionSettings(Section):
         return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
 
-class PictureModel(ModelSettings):
-    """Name and sizes of the picture's transformer. The defaults describe the released flux1-dev."""
-
-    name: ModelName = Field(default=ModelName.FLUX1_DEV, description="Model.")
-    guidance_embed: bool = Field(default=True, description="Whether the model is guidance-distilled.")
-    cond_embed: bool = Field(default=False, description="Whether the model takes reference latents.")
-
-
-class PictureVAE(VAESettings):
-    """Autoencoder of the picture. The defaults describe the released one, without tiling."""
-
-    kind: VAEKind = Field(default=VAEKind.FLUX_AE, description="Autoencoder: hunyuan, dc_ae or flux_ae.")
-    spatial_tiling: bool = Field(default=False, description="Decode in spatial tiles.")
-
-
 class PictureFiles(Section):
     """Names of the picture model's weights. The text encoders are those of the video."""
 
-    transformer: FileName = Field(default="flux1-dev.safetensors", description="Transformer weights.")
-    vae: FileName = Field(default="flux1-dev-ae.safetensors", description="Autoencoder weights.")
-    hub_repo: FileName = Field(default="black-forest-labs/FLUX.1-dev", description="Hub repository of both files.")
+    transformer: FileName = Field(default=_FLUX.transformer, description="Transformer weights.")
+    vae: FileName = Field(default=_FLUX.vae, description="Autoencoder weights.")
+    hub_repo: FileName = Field(default=_FLUX.hub_repo, description="Hub repository of both files.")
 
 
 class PictureSettings(Section):
@@ -144,6 +131,12 @@ class PictureSettings(Section):
     save: bool = Field(default=False, description="Keep the picture beside the video as NAME.picture.png.")
     resolution: str = Field(default="768px", description="Pixel count, in the shape of the video or the nearest.")
     own_model: bool = Field(default=False, description="Make the picture with the video's model.")
-    model: PictureModel = Field(default=PictureModel(), description="Name and sizes of the transformer.")
-    vae: PictureVAE = Field(default=PictureVAE(), description="Autoencoder.")
+    model: ModelSettings = Field(default=ModelSettings(), description="Name and sizes of the transformer.")
+    vae: VAESettings = Field(default=VAESettings(), description="Autoencoder.")
     files: PictureFiles = Field(default=PictureFiles(), description="Names of the weights in the weights folder.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_entry(cls, values: object) -> object:
+        """Put the given fields over the entry of the picture's model."""
+        return picture_values(values) if isinstance(values, Mapping) else values

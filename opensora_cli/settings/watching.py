@@ -6,7 +6,7 @@ from typing import Annotated
 import yaml
 from pydantic import Field, field_validator
 
-from opensora_cli.settings.base import Count, FileName, Section, Words
+from opensora_cli.core.section import Count, FileName, Section, Words
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.files import parse_yaml_text
 

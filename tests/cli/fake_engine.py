@@ -10,7 +10,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import AUTO, DEMO
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
@@ -53,7 +53,7 @@ class FakeEngine:
         return self._resolve(request, reporter)
 
     def _resolve(self, request: GenerateRequest, reporter: Reporter) -> FakeResult:
-        model = ModelName.DEMO if request.model is ModelName.AUTO else request.model
+        model = DEMO if request.model == AUTO else request.model
         self.settings = load_generate_settings(request, model=model)
         self.reporter = reporter
         self.while_running(reporter)

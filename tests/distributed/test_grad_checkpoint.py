@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 
 _STEPS = 2
 

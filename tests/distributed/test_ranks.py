@@ -6,9 +6,10 @@ import torch.distributed as dist
 
 from opensora_cli.engine.generate.ranks import Ranks, SharedBranches, SharedDecoder, broadcast_tensors, least
 from opensora_cli.engine.launch.rank import agreed
-from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.config import DCAEConfig, HunyuanVAEConfig
+from opensora_cli.models.vae.dc_ae import DCAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.devices import MemorySettings

@@ -17,8 +17,8 @@ from torch import Tensor
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.shares import shares, span
 
 Pool = Callable[[int], Any]

@@ -26,7 +26,7 @@ from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.strategy import Strategy

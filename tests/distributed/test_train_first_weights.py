@@ -18,7 +18,7 @@ from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
 
 Pool = Callable[[int], Any]

@@ -30,8 +30,8 @@ from opensora_cli.engine.train.ranks import mesh_shape
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, linears_of_blocks
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.strategy import Strategy
 
 Pool = Callable[[int], Any]

@@ -26,7 +26,7 @@ from opensora_cli.engine.generate import denoise as generate_denoise
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.memory import host_weights
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel import ring, sequence
 from opensora_cli.parallel.collectives import Parts
 from opensora_cli.parallel.scheduling import CommunicationScheduler

@@ -5,7 +5,7 @@ as JSON under the metadata key `config`. Nothing in the tests may depend on whic
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,9 @@ import torch
 from closeness import relative_error
 from safetensors import safe_open
 
-SizesT = TypeVar("SizesT")
+from opensora_cli.core.section import Section
+
+SizesT = TypeVar("SizesT", bound=Section)
 
 TOLERANCE = 2e-5
 """Largest absolute error, relative to the expected tensor's largest magnitude where that is over 1.
@@ -35,7 +37,7 @@ class GoldenFile:
     def sizes(self, kind: type[SizesT], *, of: str | None = None) -> SizesT:
         """Return a model's configuration; the reference's keys that only describe a file's layout are left out."""
         values = self.config if of is None else self.config[of]
-        known = {field.name for field in fields(kind)}
+        known = set(kind.model_fields)
         assert set(values) <= known | {"fused_qkv", "use_liger_rope"}
         return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known})
 

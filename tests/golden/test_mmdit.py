@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter
+from opensora_cli.models.mmdit.model import MMDiT
 
 RELEASED = {
     "Open_Sora_v2.safetensors": MMDiTConfig(),

@@ -16,9 +16,9 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, fitting
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import encode_references, references_of
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.layout import converter
-from opensora_cli.settings.components import FluxAESettings
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.vae.config import FluxAEConfig
 from opensora_cli.settings.generate import GenerateSettings
 
 VAE_KINDS = {"dc_ae": "dc_ae", "hunyuan_vae": "hunyuan"}
@@ -163,7 +163,7 @@ def test_from_noise_to_picture(golden, assert_close, monkeypatch):
     spy_on(decode, "to_uint8", seen, monkeypatch)
     file = golden("pipeline_image")
     vae_file = golden(file.config["vae"])
-    sizes = {key: value for key, value in vae_file.config.items() if key in FluxAESettings.model_fields}
+    sizes = {key: value for key, value in vae_file.config.items() if key in FluxAEConfig.model_fields}
     plan = make_plan(settings_of_pictures(file.config, sizes))
     assert (plan.height, plan.width) == (file.config["height"], file.config["width"])
     assert plan.timesteps == pytest.approx(file.inputs["timesteps"].tolist(), rel=1e-6)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
-from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig
+from opensora_cli.models.vae.dc_ae import DCAE
+from opensora_cli.models.vae.flux_ae import FluxAE
+from opensora_cli.models.vae.tiles import Tiling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = {

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiles import Tiling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

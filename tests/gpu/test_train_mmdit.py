@@ -14,7 +14,8 @@ from opensora_cli.engine.encode.clip_conditions import encoded_parts
 from opensora_cli.engine.encode.encoding import CachedClip, Encoders, encode_for_cache, fresh_clip, part_name
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 SETTINGS = MMDiTTrainSettings(video_latent_frames=1, easy_latent_frames=1)

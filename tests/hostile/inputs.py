@@ -18,7 +18,7 @@ from hostile.sandbox import Folder, Sandbox
 from safetensors.torch import save_file
 
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from plain_vae import plain_decode, plain_encode
 from small_hunyuan import SMALL_HUNYUAN
 
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 
 
 @pytest.mark.parametrize("tiling", [NO_TILING, Tiling(spatial=True)])

@@ -1,14 +1,14 @@
 """The shapes in which this project sends most: tokens for heads (Ulysses attention), and the weights of a block."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from opensora_cli.engine.bench_comm.operations import Operation, Place, all_gather, fill
-from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.engine.components.configs import mmdit_config, with_depth
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.collectives import all_to_all
 from opensora_cli.parallel.shares import shares, span
 from opensora_cli.sampling.schedule import latent_size
@@ -58,7 +58,7 @@ def released_shapes() -> ModelShapes:
         tokens[collective] = _video_tokens(settings) + settings.text.t5_max_length
         config = mmdit_config(settings.model)
     with torch.device("meta"):
-        model = MMDiT(replace(config, depth=1, depth_single_blocks=1))
+        model = MMDiT(with_depth(config, 1))
     blocks = (model.double_blocks[0], model.single_blocks[0])
     return ModelShapes(
         tokens=tokens,

@@ -12,8 +12,8 @@ from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.bench_comm.counting import Traffic
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.ring import RingAttention
 from opensora_cli.parallel.sequence import SequenceParallel

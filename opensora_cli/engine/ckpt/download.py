@@ -16,11 +16,9 @@ from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, OfflineProblem, fetch, part_of, read_repo
 from opensora_cli.engine.ckpt.hub_records import Record, read_listing, read_record, write_listing, write_record
+from opensora_cli.models.registry import ARCHITECTURES, WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
-from opensora_cli.settings.components import FileSettings
-from opensora_cli.settings.enums import DownloadPreset
 
-_NAMES = FileSettings()
 _SAFETENSORS = ".safetensors"
 # The same weights in formats that are slower or unsafe to read, or of other frameworks.
 _OTHER_WEIGHTS = (".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt", ".pth", ".ckpt")
@@ -52,26 +50,14 @@ class _Source:
         return name in self.files or (in_folder and path.suffix in (_SAFETENSORS, *_OTHER_WEIGHTS, *_TEXT_ENDINGS))
 
 
-_TEXT_ENCODERS = _Source(_NAMES.hub_repo, {}, (_NAMES.t5, _NAMES.clip))
-_PRESETS: dict[DownloadPreset, tuple[_Source, ...]] = {
-    DownloadPreset.OPEN_SORA_V2: (
-        _Source(_NAMES.hub_repo, {name: name for name in (_NAMES.transformer, _NAMES.vae)}, _TEXT_ENCODERS.folders),
-    ),
-    DownloadPreset.OPEN_SORA_V2_DC_AE: (
-        _Source(
-            "hpcai-tech/Open-Sora-v2-Video-DC-AE",
-            {name: name for name in ("Open_Sora_v2_Video_DC_AE.safetensors", "F32T4C128_AE.safetensors")},
-        ),
-        _TEXT_ENCODERS,
-    ),
-    DownloadPreset.FLUX1_DEV: (
-        _Source(
-            "black-forest-labs/FLUX.1-dev",
-            {"flux1-dev.safetensors": "flux1-dev.safetensors", "ae.safetensors": "flux1-dev-ae.safetensors"},
-        ),
-        _TEXT_ENCODERS,
-    ),
-}
+def _sources(preset: str) -> list[_Source]:
+    """Return the sources of a model. Text encoders are in the repository of the first released model."""
+    entry, text = ARCHITECTURES[preset], WeightNames().hub_repo
+    files, folders = entry.files, (entry.files.t5, entry.files.clip)
+    names = {entry.hub_names.get(name, name): name for name in (files.transformer, files.vae)}
+    if files.hub_repo == text:
+        return [_Source(text, names, folders)]
+    return [_Source(files.hub_repo, names), _Source(text, {}, folders)]
 
 
 class State(StrEnum):
@@ -123,7 +109,7 @@ class DownloadPlan(Document):
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.download/1"
 
-    preset: DownloadPreset
+    preset: str
     folder: Path
     offline: bool
     """Whether no request was allowed: the repositories are as recorded by the earlier download."""
@@ -171,7 +157,7 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
         CheckpointError: the Hub cannot be reached, lacks files that are needed, or refuses access.
     """
     folder = Path(settings.to)
-    sources = _PRESETS[settings.preset]
+    sources = _sources(settings.preset)
     repos, offline = _read(sources, settings.preset, folder)
     files = [
         _planned(file, name, folder)
@@ -233,7 +219,7 @@ def _completed(plan: DownloadPlan, settings: DownloadSettings, reporter: Reporte
         raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop
 
 
-def _read(sources: Sequence[_Source], preset: DownloadPreset, folder: Path) -> tuple[tuple[HubRepo, ...], bool]:
+def _read(sources: Sequence[_Source], preset: str, folder: Path) -> tuple[tuple[HubRepo, ...], bool]:
     """Return the repositories, and whether they are as recorded here because the machine is offline."""
     try:
         return tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False

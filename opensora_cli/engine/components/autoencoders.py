@@ -5,7 +5,6 @@ Other code knows only the interface `Autoencoder`. A new autoencoder is a line i
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,44 +13,31 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.models.vae.autoencoder import Autoencoder, AutoencoderConfig
-from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
-from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.dc_ae import DCAE
+from opensora_cli.models.vae.flux_ae import FluxAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.resample import lay_out_kernels
-from opensora_cli.models.vae.tiling import Tiling
-from opensora_cli.settings.components import OF_ALL_KINDS, VAESettings
+from opensora_cli.models.vae.tiles import Tiling
+from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import VAEKind
 
-AUTOENCODERS: Mapping[VAEKind, tuple[type[HunyuanVAE | DCAE | FluxAE], Callable[..., AutoencoderConfig]]] = {
-    VAEKind.HUNYUAN: (HunyuanVAE, HunyuanVAEConfig),
-    VAEKind.DC_AE: (DCAE, DCAEConfig),
-    VAEKind.FLUX_AE: (FluxAE, FluxAEConfig),
+AUTOENCODERS: Mapping[VAEKind, type[Autoencoder]] = {
+    VAEKind.HUNYUAN: HunyuanVAE,
+    VAEKind.DC_AE: DCAE,
+    VAEKind.FLUX_AE: FluxAE,
 }
-"""Model and configuration of each kind."""
 
 _SCALE_METADATA = "osora.latent_scale"
 
 
-def _config(settings: VAESettings) -> Any:
-    """Return the configuration of the chosen kind. Its fields have the names of the settings."""
-    section = {VAEKind.DC_AE: settings.dc_ae, VAEKind.FLUX_AE: settings.flux_ae}.get(settings.kind, settings)
-    names = type(section).model_fields
-    own = names if section is not settings else [name for name in names if name not in OF_ALL_KINDS]
-    return AUTOENCODERS[settings.kind][1](**{name: getattr(section, name) for name in own})
-
-
 def new_autoencoder(settings: VAESettings) -> Autoencoder:
-    """Return the chosen autoencoder with random weights, on torch's default device.
-
-    Raises RequestError if sizes contradict each other.
-    """
-    made: Autoencoder = AUTOENCODERS[settings.kind][0](_config(settings))
-    return made
+    """Return the chosen autoencoder with random weights, on torch's default device."""
+    return AUTOENCODERS[settings.kind](settings.sizes)
 
 
 def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
-    """Return the chosen autoencoder without weights; errors are those of `new_autoencoder`."""
+    """Return the chosen autoencoder without weights."""
     with on_meta():
         return new_autoencoder(settings)
 
@@ -69,8 +55,7 @@ def load_autoencoder(
     `advance` is called with the bytes of each tensor.
 
     Raises:
-        RequestError: sizes contradict each other.
-        CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
+        CheckpointError: The file is missing or broken, or its keys or shapes do not fit the settings.
     """
     autoencoder = autoencoder_on_meta(settings)
     load_into_module(autoencoder, path, device=device, dtype=dtype, advance=advance)
@@ -85,13 +70,13 @@ def vae_tiling(settings: VAESettings) -> Tiling:
 
 def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
     """Return how often the decoder runs for latents of this (C, T, H, W)."""
-    _, grid = _config(settings).tile_grids()
+    _, grid = settings.sizes.tile_grids()
     return int(grid.count(latent_shape[1:], vae_tiling(settings)))
 
 
 def decodes_in_chunks(settings: VAESettings) -> bool:
     """Return whether the decoder can process the frames of a clip in chunks."""
-    return AUTOENCODERS[settings.kind][0].decodes_in_chunks
+    return AUTOENCODERS[settings.kind].decodes_in_chunks
 
 
 def scale_metadata(settings: VAESettings) -> dict[str, str]:

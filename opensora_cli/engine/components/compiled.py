@@ -17,8 +17,8 @@ from opensora_cli.core.attention import AttentionBackend, AttentionFn
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.compiled_code import use_private_caches
 from opensora_cli.core.python_processes import safe_environment
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.model import MMDiT
 
 Backend = str | Callable[..., Any]
 """Backend of torch.compile."""

@@ -1,6 +1,5 @@
 """The transformer from settings: its configuration, the module without weights, and parameter counts of all parts."""
 
-from dataclasses import fields, replace
 from functools import lru_cache
 
 from torch import nn
@@ -8,27 +7,30 @@ from torch import nn
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.components.weights import Component, WeightFiles
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
 
 
 def mmdit_config(settings: ModelSettings) -> MMDiTConfig:
-    """Return the configuration of the transformer; raises RequestError if sizes contradict each other."""
-    return MMDiTConfig(**{field.name: getattr(settings, field.name) for field in fields(MMDiTConfig)})
+    """Return the configuration of the transformer."""
+    return MMDiTConfig(**{name: getattr(settings, name) for name in MMDiTConfig.model_fields})
 
 
 def transformer_on_meta(settings: ModelSettings) -> MMDiT:
-    """Return the transformer without weights; errors are those of `mmdit_config`."""
+    """Return the transformer without weights."""
     with on_meta():
         return MMDiT(mmdit_config(settings))
 
 
 def with_depth(config: MMDiTConfig, most: int) -> MMDiTConfig:
     """Return the configuration with at most `most` blocks in each stack."""
-    return replace(config, depth=min(config.depth, most), depth_single_blocks=min(config.depth_single_blocks, most))
+    return config.replace(
+        {"depth": min(config.depth, most), "depth_single_blocks": min(config.depth_single_blocks, most)}
+    )
 
 
 @lru_cache(maxsize=16)
@@ -41,8 +43,8 @@ def one_block_of_each(config: MMDiTConfig) -> MMDiT:
 def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[Component, int]:
     """Return the number of parameters of every component; no weight is read.
 
-    A missing text encoder counts as the released one. Raises RequestError if sizes contradict each other, and
-    CheckpointError if the configuration of a text encoder is broken.
+    A missing text encoder counts as the released one. Raises CheckpointError if the configuration of a text encoder is
+    broken.
     """
     return {
         Component.TRANSFORMER: _count_transformer(settings.model),

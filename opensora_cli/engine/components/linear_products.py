@@ -19,8 +19,8 @@ from opensora_cli.memory.eight_bit_products import (
     use_products,
 )
 from opensora_cli.models.linears import LowRankLinear
-from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.shares import shares
 from opensora_cli.parallel.tensor import ColumnLinear, RowLinear
 

@@ -28,7 +28,6 @@ from opensora_cli.core.formatting import first_few, format_bytes, plain
 from opensora_cli.core.strict_json import shown
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.models.linears import LowRankLinear, Split
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import (
     QKV,
@@ -41,6 +40,7 @@ from opensora_cli.models.mmdit.layout import (
     plan_layout,
     planned_shapes,
 )
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.mmdit.names import Named, Span, linear_names
 from opensora_cli.parallel.tensor import FeatureCut
 from opensora_cli.settings.components import LoraFile, ModelSettings

@@ -13,8 +13,8 @@ from torch import nn
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.all_to_all import ExchangePlan, WireFormat

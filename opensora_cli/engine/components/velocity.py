@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import Rotary, modulation_width
-from opensora_cli.models.mmdit.model import BlockResidual, KnownInputs
+from opensora_cli.models.mmdit.model import BlockResidual, KnownInputs, MMDiT
 from opensora_cli.parallel.sequence import SequenceParallel
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep, Phase

@@ -10,20 +10,14 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.progress import Reporter
+from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, DOWNLOADS, OPEN_SORA_V2, WeightNames
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
-from opensora_cli.settings.components import FileSettings
-from opensora_cli.settings.enums import DownloadPreset, ModelName, VAEKind
+from opensora_cli.settings.components import settings_of
+from opensora_cli.settings.enums import VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
 DEFAULT_FOLDER = "ckpts"
 """Folder in the working directory that is searched by default; the download command writes there."""
-
-_DOWNLOADS = {
-    VAEKind.HUNYUAN: DownloadPreset.OPEN_SORA_V2,
-    VAEKind.DC_AE: DownloadPreset.OPEN_SORA_V2_DC_AE,
-    VAEKind.FLUX_AE: DownloadPreset.FLUX1_DEV,
-}
-"""Name for `osora ckpt download` of the weights of each autoencoder."""
 
 Stamp = tuple[tuple[str, int, int], ...]
 """Names, sizes and modification times of the files of a component, in place of their content."""
@@ -42,7 +36,7 @@ class Component(StrEnum):
 class WeightFiles:
     """Places of the weights of every component; `paths` has the components that were found."""
 
-    model: ModelName
+    model: str
     paths: Mapping[Component, Path]
     missing: Mapping[Component, tuple[str, ...]]
     """Names of the missing files of each component, below a weights folder."""
@@ -74,8 +68,8 @@ class WeightFiles:
         names = [name for component in components for name in self.missing.get(component, ())]
         if not names:
             return
-        hint = _download_line(self.model.value, to=self.download_folder)
-        if self.model is ModelName.DEMO:
+        hint = _download_line(self.model, to=self.download_folder)
+        if ARCHITECTURES[self.model].is_packaged:
             hint = "the demo is part of osora: install it again; name a file in another place by its absolute path"
         raise CheckpointError(
             f"weights of the {self.model} model are missing: {', '.join(names)} (looked in {self.looked_in})", hint=hint
@@ -90,21 +84,21 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
     it has a transformer with the file name of the demo; its missing parts are taken from the packaged demo.
     """
     files, named = settings.files, settings.runtime.weights
-    if settings.model.name is not ModelName.DEMO:
+    if not ARCHITECTURES[settings.model.name].is_packaged:
         return find_released(files, named, model=settings.model.name)
     # OSORA_WEIGHTS usually names the released model: a folder without a demo must not hide the packaged one.
     folders = [packaged_demo()]
     if named is not None and (Path(named) / files.transformer).exists():
         folders.insert(0, Path(named))
-    return _locate(files, folders, model=ModelName.DEMO, looked_in=" and ".join(map(str, folders)))
+    return _locate(files, folders, model=settings.model.name, looked_in=" and ".join(map(str, folders)))
 
 
-def find_released(files: FileSettings, named: str | None, *, model: ModelName = ModelName.OPEN_SORA_V2) -> WeightFiles:
+def find_released(files: WeightNames, named: str | None, *, model: str = OPEN_SORA_V2) -> WeightFiles:
     """Return the places of the weights of a released model; see `find_weights`. `named` is the only searched folder."""
     if named is not None:
         return _locate(files, [Path(named)], model=model, looked_in=named, download_folder=named)
     # All released models use the text encoders of the first one.
-    folders = _default_folders(files.hub_repo, FileSettings().hub_repo)
+    folders = _default_folders(files.hub_repo, WeightNames().hub_repo)
     looked_in = f"{Path(DEFAULT_FOLDER).absolute()} and the Hugging Face cache"
     return _locate(files, folders, model=model, looked_in=looked_in, use_hub=True)
 
@@ -159,8 +153,8 @@ def stamp_of(weights: Path | None) -> Stamp:
 
 
 def download_command(kind: VAEKind, *, to: str) -> str:
-    """Return the command that downloads the missing files of the released model with this autoencoder."""
-    return _download_line(_DOWNLOADS[kind], to=to)
+    """Return the command that downloads the missing files of the first model with this autoencoder."""
+    return _download_line(next(name for name in DOWNLOADS if settings_of(name)["vae"]["kind"] == kind), to=to)
 
 
 def _download_line(name: str, *, to: str) -> str:
@@ -197,10 +191,10 @@ def _hub_snapshot(repo: str) -> Path | None:
 
 
 def _locate(
-    files: FileSettings,
+    files: WeightNames,
     folders: Sequence[Path],
     *,
-    model: ModelName,
+    model: str,
     looked_in: str,
     download_folder: str = DEFAULT_FOLDER,
     use_hub: bool = False,
@@ -232,34 +226,34 @@ def _lacking(component: Component, path: Path) -> list[str]:
     return [] if path.exists() else [str(path)]
 
 
-def choose_model(choice: ModelName, *, weights: str | None = None, device: str = "auto") -> tuple[ModelName, str]:
+def choose_model(choice: str, *, weights: str | None = None, device: str = "auto") -> tuple[str, str]:
     """Return the model to run, and the reason.
 
     `auto` is the released model if its weights, under their published names, and a CUDA device are available, else the
     demo. `device` can be the CPU.
     """
-    if choice is not ModelName.AUTO:
-        return ModelName(choice), "as asked"
-    found = find_released(FileSettings(), weights)
+    if choice != AUTO:
+        return choice, "as asked"
+    found = find_released(WeightNames(), weights)
     lacks_cuda = device == "cpu" or not _has_cuda()
     if found.complete and not lacks_cuda:
         folder = found.paths[Component.TRANSFORMER].parent
-        return ModelName.OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device"
+        return OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device"
     reasons = []
     if not found.complete:
         parts = f"weights ({', '.join(found.missing)})" if found.paths else "the weights"
         reasons.append(f"{parts} of {found.model} are missing{'' if weights is None else f' in {weights}'}")
     if lacks_cuda:
         reasons.append("the CPU was asked for" if device == "cpu" else "there is no CUDA device")
-    return ModelName.DEMO, " and ".join(reasons)
+    return DEMO, " and ".join(reasons)
 
 
-def choose_model_early(choice: ModelName, *, weights: str | None, device: str) -> ModelName | None:
+def choose_model_early(choice: str, *, weights: str | None, device: str) -> str | None:
     """Return the choice of `choose_model`, or None if only torch can tell."""
-    if choice is not ModelName.AUTO:
-        return ModelName(choice)
-    if device == "cpu" or not find_released(FileSettings(), weights).complete:
-        return ModelName.DEMO
+    if choice != AUTO:
+        return choice
+    if device == "cpu" or not find_released(WeightNames(), weights).complete:
+        return DEMO
     return None
 
 

@@ -19,7 +19,7 @@ from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.core.transfers import queued_copy
 from opensora_cli.engine.encode.clip_conditions import cut_part
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 TextEncoder = Callable[[list[str]], Tensor]

@@ -9,8 +9,8 @@ from pathlib import Path
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import require_there
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, download_command, packaged_demo
+from opensora_cli.models.registry import WeightNames
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
-from opensora_cli.settings.components import FileSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 PACKAGED = "demo"
@@ -59,7 +59,7 @@ def require_tables(settings: TrainSettings) -> None:
 
 def _how_to_get(settings: TrainSettings) -> str:
     """Return the line that fetches missing parts, where they have the names of released ones."""
-    released = FileSettings()
+    released = WeightNames()
     if settings.train_mmdit.files.t5 != released.t5:
         return "train autoencoder and text encoders first, or name their folders: --set weights=FOLDER,FOLDER"
     folder = next((each for each in settings.weights if each != PACKAGED), DEFAULT_FOLDER)

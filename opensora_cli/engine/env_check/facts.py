@@ -30,7 +30,8 @@ from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, WeightFiles, find_weights
 from opensora_cli.engine.env_check.report import PresetNeeds
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.settings.enums import AttentionChoice, ModelName
+from opensora_cli.models.registry import DEMO
+from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -273,7 +274,7 @@ def unplanned_presets(*, num_gpus: int) -> tuple[str, ...]:
     if num_gpus:
         return ()
     models = {name: load_preset(name, prompt="any").model.name for name in list_presets("generate")}
-    return tuple(name for name, model in models.items() if model is not ModelName.DEMO)
+    return tuple(name for name, model in models.items() if model != DEMO)
 
 
 def read_presets(

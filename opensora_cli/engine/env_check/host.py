@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.env_check.facts import AttentionFacts, EncoderFacts, HostFacts, WeightFacts
 from opensora_cli.engine.env_check.report import Check, Finding, PresetNeeds
+from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
-from opensora_cli.settings.enums import ModelName
 
 # Docker gives 64 MiB by default; NVIDIA's own containers ask to be started with 1 GiB.
 _SMALLEST_SHARED_MEMORY = GIB
@@ -121,6 +121,6 @@ def check_presets(presets: Sequence[PresetNeeds], *, unplanned: Sequence[str] = 
     if unplanned:
         yield check.note(
             f"{', '.join(unplanned)} not planned: --model auto takes the released model to a CUDA device alone",
-            fix=f'osora generate "raining, sea" --model {ModelName.OPEN_SORA_V2} --res {unplanned[0]} --dry-run '
+            fix=f'osora generate "raining, sea" --model {OPEN_SORA_V2} --res {unplanned[0]} --dry-run '
             "plans it for the CPU",
         )

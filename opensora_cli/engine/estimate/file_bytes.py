@@ -19,8 +19,8 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.configs import mmdit_config, one_block_of_each
 from opensora_cli.engine.components.text_encoders import text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
-from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS
 from opensora_cli.settings.components import ModelSettings

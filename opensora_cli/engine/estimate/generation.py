@@ -50,8 +50,9 @@ from opensora_cli.engine.estimate.transformer import (
 )
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition

@@ -17,8 +17,9 @@ from opensora_cli.engine.components.configs import with_depth
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_attention, fake_products
 from opensora_cli.engine.estimate.work import CountedOnce, Work, WorkCounter
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape

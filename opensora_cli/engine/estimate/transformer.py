@@ -21,7 +21,6 @@ from opensora_cli.memory.streaming import kept_blocks, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import Split
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import (
     SEQUENCE_INPUTS,
     TEXT_SEQUENCE_INPUTS,
@@ -29,7 +28,9 @@ from opensora_cli.models.mmdit.blocks import (
     modulation_layers,
     repeated_blocks,
 )
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import modulation_width
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import ExchangePlan, compressed
 from opensora_cli.parallel.collectives import Parts
 from opensora_cli.parallel.mesh import MeshShape

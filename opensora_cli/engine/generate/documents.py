@@ -13,7 +13,6 @@ from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.decode import GeneratedVideo
 from opensora_cli.settings.applies import used_settings
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
@@ -48,7 +47,7 @@ class GenerateResult(Document):
     """Left out where no seeds were explored."""
     sheet: Path | None = None
     """With a preview of each of them; left out where there is none."""
-    model: ModelName
+    model: str
     device: str
     model_evaluations: int
     """Evaluations of the model for all samples."""

@@ -40,7 +40,7 @@ from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.targets import SampleFiles, sample_files, sheet_path
 from opensora_cli.engine.generate.text import warn_about_planned_prompts, without_cached_text
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.settings.enums import ModelName, OffloadMode
+from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
@@ -95,7 +95,7 @@ class PlanDocument(Document):
 
     SCHEMA = "osora.plan/3"
 
-    model: ModelName
+    model: str
     device: str
     device_name: str
     dtype: str

@@ -45,9 +45,9 @@ from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import attention_backend
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode

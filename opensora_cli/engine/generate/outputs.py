@@ -36,7 +36,7 @@ from opensora_cli.engine.generate.targets import (
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
 from opensora_cli.settings.applies import used_settings
-from opensora_cli.settings.enums import ModelName, NameFrom
+from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
@@ -169,7 +169,7 @@ def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
     settings = plan.settings
     output = settings.output
     changes: dict[str, object] = {
-        "runtime.model_choice": settings.model.name.value,
+        "runtime.model_choice": settings.model.name,
         "sampling.seed": sample.seed,
         "sampling.num_samples": 1,
         "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
@@ -282,7 +282,7 @@ def sidecar_document(
         "full_prompt": full_prompt(settings),
         "negative_prompt": settings.negative_prompt,
         "seed": sample.seed,
-        "model": settings.model.name.value,
+        "model": settings.model.name,
         "condition_mode": plan.mode.name,
         "height": plan.height,
         "width": plan.width,
@@ -324,7 +324,7 @@ class FirstPicture(Document):
 
     file: Path | None
     """File of the picture; None if it is not kept."""
-    model: ModelName
+    model: str
     height: int
     width: int
     num_inference_steps: int
@@ -356,6 +356,6 @@ def media_tags(settings: GenerateSettings, sample: SampleFiles) -> dict[str, str
     return {
         "prompt": settings.prompt,
         "seed": str(sample.seed),
-        "model": settings.model.name.value,
+        "model": settings.model.name,
         "software": f"osora {opensora_cli.__version__}",
     }

@@ -163,7 +163,7 @@ class Plan:
         """Values in a layer of what takes longest: of the transformer, for one evaluation, or of the autoencoder."""
         settings = self.settings
         if self.decodes_only:
-            return settings.video.num_frames * self.height * self.width * settings.vae.pixel_width
+            return settings.video.num_frames * self.height * self.width * settings.vae.sizes.pixel_width
         tokens = self.video_tokens + settings.text.t5_max_length
         return tokens * settings.model.hidden_size * max(1, self.model_evaluations // self.num_steps)
 

@@ -34,8 +34,8 @@ from opensora_cli.engine.launch.rank import (
     rank_device,
     settings_of_ranks,
 )
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, new_group, use_mesh

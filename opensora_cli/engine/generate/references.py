@@ -29,7 +29,7 @@ from opensora_cli.engine.generate.request import PICTURE_MODE
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 from opensora_cli.settings.enums import ReferenceRate
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings

@@ -119,7 +119,7 @@ def _other_model(settings: GenerateSettings) -> dict[str, object]:
         "model": picture.model.model_dump(),
         "vae": picture.vae.model_dump(),
         **{f"files.{name}": value for name, value in picture.files.model_dump().items()},
-        "runtime.model_choice": picture.model.name.value,
+        "runtime.model_choice": picture.model.name,
         "loras": (),
     }
 

@@ -15,7 +15,7 @@ from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import LATENTS_ENDING
 from opensora_cli.engine.generate.text import without_cached_text
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import AUTO
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
 from opensora_cli.settings.saved import saved_format
@@ -41,7 +41,7 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     settings = load_generate_settings(request, model=model)
     for line in request.notes:
         reporter.note(line)
-    return settings, f"model: {model} ({reason})" if request.model is ModelName.AUTO else None
+    return settings, f"model: {model} ({reason})" if request.model == AUTO else None
 
 
 def _settings_in(latents: str) -> SavedSettings:

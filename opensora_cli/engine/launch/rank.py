@@ -17,9 +17,9 @@ from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat, device_is_gpu, move
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.section import Section
 from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.parallel.rendezvous import init_with_retry
-from opensora_cli.settings.base import Section
 from opensora_cli.settings.devices import DeviceSettings
 
 DeviceType = Literal["cpu", "cuda"]

@@ -16,7 +16,7 @@ from opensora_cli.engine.mem_profile.report import LargestBatch, mib
 from opensora_cli.engine.train.activations import with_batch_size
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings, TrainTarget

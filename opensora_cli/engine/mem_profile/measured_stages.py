@@ -34,8 +34,8 @@ from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.attention import attention_backend
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model

@@ -71,7 +71,7 @@ def layer_values(settings: TrainSettings) -> int:
     shape = largest_batch_shape(settings)
     if settings.target is TrainTarget.VAE:
         pixels = shape.batch_size * shape.num_frames * shape.height * shape.width
-        return pixels * settings.vae.pixel_width
+        return pixels * settings.vae.sizes.pixel_width
     tokens = prod(token_grid(settings, shape)) + settings.text.t5_max_length
     return shape.batch_size * tokens * settings.model.hidden_size
 

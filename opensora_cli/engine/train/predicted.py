@@ -39,12 +39,11 @@ from opensora_cli.engine.train.early import find_frozen_parts
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.ranks import mesh_shape, training_exchange
-from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings
-from opensora_cli.settings.strategy import Strategy
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weights and gradients", "update"
@@ -108,7 +107,7 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
     computes_again = plan is not None and any(plan.checkpointed_blocks.values())
     if plan is not None and computes_again:
         double, single = plan.checkpointed_blocks.values()
-        checkpointed = replace(config, depth=double, depth_single_blocks=single)
+        checkpointed = config.replace({"depth": double, "depth_single_blocks": single})
         again = _forward(settings, checkpointed)
         if plan.recomputed is not None:
             share = plan.recomputed
@@ -180,8 +179,8 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     trained = count_parameters(settings) / mesh.tensor
     held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
     sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
-    gathers = 2 * rounds if strategy in (Strategy.ZERO3, Strategy.HYBRID) else 1
-    scatters = 1 if strategy in (Strategy.ZERO1, Strategy.DDP) else rounds
+    gathers = 2 * rounds if strategy.gathers_twice else 1
+    scatters = 1 if strategy.reduces_once else rounds
     gathered = gathers * held * DTYPES[settings.precision.compute].itemsize
     scattered = scatters * trained * _FP32
     # Copies of the weights then add up what each of their ranks has.

@@ -118,7 +118,7 @@ def open_distribution(
         device,
         mesh,
         dtype=dtype,
-        gathers_twice=strategy in (Strategy.ZERO3, Strategy.HYBRID),
-        exchanges_once=strategy is Strategy.ZERO1,
+        gathers_twice=strategy.gathers_twice,
+        exchanges_once=strategy.reduces_once,
         exchange=exchange,
     )

@@ -22,7 +22,7 @@ from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng,
 from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.transformer import weights_dtype
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model

@@ -13,9 +13,9 @@ from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.memory.fp8_storage import Fp8Linear
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute, WeightOffload
 

@@ -1,69 +1,61 @@
-"""The sizes of an MMDiT."""
+"""Sizes of an MMDiT."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Annotated
 
-from opensora_cli.core.exceptions import RequestError
+from pydantic import Field
+
+from opensora_cli.core.section import Section
+
+_Width = Annotated[int, Field(ge=1, le=65_536)]
+"""Features or heads of a layer."""
+_Blocks = Annotated[int, Field(ge=0, le=1000)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MMDiTConfig:
-    """Sizes of an MMDiT; the defaults are those of the released 11B video model.
+class MMDiTConfig(Section):
+    """Sizes of an MMDiT. The defaults describe the released 11B video model.
 
-    Args:
-        in_channels: width of one packed token: latent channels x patch_size².
-        vec_in_dim: width of the pooled prompt embedding (CLIP).
-        context_in_dim: width of the prompt embedding (T5).
-        mlp_ratio: width of an MLP over `hidden_size`.
-        depth: double-stream blocks.
-        depth_single_blocks: single-stream blocks.
-        axes_dim: share of a head's width that the rotary embedding gives to time, height and width; even numbers that
-            add up to `hidden_size / num_heads`.
-        theta: base of the rotary frequencies.
-        qkv_bias: whether q, k and v of double-stream blocks have a bias (single-stream blocks always have one).
-        guidance_embed: whether the model is guidance-distilled and takes the guidance scale as an input.
-        cond_embed: whether the model takes a conditioning mask and reference latents.
-        patch_size: latent pixels along one side of a token.
-        predicts_data: whether the last layer puts out the data, from which the velocity is computed, instead of the
-            velocity itself (Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise"). The velocity has
-            all of a token's noise in it, for which a model that is no wider than its tokens has no room.
-
-    Raises:
-        RequestError: sizes that contradict each other.
+    A transformer that predicts data instead of velocity (Li & He 2025, "Back to Basics: Let Denoising Generative Models
+    Denoise") can be narrower than its tokens. A velocity contains all the noise of a token.
     """
 
-    in_channels: int = 64
-    vec_in_dim: int = 768
-    context_in_dim: int = 4096
-    hidden_size: int = 3072
-    mlp_ratio: float = 4.0
-    num_heads: int = 24
-    depth: int = 19
-    depth_single_blocks: int = 38
-    axes_dim: tuple[int, ...] = (16, 56, 56)
-    theta: float = 10000
-    qkv_bias: bool = True
-    guidance_embed: bool = False
-    cond_embed: bool = True
-    patch_size: int = 2
-    predicts_data: bool = False
+    in_channels: _Width = Field(default=64, description="Channels of a token: latent channels x patch_size squared.")
+    vec_in_dim: _Width = Field(default=768, description="Width of the pooled CLIP embedding.")
+    context_in_dim: _Width = Field(default=4096, description="Width of the T5 embeddings.")
+    hidden_size: _Width = Field(default=3072, description="Width of the transformer.")
+    mlp_ratio: float = Field(default=4.0, ge=0.001, le=1024, description="Width of the MLPs relative to hidden_size.")
+    num_heads: _Width = Field(default=24, description="Attention heads. They divide hidden_size.")
+    depth: _Blocks = Field(default=19, description="Double-stream blocks.")
+    depth_single_blocks: _Blocks = Field(default=38, description="Single-stream blocks.")
+    axes_dim: tuple[_Width, ...] = Field(
+        default=(16, 56, 56), description="Even rotary widths of time, height and width. Their sum is the head width."
+    )
+    theta: float = Field(default=10_000, ge=0.001, le=10**9, description="Base of the rotary frequencies.")
+    qkv_bias: bool = Field(default=True, description="Whether q, k and v of double-stream blocks have a bias.")
+    guidance_embed: bool = Field(default=False, description="Whether the model is guidance-distilled.")
+    cond_embed: bool = Field(default=True, description="Whether the model takes reference latents.")
+    patch_size: int = Field(default=2, ge=1, le=1024, description="Side of a token in latent pixels.")
+    predicts_data: bool = Field(default=False, description="Whether the transformer predicts data, not velocity.")
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads:
-            raise RequestError(f"model.hidden_size={self.hidden_size} must be divisible by num_heads={self.num_heads}")
-        if len(self.axes_dim) != 3 or any(dim <= 0 or dim % 2 for dim in self.axes_dim):
-            raise RequestError(f"model.axes_dim={list(self.axes_dim)} must be three even numbers over 0")
-        if sum(self.axes_dim) != self.head_dim:
-            raise RequestError(
-                f"model.axes_dim={list(self.axes_dim)} must add up to hidden_size/num_heads={self.head_dim}"
+            yield f"model.num_heads={self.num_heads} must divide model.hidden_size={self.hidden_size}"
+            return
+        axes = self.axes_dim
+        if len(axes) != 3 or sum(axes) != self.head_dim or any(dim % 2 for dim in axes):
+            yield (
+                f"model.axes_dim={','.join(map(str, axes))} must be three even numbers (time, height, width) that add "
+                f"up to {self.head_dim}, the width of a head (model.hidden_size={self.hidden_size} / "
+                f"model.num_heads={self.num_heads})"
             )
-        if self.in_channels % self.patch_size**2:
-            raise RequestError(
-                f"model.in_channels={self.in_channels} must be divisible by patch_size²={self.patch_size**2}"
+        if not self.mlp_hidden_size:
+            yield (
+                f"model.mlp_ratio={self.mlp_ratio:g} must give the MLPs of model.hidden_size={self.hidden_size} a width"
             )
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Width of an attention head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -73,5 +65,5 @@ class MMDiTConfig:
 
     @property
     def conditioning_channels(self) -> int:
-        """Width of a packed conditioning token: the mask's one channel and the reference latents, packed."""
+        """Channels of a packed conditioning token: one of the mask, and the reference latents."""
         return self.in_channels + self.patch_size**2

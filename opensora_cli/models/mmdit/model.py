@@ -1,4 +1,4 @@
-"""The MMDiT of Open-Sora 2.0: packed latents, time and prompt in, velocity out."""
+"""MMDiT of Open-Sora 2.0: packed latents, time and prompt in, velocity out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from opensora_cli.models.mmdit.layers import (
 )
 
 _LEAST_TIME = 0.05
-"""What times are taken as at least, where a velocity is computed from predicted data: errors are divided by it."""
+"""Smallest time that divides predicted data to get a velocity."""
 _ZERO_AT_FIRST = frozenset({"final_layer.adaLN_modulation.1", "final_layer.linear", "cond_in"})
 
 
 @dataclass(slots=True)
 class BlockResidual:
-    """What the blocks have added to the latent tokens, for a later evaluation instead of theirs."""
+    """Sum of the outputs of the blocks, to reuse in a later evaluation."""
 
     added_BND: Tensor | None = None
     """None: they have not been computed yet."""
@@ -41,7 +41,7 @@ class BlockResidual:
 
 @dataclass(frozen=True, slots=True)
 class KnownInputs:
-    """What an evaluation makes of its inputs before any token of the latents, computed before."""
+    """Embeddings of an evaluation that do not depend on the latents, computed earlier."""
 
     modulation: Mapping[nn.Module, Tensor]
     """Rows of `MMDiT.modulation_of`, for the times, the pooled prompts and the guidance."""

@@ -1,4 +1,4 @@
-"""What the linear layers of an MMDiT are called elsewhere: in fused files, and by diffusers."""
+"""Names of the linear layers of an MMDiT in fused files and in diffusers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,24 +14,24 @@ class Span:
     layer: str
     """Path of our layer."""
     start: int
-    """The first of our rows."""
+    """First of our rows."""
     source: int
-    """The first of the other layer's rows."""
+    """First of the other layer's rows."""
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a name of a layer means."""
+    """Meaning of a name of a layer."""
 
     spans: tuple[Span, ...]
     rotary: Rotary
-    """How rotary pairs lie in q and k of models that use the name."""
+    """Layout of rotary pairs in q and k of models with this name."""
     is_fused: bool = False
 
     @property
     def rows(self) -> int:
-        """How many rows the layer of this name has."""
+        """Number of rows of the layer."""
         return sum(span.count for span in self.spans)
 
 

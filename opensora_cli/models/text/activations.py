@@ -1,4 +1,4 @@
-"""The activation functions of text encoders, by the names that their configurations have for them."""
+"""Activation functions of text encoders by their names in configurations."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which files the folders of text encoders have. Needs no torch."""
+"""Files in the folders of text encoders. Importing this module imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""What all autoencoders have in common: pixels to scaled latents, and back."""
+"""Base classes of the autoencoders: pixels to scaled latents, and back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,36 +11,26 @@ from torch import Tensor, nn
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.core.transfers import queued_copy
-from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, joined_in_time, run_tiled, tiled_pieces
+from opensora_cli.models.vae.config import AutoencoderConfig, FluxAEConfig, HunyuanVAEConfig
+from opensora_cli.models.vae.tiles import NO_TILING, Tiling
+from opensora_cli.models.vae.tiling import joined_in_time, run_tiled, tiled_pieces
 
-
-class AutoencoderConfig(Protocol):
-    """What is known of an autoencoder from its sizes."""
-
-    @property
-    def in_channels(self) -> int:
-        """Colour channels that are encoded."""
-
-    @property
-    def grid(self) -> LatentGrid:
-        """How frames and pixels are mapped to latents."""
-
-    def tile_grids(self) -> tuple[TileGrid, TileGrid]:
-        """Return the cuts of pixels that are encoded, and of latents that are decoded."""
+COLORS = 3
+"""Channels of pixels."""
 
 
 class Reconstruction(NamedTuple):
-    """Reconstructed pixels, and the posterior of the latents that they were decoded from."""
+    """Reconstructed pixels, and the posterior of their latents."""
 
     pixels_BCTHW: Tensor
     mean_BCTHW: Tensor
-    """Of the posterior; where there is none, the latents."""
+    """Mean of the posterior, or the latents if there is no posterior."""
     logvar_BCTHW: Tensor | None
-    """Log variance of the posterior; None where there is none."""
+    """Log variance of the posterior, or None."""
 
 
 class Autoencoder(nn.Module, ABC):
-    """Pixels (B,in_channels,T,H,W) in [-1,1] to scaled latents (B,latent_channels,t,h,w), and back.
+    """Pixels (B,3,T,H,W) in [-1,1] to scaled latents (B,latent_channels,t,h,w), and back.
 
     All methods are differentiable and work under autocast.
     """
@@ -48,51 +38,53 @@ class Autoencoder(nn.Module, ABC):
     config: AutoencoderConfig
     encoder: nn.Module
     decoder: nn.Module
-    """Runs once for each tile of the latents, with the `canvas` of `decode`."""
+    """Decoder of one tile. It takes the `canvas` of `decode`."""
     decodes_in_chunks: ClassVar[bool] = False
     """Whether `decode` takes `chunk_frames`."""
 
     @property
     def grid(self) -> LatentGrid:
-        """How frames and pixels are mapped to latents."""
+        """Mapping from frames and pixels to latents."""
         return self.config.grid
 
     @property
     @abstractmethod
     def last_layer(self) -> nn.Conv2d | nn.Conv3d:
-        """The decoder's last convolution, where adaptive loss weights are measured; if 2D, its batch is all frames."""
+        """Last convolution of the decoder, where adaptive loss weights are measured. A 2D batch is all frames."""
 
     @abstractmethod
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
-        """Encode and decode, for training: no tiling, and one call that wrappers of modules can watch.
+        """Encode and decode without tiling, for training.
 
-        `generator`, on its own device, samples the posterior; None takes its mean.
+        `generator`, on any device, samples the posterior. None takes its mean.
         """
 
     @abstractmethod
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
     ) -> Tensor:
-        """Encode a clip in [-1, 1], or a picture as a clip of one frame, to scaled latents; `grid` gives their size.
+        """Encode a clip in [-1, 1], or a picture as a clip of one frame, to scaled latents. `grid` gives their size.
 
-        `generator`, on the pixels' device, samples the posterior, where there is one; None takes its mode. Tiling
-        changes the result. A shape that cannot be encoded is a RequestError.
+        `generator`, on the pixels' device, samples the posterior, if there is one. None takes its mode. Tiling changes
+        the result. Raises RequestError if the shape cannot be encoded.
         """
 
-    @abstractmethod
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return what the encoder makes of a clip that is not cut any more: its latents, (B,C,T,H,W).
+        """Return the encoder's output for a tile, (B,C,T,H,W).
 
-        Where latents have a posterior, C counts its means and its log-variances: twice the latents' channels.
+        C is the number of latent channels or, with a posterior, twice that: means, then log variances.
         """
+        encoded_BCTHW: Tensor = self.encoder(pixels_BCTHW)
+        return encoded_BCTHW
 
-    @abstractmethod
     def decode_tile(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
-        """Return the pixels of unscaled latents that are not cut any more; see `decode`."""
+        """Return the pixels of a tile of unscaled latents. `canvas` is that of `decode`."""
+        pixels_BCTHW: Tensor = self.decoder(latents_BCTHW, canvas=canvas)
+        return pixels_BCTHW
 
     @abstractmethod
     def scale_latents(self, encoded_BCTHW: Tensor) -> Tensor:
-        """Bring encoded values to about unit variance."""
+        """Scale encoded values to about unit variance."""
 
     @abstractmethod
     def unscale_latents(self, latents_BCTHW: Tensor) -> Tensor:
@@ -107,8 +99,9 @@ class Autoencoder(nn.Module, ABC):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the frames of `decode`, with its arguments, as they are finished, by tiles in time; errors come before
-        any work.
+        """Yield the result of `decode` in pieces along time, one for each temporal tile.
+
+        Arguments and errors are those of `decode`. Errors precede any computation.
         """
         self.check_latents(latents_BCTHW)
         if chunk_frames is not None:
@@ -129,31 +122,32 @@ class Autoencoder(nn.Module, ABC):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Tensor:
-        """Decode scaled latents to pixels of the size that `grid` returns; about [-1, 1], not clamped.
-
-        Tiling changes the result. A shape that cannot be decoded is a RequestError.
+        """Decode scaled latents to pixels of the size that `grid` returns, in about [-1, 1] and not clamped.
 
         Args:
-            tiling: which axes are cut.
-            canvas: where pixels are gathered, so that the device of the latents, which is the default, only holds those
-                of one tile, or with `chunk_frames` those of one chunk.
-            chunk_frames: frames that each layer computes at a time, at whatever resolution it works; None is all. The
-                result is the same but for rounding, and no gradient is recorded. Under 1 is a RequestError, and so is
-                any number without `decodes_in_chunks`.
-            store: where, with `chunk_frames`, the frames wait between two layers; None is the device of the latents.
+            tiling: axes that are cut. Tiling changes the result.
+            canvas: device of the joined pixels. The default is the device of the latents, which otherwise holds only
+                the pixels of one tile or chunk.
+            chunk_frames: frames that each layer computes at a time, without gradients. None means all. Results match
+                up to rounding.
+            store: device of frames between two layers with `chunk_frames`. None means the device of the latents.
+
+        Raises:
+            RequestError: The shape cannot be decoded, `chunk_frames` is less than 1, or the autoencoder does not
+                decode in chunks.
         """
         return joined_in_time(
             self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas, chunk_frames=chunk_frames, store=store)
         )
 
     def encode_tiles(self, pixels_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:
-        """Return the joined results of `encode_tile`, unscaled; a shape that cannot be encoded is a RequestError."""
+        """Return the joined results of `encode_tile`, unscaled. Raises RequestError as `encode` does."""
         self.check_pixels(pixels_BCTHW)
         return run_tiled(self.encode_tile, pixels_BCTHW, grid=self.config.tile_grids()[0], tiling=tiling)
 
     def check_pixels(self, pixels_BCTHW: Tensor) -> None:
-        """Raise a RequestError if the clip has a shape that cannot be encoded."""
-        shape, channels = tuple(pixels_BCTHW.shape), self.config.in_channels
+        """Raise RequestError if the shape of a clip cannot be encoded."""
+        shape, channels = tuple(pixels_BCTHW.shape), COLORS
         if len(shape) != 5 or shape[1] != channels or not pixels_BCTHW.numel():
             raise RequestError(
                 f"pixels of shape {shape} cannot be encoded: expected (batch, {channels}, frames, height, width)"
@@ -162,7 +156,7 @@ class Autoencoder(nn.Module, ABC):
         self.grid.latent_size(shape[3], shape[4])
 
     def check_latents(self, latents_BCTHW: Tensor) -> None:
-        """Raise a RequestError if the latents have a shape that cannot be decoded."""
+        """Raise RequestError if the shape of latents cannot be decoded."""
         shape, channels = tuple(latents_BCTHW.shape), self.grid.latent_channels
         if len(shape) != 5 or shape[1] != channels or not latents_BCTHW.numel():
             raise RequestError(
@@ -171,28 +165,13 @@ class Autoencoder(nn.Module, ABC):
             )
 
 
-class PosteriorConfig(AutoencoderConfig, Protocol):
-    """Sizes and the scaling of a posterior."""
-
-    @property
-    def scale_factor(self) -> float:
-        """Latents = scale_factor * (posterior - shift_factor)."""
-
-    @property
-    def shift_factor(self) -> float:
-        """See `scale_factor`."""
-
-
 class PosteriorAutoencoder(Autoencoder):
-    """An autoencoder whose encoder gives mean and log variance of a normal distribution for every latent value.
+    """Autoencoder whose encoder returns the mean and log variance of a normal distribution for every latent value."""
 
-    The two lie one after the other in the channels that `encode_tile` returns.
-    """
-
-    config: PosteriorConfig
+    config: HunyuanVAEConfig | FluxAEConfig
 
     def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the posterior, unscaled, each shaped as the latents; see `encode`."""
+        """Return mean and log variance of the posterior, unscaled, each of the shape of the latents."""
         mean_BCTHW, logvar_BCTHW = self.encode_tiles(pixels_BCTHW, tiling=tiling).chunk(2, dim=1)
         # Beyond these limits the variance over- or underflows in half precision.
         return mean_BCTHW, logvar_BCTHW.clamp(-30.0, 20.0)
@@ -208,7 +187,7 @@ class PosteriorAutoencoder(Autoencoder):
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
     ) -> Tensor:
-        """Encode a clip, or a picture as a clip of one frame, to scaled latents; see `Autoencoder.encode`."""
+        """Encode a clip to scaled latents, see `Autoencoder.encode`."""
         mean_BCTHW, logvar_BCTHW = self.encode_moments(pixels_BCTHW, tiling=tiling)
         if generator is None:
             return self.scale_latents(mean_BCTHW)
@@ -218,7 +197,7 @@ class PosteriorAutoencoder(Autoencoder):
         return self.scale_latents(mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW)
 
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
-        """Encode, sample and decode; see `Autoencoder.forward`."""
+        """Encode, sample and decode, see `Autoencoder.forward`."""
         # In fp32 under autocast too: the exponential of a rounded log variance is far off.
         mean_BCTHW, logvar_BCTHW = (moment.float() for moment in self.encode_moments(pixels_BCTHW))
         sample_BCTHW = mean_BCTHW

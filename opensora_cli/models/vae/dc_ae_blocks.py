@@ -7,15 +7,15 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opensora_cli.models.vae.config import HEAD_DIM
 from opensora_cli.models.vae.resample import convolved, fast_layout, without_autocast
 
-HEAD_DIM = 32
 _NORM_EPS = 1e-5
 _ATTENTION_EPS = 1e-15
 _GLU_EXPANSION = 4
 
 Factors = tuple[int, int, int]
-"""Of time, height and width."""
+"""Factors of time, height and width."""
 
 
 class ChannelRMSNorm(nn.Module):
@@ -39,17 +39,17 @@ class ChannelRMSNorm(nn.Module):
 
 
 class ClipConv3d(nn.Conv3d):
-    """`nn.Conv3d`, padded by half of its kernel, that is sound in bf16 on a CPU, too."""
+    """`nn.Conv3d`, padded by half of its kernel, that is correct in bf16 on a CPU, too."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a clip (B,C,T,H,W)."""
         taps, frames = self.kernel_size[0], input.shape[2]
         if input.device.type != "cpu" or frames >= taps:
             return convolved(input, super().forward)
-        # Where a bf16 kernel is longer than the clip, oneDNN takes a part of its gradient, and of what it makes of a
-        # single frame of 1, 3 or 5 channels, from uninitialised memory.
+        # If a bf16 kernel is longer than the clip, oneDNN reads uninitialized memory for a part of its gradient, as
+        # for a part of the output if the clip is a single frame of 1, 3 or 5 channels.
         side, weight = int(self.padding[0]), self.weight
-        if frames == 1:  # all taps but one meet zeros
+        if frames == 1:  # All taps except one meet zeros.
             weight = weight[:, :, side : side + 1]
         else:
             input = functional.pad(input, (0, 0, 0, 0, side, side))
@@ -61,7 +61,7 @@ class ClipConv3d(nn.Conv3d):
 
 
 class ConvLayer(nn.Module):
-    """Convolution with an odd kernel, then a norm where `norm` is set: half of the kernel is padded on each side."""
+    """Convolution with an odd kernel and padding of half the kernel, then an optional norm."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ConvLayer(nn.Module):
 
 
 class Residual(nn.Module):
-    """What `main` gives, added to `shortcut`: a layer without weights, or None for the identity."""
+    """Sum of `main` and `shortcut`, a layer without weights. None means the identity."""
 
     def __init__(self, main: nn.Module, shortcut: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return what `main` returns, plus the shortcut."""
+        """Return the sum."""
         out_BCTHW: Tensor = self.main(hidden_BCTHW)
         return out_BCTHW + (hidden_BCTHW if self.shortcut is None else self.shortcut(hidden_BCTHW))
 
@@ -201,7 +201,7 @@ class Downsample(nn.Module):
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
         """Return (B,out_channels,T,H/2,W/2), T halved or not."""
-        # Of a single frame, a stride in time takes that frame.
+        # A stride in time keeps a single frame.
         out_BCTHW: Tensor = self.main(hidden_BCTHW)
         time = 1 if hidden_BCTHW.shape[2] == 1 else self._time
         unshuffled_BCTHW = rearrange(
@@ -226,7 +226,7 @@ class Upsample(nn.Module):
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
         """Return (B,out_channels,T,2H,2W), T doubled or not."""
         factors = (1 if hidden_BCTHW.shape[2] == 1 else self._time, 2, 2)
-        # In one expression: the upsampled clip is the largest of all, and not needed again.
+        # In one expression, since the upsampled clip is the largest tensor and not needed again.
         out_BCTHW: Tensor = self.main["conv"](
             functional.interpolate(hidden_BCTHW, scale_factor=factors, mode="nearest")
         )
@@ -242,5 +242,5 @@ def average_channels(hidden_BCTHW: Tensor, out_channels: int) -> Tensor:
 
 
 def repeat_channels(hidden_BCTHW: Tensor, out_channels: int) -> Tensor:
-    """Repeat every channel, one beside the other, until there are `out_channels`."""
+    """Repeat every channel, adjacently, to get `out_channels`."""
     return hidden_BCTHW.repeat_interleave(out_channels // hidden_BCTHW.shape[1], dim=1)

@@ -1,92 +1,21 @@
-"""The 2D autoencoder of the text-to-image stage."""
+"""2D autoencoder of FLUX.1."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder
+from opensora_cli.models.vae.autoencoder import COLORS, PosteriorAutoencoder
+from opensora_cli.models.vae.config import FLUX_NORM_GROUPS, FluxAEConfig
 from opensora_cli.models.vae.group_norm import GroupNorm
-from opensora_cli.models.vae.tiling import TileAxis, TileGrid, check_tiles, tile_axes
 
-NORM_GROUPS = 32
 _NORM_EPS = 1e-6
-# Every frame is a tile of its own, which changes nothing but the memory that it takes.
-_FRAME_BY_FRAME = TileAxis(size=1, stride=1, blend=0, kept=1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FluxAEConfig:
-    """Sizes of the autoencoder; the defaults are those of the released `flux1-dev-ae.safetensors`.
-
-    Args:
-        in_channels: colour channels that are encoded.
-        out_ch: colour channels that are decoded.
-        ch: base of the widths, a multiple of 32.
-        ch_mult: width of every resolution level over `ch`, finest first. Between two levels height and width are
-            halved.
-        num_res_blocks: residual blocks of an encoder level; a decoder level has one more.
-        z_channels: channels of the latents.
-        scale_factor: latents = scale_factor * (posterior - shift_factor).
-        tile_size: edge of a spatial tile in pixels.
-        tile_overlap_factor: share of a tile that overlaps with the next, in [0, 1).
-
-    Raises:
-        RequestError: the sizes contradict each other.
-    """
-
-    in_channels: int = 3
-    out_ch: int = 3
-    ch: int = 128
-    ch_mult: tuple[int, ...] = (1, 2, 4, 4)
-    num_res_blocks: int = 2
-    z_channels: int = 16
-    scale_factor: float = 0.3611
-    shift_factor: float = 0.1159
-    tile_size: int = 1024
-    tile_overlap_factor: float = 0.25
-
-    def __post_init__(self) -> None:
-        # A list is what JSON and YAML give; the configuration must be hashable.
-        object.__setattr__(self, "ch_mult", tuple(self.ch_mult))
-        if not self.ch_mult or min(self.ch_mult) < 1:
-            raise RequestError(f"vae.flux_ae.ch_mult={self.ch_mult} must name a factor, at least 1, for every level")
-        if self.ch < 1 or self.ch % NORM_GROUPS:
-            raise RequestError(f"vae.flux_ae.ch={self.ch} must be a multiple of {NORM_GROUPS}, the groups of the norms")
-        if self.num_res_blocks < 1 or self.z_channels < 1:
-            raise RequestError("vae.flux_ae.num_res_blocks and vae.flux_ae.z_channels must be at least 1")
-        ratio, overlap = self.grid.spatial_compression_ratio, self.tile_overlap_factor
-        check_tiles("vae.flux_ae", "tile_size", self.tile_size, ratio=ratio, overlap=overlap)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Width of every level, finest first."""
-        return tuple(self.ch * factor for factor in self.ch_mult)
-
-    @property
-    def grid(self) -> LatentGrid:
-        """How frames and pixels are mapped to latents: every frame by itself."""
-        return LatentGrid(
-            latent_channels=self.z_channels,
-            time_compression_ratio=1,
-            spatial_compression_ratio=2 ** (len(self.ch_mult) - 1),
-            is_causal=False,
-        )
-
-    def tile_grids(self) -> tuple[TileGrid, TileGrid]:
-        """Return the cuts of pixels that are encoded, and of latents that are decoded."""
-        axes = tile_axes(self.tile_size, ratio=self.grid.spatial_compression_ratio, overlap=self.tile_overlap_factor)
-        encoded, decoded = (TileGrid(axis, _FRAME_BY_FRAME, is_causal=False) for axis in axes)
-        return encoded, decoded
 
 
 class ResnetBlock(nn.Module):
-    """Group norm, SiLU and convolution, twice, beside a shortcut that is a 1x1 convolution where widths differ."""
+    """Group norm, SiLU and convolution, twice, with a shortcut. The shortcut is a 1x1 convolution if widths differ."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -171,7 +100,7 @@ class Upsample(nn.Module):
 
 
 class DownLevel(nn.Module):
-    """A level of the encoder: resnets, then a downsampling unless it is the last."""
+    """Level of the encoder: resnets, then downsampling unless it is the last."""
 
     def __init__(self, in_channels: int, out_channels: int, *, num_blocks: int, is_last: bool) -> None:
         super().__init__()
@@ -179,14 +108,14 @@ class DownLevel(nn.Module):
         self.downsample = None if is_last else Downsample(out_channels)
 
     def forward(self, hidden_BCHW: Tensor) -> Tensor:
-        """Return (B,out_channels,H/2,W/2); of the last level (B,out_channels,H,W)."""
+        """Return (B,out_channels,H/2,W/2), or (B,out_channels,H,W) for the last level."""
         for block in self.block:
             hidden_BCHW = block(hidden_BCHW)
         return hidden_BCHW if self.downsample is None else self.downsample(hidden_BCHW)
 
 
 class UpLevel(nn.Module):
-    """A level of the decoder: resnets, then an upsampling unless it is the finest."""
+    """Level of the decoder: resnets, then upsampling unless it is the finest."""
 
     def __init__(self, in_channels: int, out_channels: int, *, num_blocks: int, is_last: bool) -> None:
         super().__init__()
@@ -194,19 +123,19 @@ class UpLevel(nn.Module):
         self.upsample = None if is_last else Upsample(out_channels)
 
     def forward(self, hidden_BCHW: Tensor) -> Tensor:
-        """Return (B,out_channels,2H,2W); of the last level (B,out_channels,H,W)."""
+        """Return (B,out_channels,2H,2W), or (B,out_channels,H,W) for the finest level."""
         for block in self.block:
             hidden_BCHW = block(hidden_BCHW)
         return hidden_BCHW if self.upsample is None else self.upsample(hidden_BCHW)
 
 
 class Encoder(nn.Module):
-    """Pixels (B,in_channels,H,W) to moments (B,2*z_channels,h,w)."""
+    """Pixels (B,3,H,W) to moments (B,2*z_channels,h,w)."""
 
     def __init__(self, config: FluxAEConfig) -> None:
         super().__init__()
         widths = config.widths
-        self.conv_in = _conv(config.in_channels, config.ch)
+        self.conv_in = _conv(COLORS, config.ch)
         self.down = nn.ModuleList(
             DownLevel(before, after, num_blocks=config.num_res_blocks, is_last=level == len(widths) - 1)
             for level, (before, after) in enumerate(zip((config.ch, *widths), widths, strict=False))
@@ -225,23 +154,23 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Unscaled latents (B,z_channels,T,h,w) to pixels (B,out_ch,T,H,W), frame by frame."""
+    """Unscaled latents (B,z_channels,T,h,w) to pixels (B,3,T,H,W), frame by frame."""
 
     def __init__(self, config: FluxAEConfig) -> None:
         super().__init__()
         widths = config.widths
         self.conv_in = _conv(config.z_channels, widths[-1])
         self.mid = MidBlock(widths[-1])
-        # In the order of the encoder's: the coarsest, which is the last, runs first.
+        # In the order of the encoder: the last and coarsest level runs first.
         self.up = nn.ModuleList(
             UpLevel(before, after, num_blocks=config.num_res_blocks + 1, is_last=level == 0)
             for level, (before, after) in enumerate(zip((*widths[1:], widths[-1]), widths, strict=True))
         )
         self.norm_out = _norm(widths[0])
-        self.conv_out = _conv(widths[0], config.out_ch)
+        self.conv_out = _conv(widths[0], COLORS)
 
     def forward(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
-        """Return pixels, about in [-1,1]; see `Autoencoder.decode`."""
+        """Return pixels in about [-1,1], see `Autoencoder.decode`."""
         return _by_frame(self._decode, latents_BCTHW).to(canvas or latents_BCTHW.device)
 
     def _decode(self, latents_BCHW: Tensor) -> Tensor:
@@ -253,11 +182,10 @@ class Decoder(nn.Module):
 
 
 class FluxAE(PosteriorAutoencoder):
-    """2D autoencoder: every frame of a clip becomes a latent frame of its own, 8 times smaller.
+    """2D autoencoder: every frame becomes a latent frame, 8 times smaller.
 
-    State-dict keys are those of the released `flux1-dev-ae.safetensors`. Trainable: every method is differentiable and
-    works under autocast. Frames are computed as a batch; with temporal tiling one by one, with the same result.
-    Architecture: https://arxiv.org/abs/2112.10752, appendix E.1.
+    State-dict keys are those of the released `flux1-dev-ae.safetensors`. Frames are computed as a batch or, with
+    temporal tiling, one at a time with the same result. Architecture: https://arxiv.org/abs/2112.10752, appendix E.1.
     """
 
     config: FluxAEConfig
@@ -273,21 +201,16 @@ class FluxAE(PosteriorAutoencoder):
 
     @property
     def last_layer(self) -> nn.Conv2d:
-        """The decoder's last convolution."""
+        """Last convolution of the decoder."""
         return self.decoder.conv_out
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
         """Return the moments of a clip, frame by frame."""
         return _by_frame(self.encoder, pixels_BCTHW)
 
-    def decode_tile(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
-        """Return the pixels of unscaled latents, frame by frame; see `Autoencoder.decode`."""
-        out: Tensor = self.decoder(latents_BCTHW, canvas=canvas)
-        return out
-
 
 def _by_frame(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor) -> Tensor:
-    """Do to the frames of a clip (B,C,T,H,W) what `run` does to pictures (B,C,H,W)."""
+    """Apply `run`, a function of pictures (B,C,H,W), to the frames of a clip (B,C,T,H,W)."""
     frames_NCHW = rearrange(clip_BCTHW, "b c t h w -> (b t) c h w")
     if clip_BCTHW.device.type == "cpu":
         frames_NCHW = frames_NCHW.contiguous(memory_format=torch.channels_last)
@@ -295,13 +218,13 @@ def _by_frame(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor) -> Tensor:
 
 
 def _resnets(in_channels: int, out_channels: int, *, num_blocks: int) -> nn.ModuleList:
-    """Return the resnets of a level, of which the first changes the width."""
+    """Return the resnets of a level. The first changes the width."""
     widths = (in_channels, *[out_channels] * (num_blocks - 1))
     return nn.ModuleList(ResnetBlock(width, out_channels) for width in widths)
 
 
 def _norm(channels: int) -> GroupNorm:
-    return GroupNorm(NORM_GROUPS, channels, eps=_NORM_EPS)
+    return GroupNorm(FLUX_NORM_GROUPS, channels, eps=_NORM_EPS)
 
 
 def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:

@@ -1,7 +1,6 @@
-"""The Hunyuan causal video autoencoder."""
+"""Hunyuan causal video autoencoder."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,126 +8,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder
+from opensora_cli.models.vae.autoencoder import COLORS, PosteriorAutoencoder
 from opensora_cli.models.vae.chunked import chunk_frames_for, records_no_gradient, run_in_chunks
+from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.models.vae.hunyuan_blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
-from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, check_tiles, tile_axes, tiled_pieces
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HunyuanVAEConfig:
-    """Sizes of the autoencoder; the defaults are those of the released `hunyuan_vae.safetensors`.
-
-    Args:
-        block_out_channels: width of every resolution level, finest first.
-        layers_per_block: residual blocks of an encoder level; a decoder level has one more.
-        norm_num_groups: groups of every group norm; must divide every width.
-        sample_size: edge of a spatial tile in pixels.
-        sample_tsize: length of a temporal tile in frames, not counting the first, causal one.
-        tile_overlap_factor: share of a tile that overlaps with the next, in [0, 1).
-        scale_factor: latents = scale_factor * (posterior - shift_factor).
-        time_compression_ratio: frames to latent frames, a power of two.
-        spatial_compression_ratio: pixels to latents along height and width, a power of two.
-
-    Raises:
-        RequestError: the sizes contradict each other.
-    """
-
-    in_channels: int = 3
-    out_channels: int = 3
-    latent_channels: int = 16
-    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
-    layers_per_block: int = 2
-    norm_num_groups: int = 32
-    sample_size: int = 256
-    sample_tsize: int = 64
-    tile_overlap_factor: float = 0.25
-    scale_factor: float = 0.476986
-    shift_factor: float = 0.0
-    time_compression_ratio: int = 4
-    spatial_compression_ratio: int = 8
-
-    def __post_init__(self) -> None:
-        # A list is what JSON and YAML give; the configuration must be hashable.
-        object.__setattr__(self, "block_out_channels", tuple(self.block_out_channels))
-        self._check_levels()
-        for size, ratio in (
-            ("sample_size", "spatial_compression_ratio"),
-            ("sample_tsize", "time_compression_ratio"),
-        ):
-            check_tiles(
-                "vae",
-                size,
-                getattr(self, size),
-                ratio=getattr(self, ratio),
-                ratio_name=ratio,
-                overlap=self.tile_overlap_factor,
-            )
-
-    def _check_levels(self) -> None:
-        widths = self.block_out_channels
-        if not widths:
-            raise RequestError("vae.block_out_channels is empty: it names the width of every resolution level")
-        if self.layers_per_block < 1:
-            raise RequestError(f"vae.layers_per_block={self.layers_per_block} must be at least 1")
-        if self.norm_num_groups < 1 or any(width < 1 or width % self.norm_num_groups for width in widths):
-            raise RequestError(
-                f"vae.norm_num_groups={self.norm_num_groups} must divide every width of vae.block_out_channels={widths}"
-            )
-        # The last level never halves time, but may halve space.
-        highest_ratios = {
-            "time_compression_ratio": 2 ** (len(widths) - 1),
-            "spatial_compression_ratio": 2 ** len(widths),
-        }
-        for name, highest in highest_ratios.items():
-            ratio = getattr(self, name)
-            if ratio < 1 or ratio & (ratio - 1) or ratio > highest:
-                allowed = ", ".join(str(2**power) for power in range(highest.bit_length()))
-                raise RequestError(
-                    f"vae.{name}={ratio} does not fit the {len(widths)} levels of vae.block_out_channels: use {allowed}"
-                )
-
-    @property
-    def grid(self) -> LatentGrid:
-        """How frames and pixels are mapped to latents; the first latent frame is the first frame alone."""
-        return LatentGrid(
-            latent_channels=self.latent_channels,
-            time_compression_ratio=self.time_compression_ratio,
-            spatial_compression_ratio=self.spatial_compression_ratio,
-            is_causal=True,
-        )
-
-    def tile_grids(self) -> tuple[TileGrid, TileGrid]:
-        """Return the cuts of pixels that are encoded, and of latents that are decoded."""
-        overlap = self.tile_overlap_factor
-        space = tile_axes(self.sample_size, ratio=self.spatial_compression_ratio, overlap=overlap)
-        time = tile_axes(self.sample_tsize, ratio=self.time_compression_ratio, overlap=overlap)
-        return TileGrid(space[0], time[0]), TileGrid(space[1], time[1])
-
-    @property
-    def level_factors(self) -> tuple[tuple[int, int], ...]:
-        """(time, space) factor between every level and the next, in the order of the blocks.
-
-        Encoder and decoder share the order: the decoder is not the encoder's mirror image in this respect.
-        """
-        levels = len(self.block_out_channels)
-        num_time = self.time_compression_ratio.bit_length() - 1
-        num_space = self.spatial_compression_ratio.bit_length() - 1
-        return tuple(
-            (2 if levels - 1 - num_time <= level < levels - 1 else 1, 2 if level < num_space else 1)
-            for level in range(levels)
-        )
+from opensora_cli.models.vae.tiles import NO_TILING, Tiling
+from opensora_cli.models.vae.tiling import tiled_pieces
 
 
 class Encoder(nn.Module):
-    """Pixels (B,in_channels,T,H,W) to unprojected moments (B,2*latent_channels,t,h,w)."""
+    """Pixels (B,3,T,H,W) to unprojected moments (B,2*latent_channels,t,h,w)."""
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
         super().__init__()
         widths, groups = config.block_out_channels, config.norm_num_groups
-        self.conv_in = CausalConv3d(config.in_channels, widths[0])
+        self.conv_in = CausalConv3d(COLORS, widths[0])
         self.down_blocks = nn.ModuleList(
             DownBlock(before, after, num_layers=config.layers_per_block, num_groups=groups, time=time, space=space)
             for before, after, (time, space) in zip((widths[0], *widths), widths, config.level_factors, strict=False)
@@ -171,7 +66,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Projected latents (B,latent_channels,t,h,w) to pixels (B,out_channels,T,H,W)."""
+    """Projected latents (B,latent_channels,t,h,w) to pixels (B,3,T,H,W)."""
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
         super().__init__()
@@ -183,7 +78,7 @@ class Decoder(nn.Module):
             for before, after, (time, space) in zip((widths[0], *widths), widths, config.level_factors, strict=False)
         )
         self.conv_norm_out = GroupNorm(groups, widths[-1], eps=NORM_EPS)
-        self.conv_out = CausalConv3d(widths[-1], config.out_channels)
+        self.conv_out = CausalConv3d(widths[-1], COLORS)
         self._spatial_ratio = config.spatial_compression_ratio
 
     def forward(
@@ -194,7 +89,7 @@ class Decoder(nn.Module):
         store: torch.device | None = None,
         canvas: torch.device | None = None,
     ) -> Tensor:
-        """Return pixels (B,out_channels,T,H,W), about in [-1,1]; see `HunyuanVAE.decode`."""
+        """Return pixels (B,3,T,H,W) in about [-1,1], see `HunyuanVAE.decode`."""
         device = latents_BCTHW.device
         if chunk_frames is None and records_no_gradient(latents_BCTHW, self.conv_in):
             chunk_frames = self.chunk_frames_for(latents_BCTHW)
@@ -216,7 +111,7 @@ class Decoder(nn.Module):
         return out.to(canvas or device)
 
     def chunk_frames_for(self, latents_BCTHW: Tensor) -> int | None:
-        """Return how many frames are computed at a time where `chunk_frames` does not say it; None: all."""
+        """Return the default of `chunk_frames`. None means all frames."""
         batch, _, _, height, width = latents_BCTHW.shape
         space = self._spatial_ratio
         frame = batch, self.conv_out.conv.in_channels, height * space, width * space
@@ -232,10 +127,10 @@ class Decoder(nn.Module):
 
 
 class HunyuanVAE(PosteriorAutoencoder):
-    """Causal video autoencoder: 4k+1 frames become k+1 latent frames, the first of them a picture of its own.
+    """Causal video autoencoder: 4k+1 frames become k+1 latent frames. The first latent frame is a picture.
 
-    State-dict keys are those of the released `hunyuan_vae.safetensors`. Trainable: every method is differentiable and
-    works under autocast. Architecture: HunyuanVideo (https://arxiv.org/abs/2412.03603), section 4.1.
+    State-dict keys are those of the released `hunyuan_vae.safetensors`. Architecture: HunyuanVideo
+    (https://arxiv.org/abs/2412.03603), section 4.1.
     """
 
     config: HunyuanVAEConfig
@@ -254,11 +149,11 @@ class HunyuanVAE(PosteriorAutoencoder):
 
     @property
     def last_layer(self) -> nn.Conv3d:
-        """The decoder's last convolution."""
+        """Last convolution of the decoder."""
         return self.decoder.conv_out.conv
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return the moments of a clip that is not cut any more."""
+        """Return the moments of a tile."""
         moments_BCTHW: Tensor = self.quant_conv(self.encoder(pixels_BCTHW))
         return moments_BCTHW
 
@@ -270,7 +165,7 @@ class HunyuanVAE(PosteriorAutoencoder):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Tensor:
-        """Return the pixels of unscaled latents that are not cut any more; see `Autoencoder.decode`."""
+        """Return the pixels of a tile of unscaled latents, see `Autoencoder.decode`."""
         projected_BCTHW = self.post_quant_conv(latents_BCTHW)
         pixels_BCTHW: Tensor = self.decoder(projected_BCTHW, chunk_frames=chunk_frames, store=store, canvas=canvas)
         return pixels_BCTHW
@@ -284,7 +179,7 @@ class HunyuanVAE(PosteriorAutoencoder):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the frames of `decode` as they are finished; see `Autoencoder.decode`."""
+        """Yield the result of `decode` in pieces along time, see `Autoencoder.decode_pieces`."""
         self.check_latents(latents_BCTHW)
         if chunk_frames is not None and chunk_frames < 1:
             raise RequestError(f"chunk_frames={chunk_frames} must be at least 1")

@@ -17,7 +17,8 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.mapped import MappedTensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 
 
 class Small(nn.Module):
@@ -264,7 +265,8 @@ import json, re, sys, torch
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.mapped import MappedTensors
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.mmdit.layout import converter
 
 def anonymous():

@@ -10,6 +10,7 @@ import torch
 from opensora_cli.core import threads
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.section import Section
 from opensora_cli.core.threads import (
     RANK_VARIABLE,
     VARIABLES,
@@ -25,7 +26,6 @@ from opensora_cli.core.threads import (
     variables_of_ranks,
 )
 from opensora_cli.engine.env_check.variables import lint_variables
-from opensora_cli.settings.base import Section
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import read_environment
 from opensora_cli.settings.tools import BenchCommSettings

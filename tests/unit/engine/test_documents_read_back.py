@@ -32,9 +32,9 @@ from opensora_cli.engine.train.state import random_states, read_update_counts, r
 from opensora_cli.engine.train.watching.logs import cut_back
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.results import read_sidecar as read_described
+from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.files import missing_files
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
 
 def _settings(values: dict[str, Any], source: str) -> object:
     saved = SavedSettings(source=source, values=values)
-    return load_generate_settings(GenerateRequest(saved=saved), model=ModelName.OPEN_SORA_V2)
+    return load_generate_settings(GenerateRequest(saved=saved), model=OPEN_SORA_V2)
 
 
 def _write_latents(path: Path, text: str) -> None:

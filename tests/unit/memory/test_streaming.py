@@ -20,9 +20,8 @@ from opensora_cli.memory import host_weights, streaming
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import kept_blocks, stream_blocks, streaming_bytes
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
-from opensora_cli.models.mmdit.model import KnownInputs
+from opensora_cli.models.mmdit.model import KnownInputs, MMDiT
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

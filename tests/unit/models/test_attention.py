@@ -11,7 +11,8 @@ from opensora_cli.models import attention
 from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.models.attention.math import MATH_PARTS, math
 from opensora_cli.models.attention.sdpa import part_kernel, sdpa
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.ring import RingAttention, merge
 
 WIDTH = 8

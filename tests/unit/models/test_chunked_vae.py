@@ -15,7 +15,7 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae import chunked
 from opensora_cli.models.vae.chunked import StoredClip, run_in_chunks
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 

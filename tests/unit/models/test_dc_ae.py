@@ -7,7 +7,8 @@ from torch.nn import functional
 
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
+from opensora_cli.models.vae.config import DCAEConfig
+from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.dc_ae_blocks import (
     ChannelRMSNorm,
     ClipConv3d,
@@ -15,7 +16,7 @@ from opensora_cli.models.vae.dc_ae_blocks import (
     Residual,
     relu_attention,
 )
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.tiles import Tiling
 
 SMALL = {
     "latent_channels": 8,

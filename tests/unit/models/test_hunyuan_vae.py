@@ -7,7 +7,8 @@ from small_hunyuan import SMALL_HUNYUAN
 from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, FrameCausalAttention
 from opensora_cli.models.vae.resample import conv_of_upsampled, replicate_pad
 

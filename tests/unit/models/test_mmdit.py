@@ -3,13 +3,13 @@
 import pytest
 import torch
 from closeness import assert_close
+from pydantic import ValidationError
 from torch import nn
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, Split, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import (
     HeadNorm,
     modulated_norm,
@@ -19,6 +19,7 @@ from opensora_cli.models.mmdit.layers import (
     tanh_gelu,
 )
 from opensora_cli.models.mmdit.layout import converter, is_fused
+from opensora_cli.models.mmdit.model import MMDiT
 
 
 def small_config(**changes):
@@ -265,14 +266,13 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"num_heads": 5}, r"model\.hidden_size=48 .*num_heads=5"),
-            ({"axes_dim": (4, 4, 6)}, r"model\.axes_dim=\[4, 4, 6\] must add up .*=12"),
-            ({"axes_dim": (3, 5, 4)}, r"axes_dim=\[3, 5, 4\] must be three even numbers"),
-            ({"in_channels": 6}, r"in_channels=6 .*patch_size²=4"),
+            ({"num_heads": 5}, r"model\.num_heads=5 must divide model\.hidden_size=48"),
+            ({"axes_dim": (4, 4, 6)}, r"model\.axes_dim=4,4,6 must be three even numbers .* add up to 12"),
+            ({"axes_dim": (3, 5, 4)}, r"model\.axes_dim=3,5,4 must be three even numbers"),
         ],
     )
     def test_contradictions_are_named(self, changes, message):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValidationError, match=message):
             small_config(**changes)
 
 

@@ -10,8 +10,9 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.chunks import joined, over_tokens, spans
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 
 GIB = 2**30
 TEXT, LATENTS = 5, 12

@@ -4,9 +4,9 @@ import pytest
 import torch
 from closeness import assert_close
 
-from opensora_cli.models.vae.dc_ae import DCAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAEConfig
-from opensora_cli.models.vae.tiling import Tiling, blend, run_tiled
+from opensora_cli.models.vae.config import DCAEConfig, HunyuanVAEConfig
+from opensora_cli.models.vae.tiles import Tiling
+from opensora_cli.models.vae.tiling import blend, run_tiled
 
 SPACE, TIME, BOTH = Tiling(spatial=True), Tiling(temporal=True), Tiling(spatial=True, temporal=True)
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 import opensora_cli.settings
-from opensora_cli.settings.base import Section
+from opensora_cli.core.section import Section
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.sampling import MAX_SEED

@@ -3,7 +3,7 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.ckpt import ConvertSettings, DiffSettings, VerifySettings
+from opensora_cli.settings.ckpt import ConvertSettings, VerifySettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import validate
 
@@ -81,10 +81,3 @@ def test_a_hash_needs_the_data() -> None:
     given = {"path": Given("x", "PATH"), "sha256": Given("A" * 64, "--sha256"), "data": Given(False, "--no-data")}
     with pytest.raises(RequestError, match="sha256 cannot be checked"):
         validate(VerifySettings, given)
-
-
-def test_tolerances() -> None:
-    assert DiffSettings(first="a", second="b").is_exact
-    assert not DiffSettings(first="a", second="b", rtol=1e-3).is_exact
-    with pytest.raises(ValueError, match="atol"):
-        DiffSettings(first="a", second="b", atol=-1)

@@ -27,9 +27,8 @@ def test_ranks(given, ranks, world):
         ({"gpus": 0}, "greater than 0"),
         ({"gpus": 3, "devices": "0,2"}, "parallel.gpus=3 must be the number of parallel.devices, 2"),
         ({"devices": "1,1"}, "parallel.devices=1,1 names a GPU twice"),
-        ({"devices": "0,x"}, "parallel.devices=0,x must be numbers of GPUs, as in 0,2"),
-        ({"devices": "0,-1"}, "parallel.devices=0,-1 must be numbers of GPUs"),
-        ({"devices": [0, "x"]}, "parallel.devices=0,x must be numbers of GPUs"),
+        ({"devices": "0,x"}, "valid integer"),
+        ({"devices": "0,-1"}, "greater than or equal to 0"),
         ({"gpus": 8, "ulysses_degree": 3}, "parallel.ulysses_degree=3 must divide the 8 devices"),
         (
             {"gpus": 6, "ulysses_degree": 2, "ring_degree": 2},

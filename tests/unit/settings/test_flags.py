@@ -7,7 +7,7 @@ from typing import get_type_hints
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.base import alternatives
+from opensora_cli.core.section import alternatives
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import FLAGS, Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings

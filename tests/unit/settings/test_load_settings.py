@@ -8,7 +8,7 @@ import pytest
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.solvers import Solver
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
@@ -41,7 +41,7 @@ def request(
     return read_request(overrides={**prompt, **given}, config=path, environment=environment or {}, saved=saved)
 
 
-def loaded(asked: GenerateRequest, model: ModelName = ModelName.DEMO) -> GenerateSettings:
+def loaded(asked: GenerateRequest, model: str = DEMO) -> GenerateSettings:
     return load_generate_settings(asked, model=model)
 
 
@@ -97,12 +97,12 @@ def test_config_that_describes_a_video_is_refused_beside_a_sidecar(tmp_path: Pat
 @pytest.mark.parametrize(
     ("model", "typed", "expected"),
     [
-        (ModelName.DEMO, {}, "128px"),
-        (ModelName.OPEN_SORA_V2, {}, "256px"),
-        (ModelName.OPEN_SORA_V2, {"video__resolution": "768px"}, "768px"),
+        (DEMO, {}, "128px"),
+        (OPEN_SORA_V2, {}, "256px"),
+        (OPEN_SORA_V2, {"video__resolution": "768px"}, "768px"),
     ],
 )
-def test_preset_of_a_model_and_resolution(model: ModelName, typed: dict[str, object], expected: str) -> None:
+def test_preset_of_a_model_and_resolution(model: str, typed: dict[str, object], expected: str) -> None:
     settings = loaded(request(**typed), model)  # type: ignore[arg-type]
     assert (settings.model.name, settings.video.resolution) == (model, expected)
 
@@ -128,12 +128,12 @@ def test_fast_sets_what_is_not_set(
     tmp_path: Path, config: str, typed: dict[str, object], expected: tuple[object, ...]
 ) -> None:
     options = {f"sampling__{key}": value for key, value in typed.items()}
-    settings = loaded(request(config, folder=tmp_path, **options), ModelName.OPEN_SORA_V2)  # type: ignore[arg-type]
+    settings = loaded(request(config, folder=tmp_path, **options), OPEN_SORA_V2)  # type: ignore[arg-type]
     sampling = settings.sampling
     found = sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of, sampling.step_cache
     assert found == expected
     saved = SavedSettings(source="a.json", values=settings.model_dump(mode="json"))
-    assert loaded(request(saved=saved), ModelName.OPEN_SORA_V2) == settings
+    assert loaded(request(saved=saved), OPEN_SORA_V2) == settings
 
 
 def test_errors_name_their_source(tmp_path: Path) -> None:
@@ -152,18 +152,18 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "name", "expected"),
     [
-        (None, None, ModelName.AUTO),
-        ("demo", None, ModelName.DEMO),
-        (None, "open-sora-v2", ModelName.OPEN_SORA_V2),
-        ("auto", "demo", ModelName.DEMO),
-        ("demo", "open-sora-v2", ModelName.DEMO),
-        ("dem", None, ModelName.DEMO),
+        (None, None, AUTO),
+        ("demo", None, DEMO),
+        (None, "open-sora-v2", OPEN_SORA_V2),
+        ("auto", "demo", DEMO),
+        ("demo", "open-sora-v2", DEMO),
+        ("dem", None, DEMO),
     ],
 )
-def test_model_of_a_request(choice: str | None, name: str | None, expected: ModelName) -> None:
+def test_model_of_a_request(choice: str | None, name: str | None, expected: str) -> None:
     given = {"runtime__model_choice": choice, "model__name": name}
     typed = {key: value for key, value in given.items() if value}
-    assert request(**typed).model is expected  # type: ignore[arg-type]
+    assert request(**typed).model == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_model_of_a_request(choice: str | None, name: str | None, expected: Mode
     [
         ({"runtime__device": "gpu"}, r"runtime\.device=gpu must be .* \(from --set\)"),
         ({"runtime__model_choice": "dem"}, r"runtime\.model_choice=dem must be one of .* did you mean demo\?"),
-        ({"model__name": "dem"}, r"model\.name=dem must be one of auto, demo, open-sora-v2"),
+        ({"model__name": "dem"}, r"model\.name=dem must be one of demo, open-sora-v2"),
         ({"runtime__model_choice": "demo", "model__name": "open-sora-v2"}, r"must be runtime\.model_choice=demo"),
         ({"video__resolution": "demo"}, "must be a pixel count"),
     ],
@@ -187,7 +187,7 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
     document = {"schema": SIDECAR_SCHEMA, "settings": settings.model_dump(mode="json"), "timings": {}}
     path.write_text(json.dumps(document), encoding="utf-8")
     asked = request(saved=read_sidecar(path), environment={"OSORA_SAMPLING__SEED": "9"})
-    assert asked.model is ModelName.DEMO
+    assert asked.model == DEMO
     # The format is that of the result, and the place is that of other results.
     assert loaded(asked) == settings.replace({"output.path": "samples", "output.format": "gif"})
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 import opensora_cli
-from opensora_cli.settings.enums import ModelName
-from opensora_cli.settings.files import generate_preset, list_presets, preset_path, presets_folder, read_yaml
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.models.registry import ARCHITECTURES, DEMO
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import list_presets, preset_path, presets_folder, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, usual_settings
 from opensora_cli.settings.video import PictureSettings
 
 PRESETS = list_presets("generate")
@@ -17,7 +19,7 @@ PRESETS = list_presets("generate")
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_parses(name: str) -> None:
     settings = load_preset(name, prompt="raining, sea")
-    assert (settings.model.name is ModelName.DEMO) == (name == "demo")
+    assert (settings.model.name == DEMO) == (name == "demo")
     assert settings.video.resolution == {"demo": "128px", "256px": "256px", "t2i2v_256px": "256px"}.get(name, "768px")
     assert (settings.output_format == "png") == (name == "flux1_dev")
     assert read_yaml(preset_path(name, "generate"))
@@ -35,16 +37,20 @@ def test_presets_with_a_picture_first_differ_in_nothing_else() -> None:
         assert with_picture.replace({"picture.first": False}) == load_preset(name, prompt="x")
 
 
+@pytest.mark.parametrize("model", ARCHITECTURES)
 @pytest.mark.parametrize("resolution", [None, "512px", "demo"])
-def test_unknown_resolution_starts_from_the_first_preset(resolution: str | None) -> None:
-    assert generate_preset(ModelName.OPEN_SORA_V2, resolution=resolution) == "256px"
-    assert generate_preset(ModelName.DEMO, resolution=resolution) == "demo"
-    assert generate_preset(ModelName.OPEN_SORA_V2_DC_AE, resolution=resolution) == "high_compression"
-
-
-@pytest.mark.parametrize("model", [name for name in ModelName if name is not ModelName.AUTO])
-def test_every_model_starts_from_a_preset_of_its_own(model: ModelName) -> None:
-    assert load_preset(generate_preset(model, resolution=None), prompt="x").model.name is model
+def test_unknown_resolution_starts_from_the_first_preset_of_a_model(model: str, resolution: str | None) -> None:
+    own = load_preset(ARCHITECTURES[model].presets[0], prompt="any")
+    assert own.model.name == model
+    assert usual_settings(model) == own
+    overrides = {"prompt": Given("any", "prompt")}
+    if resolution is not None:
+        overrides["video.resolution"] = Given(resolution, "--res")
+    if resolution in (None, *own.video.resolutions):
+        assert load_generate_settings(GenerateRequest(overrides=overrides), model=model) == own
+    else:
+        with pytest.raises(RequestError, match=f"{resolution} (is not a size of the {model} model|must be a pixel)"):
+            load_generate_settings(GenerateRequest(overrides=overrides), model=model)
 
 
 def test_packaged_presets_win_over_those_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, read_request
 from opensora_cli.settings.tools import profiled_settings
@@ -353,7 +353,7 @@ def test_files_for_another_command(folder: Path) -> None:
 def test_a_file_is_profiled_as_the_command_that_it_is_for(folder: Path) -> None:
     profiled = profiled_settings(folder / "768px.py", assignments=(), device=None, environment={})
     assert isinstance(profiled, GenerateRequest)
-    assert load_generate_settings(profiled, model=ModelName.OPEN_SORA_V2).video.resolution == "768px"
+    assert load_generate_settings(profiled, model=OPEN_SORA_V2).video.resolution == "768px"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
@@ -19,7 +19,7 @@ def load(
 ) -> GenerateSettings:
     saved = SavedSettings(source="s.json", values={"prompt": "sea", **values}, **details)  # type: ignore[arg-type]
     overrides = {key: Given(value, f"--{key}") for key, value in (given or {}).items()}
-    return load_generate_settings(GenerateRequest(overrides=overrides, saved=saved), model=ModelName.DEMO)
+    return load_generate_settings(GenerateRequest(overrides=overrides, saved=saved), model=DEMO)
 
 
 RESERVED = """

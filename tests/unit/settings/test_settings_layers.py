@@ -90,7 +90,7 @@ def test_overrides_keep_flags_and_the_last_assignment() -> None:
         ("model.deph=1", "model.deph (from --set) is not a setting", "did you mean model.depth?"),
         ("num_steps=1", "num_steps (from --set) is not a setting", "did you mean sampling.num_inference_steps?"),
         ("condition=1", "condition (from --set) is a section", "set one of its keys: condition.mode,"),
-        ("model.zzz=1", "model.zzz (from --set) is not a setting", "there are model.name, "),
+        ("model.zzz=1", "model.zzz (from --set) is not a setting", "there are model.in_channels, "),
         ("sampling.seed=4", "--set sampling.seed=4 contradicts --seed, which is 3", "drop one of them"),
     ],
 )

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.settings.base import Section
+from opensora_cli.core.section import Section
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, settings_path
 from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
@@ -138,18 +138,6 @@ class TestFrom:
             load(None, saved=path)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("loop.seed", "loop.steps", "loop.micro_batches", "lora.rank", "checkpoints.every", "validation.every"),
-        *("optimizer.learning_rate", "optimizer.muon_learning_rate", "optimizer.warmup_steps"),
-    ],
-)
-def test_numbers_have_an_end(key: str) -> None:
-    with pytest.raises(RequestError, match=rf"{key}=9{{20}} must be at most \d+ \(from --set\)"):
-        load("demo", **{key: "9" * 20})
-
-
 def test_an_adapter_is_no_larger_than_what_it_is_beside() -> None:
     assert load("demo_lora", lora__rank="256").lora.rank == 256
     with pytest.raises(RequestError, match=r"lora\.rank=257 must be at most model\.hidden_size=256"):
@@ -183,15 +171,6 @@ class TestFindRecipe:
         Path("demo_vae").write_text("target: vae")
         assert settings_path(Path("demo_vae"), "train") == Path("demo_vae")
 
-    def test_unknown(self) -> None:
-        with pytest.raises(
-            RequestError,
-            match="'dmeo' is not one of demo, demo_decoder, demo_lora, demo_short, demo_text, demo_vae",
-        ):
-            settings_path(Path("dmeo"), "train")
-        with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):
-            load("dmeo.yaml")
-
     def test_none(self) -> None:
         with pytest.raises(RequestError, match="--config is missing") as caught:
             load(None)
@@ -208,7 +187,6 @@ class TestFindRecipe:
         ),
         ("demo_vae", {"target": "audio"}, "target=audio must be one of vae, text, mmdit"),
         ("demo_vae", {"loop__steps": "0"}, "loop.steps=0 must be at least 1 (from --set)"),
-        ("demo_vae", {"loop__ema_decay": "1"}, "loop.ema_decay=1 must be under 1 (from --set)"),
         ("demo_vae", {"data__scenes__num_frames": "16"}, "clips of 16 frames do not suit vae.kind: use 13 or 17"),
         ("demo_vae", {"data__scenes__size": "62"}, "size=62 must be a multiple of 4, the side of a token: use 64"),
         ("demo", {"data__scenes__size": "68"}, "size=68 must be a multiple of 16, the side of a token: use 80"),
@@ -216,28 +194,14 @@ class TestFindRecipe:
         ("demo_lora", {"data__scenes__size": "32"}, "has no effect with data.table=clips.csv"),
         ("demo_text", {"init": "a.pt"}, "init=a.pt has no effect with target=text"),
         ("demo_vae", {"device": "gpu"}, "device=gpu must be auto, cpu, cuda or cuda:N"),
-        ("demo_vae", {"device": "cpu", "parallel__devices": "0,1"}, "picks GPUs, and the device is cpu"),
         ("demo_vae", {"device": "cuda:1", "parallel__gpus": "2"}, "device=cuda:1 is one GPU, and there are 2 ranks"),
-        ("demo_vae", {"checkpoints__keep": "0"}, "checkpoints.keep=0 must be at least 1"),
-        ("demo", {"train_mmdit__mode_weights__t2v": "-1"}, "train_mmdit.mode_weights.t2v=-1 must be at least 0"),
         (
             "demo",
             {f"train_mmdit__mode_weights__{mode}": "0" for mode in CONDITION_MODES},
             "train_mmdit.mode_weights are all 0",
         ),
-        (
-            "demo",
-            {"data__table": "a.csv", "train_mmdit__thing_weight": "2"},
-            "train_mmdit.thing_weight=2 is for procedural scenes and a causal autoencoder: use 1",
-        ),
-        (
-            "demo",
-            {"train_mmdit__masked_loss": "true", "train_mmdit__thing_weight": "2"},
-            "train_mmdit.thing_weight=2 does not go with train_mmdit.masked_loss=true: use one of them",
-        ),
         ("demo_text", {"text__t5_heads": "3"}, "text.t5_heads=3 must divide text.t5_width=128"),
         ("demo_text", {"train_vae__kl_weight": "1"}, "kl_weight=1 (from --set) has no effect with target=text"),
-        ("demo_vae", {"train_vae__crop_size": "30"}, "crop_size=30 must be a multiple of 4, the side of a latent"),
         ("demo_vae", {"memory__checkpointing": "true"}, "checkpointing=true (from --set) has no effect"),
         (
             "demo",
@@ -245,16 +209,6 @@ class TestFindRecipe:
             "memory.checkpoint_double_blocks=1 has no effect without memory.checkpointing=true",
         ),
         ("demo", {"memory__checkpointing": "some"}, "memory.checkpointing=some must be true, false or auto"),
-        (
-            "demo",
-            {"memory__checkpointing": "auto", "memory__checkpoint_single_blocks": "1"},
-            "memory.checkpoint_single_blocks=1 does not go with memory.checkpointing=auto, which chooses it: use none",
-        ),
-        (
-            "demo",
-            {"memory__checkpointing": "auto", "memory__activation_offload": "all"},
-            "memory.activation_offload=all does not go with memory.checkpointing=auto, which keeps on the device",
-        ),
         (
             "demo",
             {"memory__activation_offload": "all"},
@@ -275,26 +229,6 @@ class TestFindRecipe:
             {"memory__checkpointing": "true", "memory__checkpoint_single_blocks": "9"},
             "memory.checkpoint_single_blocks=9 must be at most the model's: use 0 to 8",
         ),
-        (
-            "demo",
-            {"memory__checkpointing": "true", "memory__offload": "blocks"},
-            "memory.offload=blocks is for the frozen weights beside an adapter, and without lora.rank all weights are",
-        ),
-        ("demo", {"memory__fp8_storage": "true"}, "memory.fp8_storage=true is for the frozen weights beside"),
-        ("demo_lora", {"memory__offload": "blocks"}, "memory.offload=blocks needs memory.checkpointing=true"),
-        (
-            "demo_lora",
-            {**STREAMED, "memory__checkpoint_single_blocks": "7"},
-            "memory.offload=blocks needs memory.checkpoint_single_blocks=none",
-        ),
-        ("demo_lora", {**STREAMED, "strategy": "zero3"}, "memory.offload=blocks needs whole blocks"),
-        ("demo_lora", {**STREAMED, "compile": "true"}, "memory.offload=blocks does not go with compile=true"),
-        (
-            "demo_lora",
-            {**STREAMED, "memory__host_weights": "pinned", "device": "cpu"},
-            "memory.host_weights=pinned has no effect with device=cpu",
-        ),
-        ("demo_lora", {**STREAMED, "memory__resident_blocks": "0"}, "memory.resident_blocks=0 must be at least 1"),
         (
             "demo_lora",
             {"memory__host_weights": "mapped"},

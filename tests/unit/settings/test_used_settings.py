@@ -2,9 +2,8 @@
 
 import pytest
 
+from opensora_cli.core.section import Section
 from opensora_cli.settings.applies import used_settings
-from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
@@ -117,12 +116,12 @@ def test_what_took_part(settings: GenerateSettings, without: str, there: str) ->
     adapters = {"loras": Given("a", "--lora")} if settings.loras else {}
     saved = SavedSettings(source="s.json", values=values)
     request = read_request(overrides=adapters, saved=saved, environment=environment)
-    again = load_generate_settings(request, model=ModelName(settings.model.name))
+    again = load_generate_settings(request, model=settings.model.name)
     assert used_settings(again) == values
     # One of an earlier version has all settings.
     saved = SavedSettings(source="s.json", values=settings.model_dump(mode="json"))
     request = GenerateRequest(overrides=adapters, saved=saved)
-    assert load_generate_settings(request, model=ModelName(settings.model.name)) == settings
+    assert load_generate_settings(request, model=settings.model.name) == settings
 
 
 def test_compression_is_part_of_a_request_for_it_changes_the_result():

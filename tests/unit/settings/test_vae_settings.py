@@ -9,9 +9,7 @@ from pydantic import ValidationError
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
-from opensora_cli.models.vae.dc_ae import DCAEConfig
-from opensora_cli.models.vae.flux_ae import FluxAEConfig
-from opensora_cli.settings.components import DCAESettings, FluxAESettings, VAESettings
+from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import VAEKind
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
@@ -30,18 +28,6 @@ def load(
         overrides={"files": Given(("a.mp4",), "FILE"), **overrides},
         environment=environment or {},
     )
-
-
-@pytest.mark.parametrize("kind", VAEKind)
-def test_settings_and_model_agree_on_the_latents(kind: VAEKind) -> None:
-    settings = VAESettings(kind=kind)
-    assert settings.grid == autoencoder_on_meta(settings).grid
-
-
-def test_sections_default_to_the_released_sizes() -> None:
-    for section, config in ((DCAESettings(), DCAEConfig()), (FluxAESettings(), FluxAEConfig())):
-        for name in type(section).model_fields:
-            assert getattr(section, name) == getattr(config, name), name
 
 
 def test_without_a_kind_it_is_the_causal_one() -> None:
@@ -75,20 +61,10 @@ def test_no_video_is_generated_with_the_autoencoder_of_pictures() -> None:
         GenerateSettings(prompt="x", vae=VAESettings(kind=VAEKind.FLUX_AE))
 
 
-@pytest.mark.parametrize(("kind", "width"), [("hunyuan", 128), ("dc_ae", 128), ("flux_ae", 128)])
-def test_the_widest_layers_are_known(kind: VAEKind, width: int) -> None:
-    last_layer = autoencoder_on_meta(settings := VAESettings(kind=kind)).last_layer
-    assert last_layer.in_channels == settings.pixel_width == width
-
-
 @pytest.mark.parametrize("kind", VAEKind)
 def test_what_is_written_can_be_read_again(kind: VAEKind) -> None:
     settings = VAESettings(kind=kind, spatial_tiling=False, temporal_tiling=True)
     assert VAESettings.model_validate(settings.model_dump(mode="json")) == settings
-
-
-def test_the_presets_are_there() -> None:
-    assert list_presets("vae") == ["dc_ae", "demo", "flux_ae", "hunyuan"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +114,16 @@ def test_the_autoencoder_of_a_packaged_recipe_can_be_taken(name: str) -> None:
     recipe = load_train_settings(config=Path(name), overrides={}, environment={})
     settings = load(name)
     assert (settings.vae, settings.runtime.weights) == (recipe.vae, recipe.output)
+
+
+def test_a_file_can_name_a_model(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: {name: open-sora-v2}\nvae: {sample_size: 128}\n", encoding="utf-8")
+    assert load(tmp_path / "mine.yaml") == load("hunyuan", vae__sample_size="128")
+    (tmp_path / "wrong.yaml").write_text("model: {name: open-sora-v3}\n", encoding="utf-8")
+    with pytest.raises(
+        RequestError, match=r"open-sora-v3.* \(from .*wrong\.yaml\) must be the name of one of demo, open-sora-v2"
+    ):
+        load(tmp_path / "wrong.yaml")
 
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.objectives.thing_weights import thing_weights, weighted_loss
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for

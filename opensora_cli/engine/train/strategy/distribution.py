@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.scheduling import BandwidthMonitor
 

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.linears import Split
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
 from opensora_cli.parallel.collectives import all_gather
 from opensora_cli.parallel.mesh import ParallelMesh

@@ -7,7 +7,7 @@ from wire_formulas import Scheme, StepSizes, step_traffic, traffic, wire_bytes
 from opensora_cli.engine.bench_comm.counting import Traffic
 from opensora_cli.engine.bench_comm.workloads import DenoisingStep
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import Scaling
 from opensora_cli.settings.load import load_preset

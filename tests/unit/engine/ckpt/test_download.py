@@ -22,8 +22,8 @@ from opensora_cli.engine.ckpt import hub as hub_module
 from opensora_cli.engine.ckpt.download import State, download, plan_download
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
 from opensora_cli.engine.components.weights import find_released
+from opensora_cli.models.registry import WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
-from opensora_cli.settings.components import FileSettings
 
 MAIN = "hpcai-tech/Open-Sora-v2"
 FLUX = "black-forest-labs/FLUX.1-dev"
@@ -96,7 +96,7 @@ def test_generating_finds_what_was_downloaded(hub: FakeHub, tmp_path: Path) -> N
 
     assert files_in(tmp_path) == WANTED
     assert (tmp_path / BIG).read_bytes() == CONTENT
-    assert find_released(FileSettings(), str(tmp_path)).complete
+    assert find_released(WeightNames(), str(tmp_path)).complete
     assert {planned.state for planned in result.files} == {State.PRESENT}
     assert result.bytes_to_fetch == 0
     hub.transfers.clear()

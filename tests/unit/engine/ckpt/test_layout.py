@@ -7,8 +7,9 @@ from tiny_weights import bit_equal, held, read
 from opensora_cli.checkpoint.stream import Extent, HeldEntry, StoredEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import QKV, Rotary, converter
+from opensora_cli.models.mmdit.model import MMDiT
 
 CONFIG = MMDiTConfig(
     in_channels=8,

@@ -15,8 +15,8 @@ from opensora_cli.engine.components.linear_products import (
 from opensora_cli.memory import eight_bit_products
 from opensora_cli.memory.eight_bit_products import ProductError, ProductLinear
 from opensora_cli.models.linears import LowRankLinear
-from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.models.mmdit.blocks import linears_of_blocks, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
 
 INT8, FP8 = LinearProducts.INT8, LinearProducts.FP8
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")

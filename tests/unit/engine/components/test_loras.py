@@ -38,10 +38,11 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.linears import LowRankLinear
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.registry import DEMO
 from opensora_cli.sampling.guidance import busiest
 from opensora_cli.settings.ckpt import MergeLoraSettings
-from opensora_cli.settings.enums import HostWeights, ModelName, OffloadMode
+from opensora_cli.settings.enums import HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
@@ -50,7 +51,7 @@ TRANSFORMER = packaged_demo() / "transformer.safetensors"
 
 
 def settings_of(*loras: str, **changes: object) -> GenerateSettings:
-    settings = load_preset(ModelName.DEMO, prompt="raining, sea").replace({"runtime.device": "cpu", "loras": loras})
+    settings = load_preset(DEMO, prompt="raining, sea").replace({"runtime.device": "cpu", "loras": loras})
     return settings.replace(changes)
 
 

@@ -15,8 +15,8 @@ from opensora_cli.engine.components.velocity import (
     modulation_comes_first,
     modulation_values,
 )
-from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.models.mmdit.blocks import modulation_layers
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import BlockResidual
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep

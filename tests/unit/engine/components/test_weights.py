@@ -11,7 +11,7 @@ from tiny_world import dc_ae_settings, demo_settings, released_settings
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components import weights
 from opensora_cli.engine.components.weights import Component, choose_model, find_weights
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 
 
 @pytest.fixture(autouse=True)
@@ -146,39 +146,39 @@ def test_missing_demo_says_how_to_get_it(world, tmp_path, monkeypatch):
 
 
 def test_auto_without_anything():
-    name, reason = choose_model(ModelName.AUTO)
-    assert name is ModelName.DEMO
+    name, reason = choose_model(AUTO)
+    assert name == DEMO
     assert "weights of open-sora-v2 are missing and there is no CUDA device" in reason
 
 
 def test_auto_with_weights_but_without_cuda(world):
-    name, reason = choose_model(ModelName.AUTO, weights=str(world.released))
-    assert name is ModelName.DEMO
+    name, reason = choose_model(AUTO, weights=str(world.released))
+    assert name == DEMO
     assert reason == "there is no CUDA device"
 
 
 @pytest.mark.usefixtures("cuda")
 def test_auto_with_weights_and_cuda(world):
-    name, reason = choose_model(ModelName.AUTO, weights=str(world.released))
-    assert name is ModelName.OPEN_SORA_V2
+    name, reason = choose_model(AUTO, weights=str(world.released))
+    assert name == OPEN_SORA_V2
     assert str(world.released) in reason
 
 
 @pytest.mark.usefixtures("cuda")
 def test_auto_with_cuda_but_without_some_weights(world, tmp_path):
     shutil.copytree(world.released, tmp_path / "w", ignore=shutil.ignore_patterns("openai"))
-    name, reason = choose_model(ModelName.AUTO, weights=str(tmp_path / "w"))
-    assert name is ModelName.DEMO
+    name, reason = choose_model(AUTO, weights=str(tmp_path / "w"))
+    assert name == DEMO
     assert reason == f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
 
 
 @pytest.mark.usefixtures("cuda")
 def test_auto_for_the_cpu(world):
-    name, reason = choose_model(ModelName.AUTO, weights=str(world.released), device="cpu")
-    assert name is ModelName.DEMO
+    name, reason = choose_model(AUTO, weights=str(world.released), device="cpu")
+    assert name == DEMO
     assert reason == "the CPU was asked for"
 
 
-@pytest.mark.parametrize("choice", [choice for choice in ModelName if choice is not ModelName.AUTO])
+@pytest.mark.parametrize("choice", ARCHITECTURES)
 def test_what_is_asked_for_is_not_questioned(choice):
     assert choose_model(choice) == (choice, "as asked")

@@ -34,7 +34,7 @@ from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.media.write import write_media
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 
 CPU = torch.device("cpu")
 

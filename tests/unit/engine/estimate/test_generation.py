@@ -33,14 +33,16 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.registry import DEMO
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.hunyuan_blocks import Upsample
 from opensora_cli.models.vae.resample import folded_kernels
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.sampling.guidance import busiest
-from opensora_cli.settings.enums import ModelName, OffloadMode
+from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.load import load_preset
 
 TOLERANCE = 0.1
@@ -114,7 +116,7 @@ def plan_of(changes: dict[str, object]) -> Plan:
     given = {"runtime.device": "cpu", "sampling.num_inference_steps": 4, **changes}
     # The demo's weights stand for those of other sizes, whose latents may have another scale.
     with mock.patch("opensora_cli.engine.generate.planning.require_same_scale"):
-        return make_plan(load_preset(ModelName.DEMO, prompt="raining, sea").replace(given))
+        return make_plan(load_preset(DEMO, prompt="raining, sea").replace(given))
 
 
 def estimated(plan: Plan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:

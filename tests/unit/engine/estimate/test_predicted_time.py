@@ -15,7 +15,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.work import Work
-from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.hardware import read_machine
 

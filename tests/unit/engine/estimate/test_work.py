@@ -1,7 +1,5 @@
 """Operations and bytes of real modules, counted on fake tensors."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny_transformer import transformer
@@ -16,7 +14,9 @@ from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.mesh import MeshShape
 
 BF16 = torch.bfloat16
-CONFIG = replace(transformer().config, hidden_size=64, num_heads=4, axes_dim=(8, 4, 4), depth=2, depth_single_blocks=3)
+CONFIG = transformer().config.replace(
+    {"hidden_size": 64, "num_heads": 4, "axes_dim": (8, 4, 4), "depth": 2, "depth_single_blocks": 3}
+)
 
 
 def test_products_convolutions_and_attention_are_counted_apart() -> None:
@@ -63,8 +63,8 @@ def test_an_evaluation_does_a_third_of_what_training_counts() -> None:
     expected = training_flops(CONFIG, samples=1, latent_tokens=40, text_tokens=8)
     assert 3 * (work.product_flops + work.attention_flops) == pytest.approx(expected, rel=1e-3)
     # One block of each stack stands for all.
-    deeper = evaluation_work(replace(CONFIG, depth=4, depth_single_blocks=6), 40, 8, BF16)
-    outside = evaluation_work(replace(CONFIG, depth=0, depth_single_blocks=0), 40, 8, BF16)
+    deeper = evaluation_work(CONFIG.replace({"depth": 4, "depth_single_blocks": 6}), 40, 8, BF16)
+    outside = evaluation_work(CONFIG.replace({"depth": 0, "depth_single_blocks": 0}), 40, 8, BF16)
     for name in ("product_flops", "attention_flops", "traffic_bytes", "kernels"):
         once, twice, rest = (getattr(each, name) for each in (work, deeper, outside))
         assert twice - rest == pytest.approx(2 * (once - rest)), name

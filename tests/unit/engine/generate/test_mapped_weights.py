@@ -23,7 +23,8 @@ from opensora_cli.engine.generate import models, planning
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.settings.enums import HostWeights, ModelName, OffloadMode
+from opensora_cli.models.registry import OPEN_SORA_V2
+from opensora_cli.settings.enums import HostWeights, OffloadMode
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
@@ -169,7 +170,7 @@ def full_size(tmp_path_factory):
 def full_settings(folder, **changes):
     overrides = {"prompt": "raining, sea", "runtime.weights": str(folder), "runtime.device": "cpu", **changes}
     given = {key: Given(value, "the test") for key, value in overrides.items()}
-    return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.OPEN_SORA_V2)
+    return load_generate_settings(GenerateRequest(overrides=given), model=OPEN_SORA_V2)
 
 
 class TestOfFullSize:

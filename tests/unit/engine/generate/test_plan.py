@@ -23,11 +23,11 @@ from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.plan import PICTURE, alone
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.room import require_fit
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.registry import DEMO, OPEN_SORA_V2
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset
 
@@ -42,7 +42,7 @@ def large_gpu(monkeypatch):
 def released_preset(tmp_path, **changes):
     overrides = {"prompt": "raining, sea", "runtime.weights": str(tmp_path / "none"), **changes}
     given = {key: Given(value, "the test") for key, value in overrides.items()}
-    return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.OPEN_SORA_V2)
+    return load_generate_settings(GenerateRequest(overrides=given), model=OPEN_SORA_V2)
 
 
 @pytest.mark.usefixtures("large_gpu")
@@ -196,7 +196,7 @@ def test_a_plan_of_the_demo_builds_each_model_once_and_evaluates_none(monkeypatc
     for counted in (configs._count_vae, configs._count_transformer, configs.one_block_of_each, file_bytes._transformer):
         counted.cache_clear()
     given = {"prompt": Given("raining, sea", "the test"), "runtime.device": Given("cpu", "the test")}
-    made = make_plan(load_generate_settings(GenerateRequest(overrides=given), model=ModelName.DEMO))
+    made = make_plan(load_generate_settings(GenerateRequest(overrides=given), model=DEMO))
     assert {stage.name for stage in made.stages} == {"text", "denoise", "decode"}
     # Of the transformer one block of each kind.
     assert built == {HunyuanVAE: 1, MMDiT: 1}

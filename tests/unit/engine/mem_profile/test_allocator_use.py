@@ -9,7 +9,7 @@ from opensora_cli.engine.mem_profile import allocator_use as allocator
 from opensora_cli.engine.mem_profile.allocator_use import allocator_use
 from opensora_cli.engine.mem_profile.measured_stages import Measured
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
@@ -23,7 +23,7 @@ def measured(allocated: int, reserved: int) -> Measured:
 def settings() -> GenerateSettings:
     values = {"prompt": "sea", "runtime.device": "cpu", "video.num_frames": "1"}
     given = {key: Given(value, "test") for key, value in values.items()}
-    return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.DEMO)
+    return load_generate_settings(GenerateRequest(overrides=given), model=DEMO)
 
 
 def test_the_stage_that_reserved_most_is_reported():

@@ -10,7 +10,7 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train.activations import plan_activations, saved_activations
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.train import load_train_settings
 

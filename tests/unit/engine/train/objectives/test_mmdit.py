@@ -37,7 +37,7 @@ from opensora_cli.engine.encode.encoding import (
 )
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 LENGTHS = ReferenceLengths(video=1, easy=2)
@@ -372,12 +372,12 @@ class TestText:
 
 class TestModels:
     def test_a_model_without_condition(self, vae):
-        config = replace(CONFIG, cond_embed=False)
+        config = CONFIG.replace({"cond_embed": False})
         loss, _ = task(encoders(vae), module=MMDiT(config), weights={"t2v": 1.0}).loss(batch(pixels()), rng(0))
         assert loss.isfinite()
 
     def test_a_distilled_model_is_told_its_guidance(self, vae):
-        config = replace(CONFIG, guidance_embed=True)
+        config = CONFIG.replace({"guidance_embed": True})
         spy = Spy(config)
         task(encoders(vae), module=spy, embedded_guidance=3.5).loss(batch(pixels(2)), rng(0))
         assert spy.calls[0]["embedded_guidance_B"].tolist() == [3.5, 3.5]
@@ -402,7 +402,7 @@ class TestModels:
         vae = autoencoder(VAES["dc_ae"])
         clips, seen, encode = pixels(1, num_frames=8), [], vae.encode
         monkeypatch.setattr(vae, "encode", lambda x, **kind: seen.append(x.shape[2]) or encode(x, **kind))
-        spy = Spy(replace(CONFIG, in_channels=8, patch_size=1))
+        spy = Spy(CONFIG.replace({"in_channels": 8, "patch_size": 1}))
         frozen = encoders(vae)
         running = task(frozen, module=spy, weights={mode: 1.0})
         loss, _ = running.loss(batch(clips), rng(0))
@@ -421,7 +421,7 @@ class TestModels:
 
     def test_the_image_stage(self):
         """Single frames in the latents of the 2D autoencoder, for a model that is distilled and takes no condition."""
-        config = replace(CONFIG, cond_embed=False, guidance_embed=True)
+        config = CONFIG.replace({"cond_embed": False, "guidance_embed": True})
         module = MMDiT(config)
         nn.init.normal_(module.final_layer.linear.weight)
         running = task(encoders(autoencoder(VAES["flux_ae"])), module=module, weights={"t2v": 1.0})

@@ -29,7 +29,7 @@ from opensora_cli.media import write
 from opensora_cli.media.read import probe
 from opensora_cli.media.tags import read_tags
 from opensora_cli.media.write import write_media
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 from opensora_cli.settings.train import load_train_settings
@@ -245,7 +245,7 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
         "sampling.seed": 0,
     }
     request = GenerateRequest(overrides=_given(asked))
-    generate(load_generate_settings(request, model=ModelName.DEMO))
+    generate(load_generate_settings(request, model=DEMO))
     assert (tmp_path / "run" / "samples" / "step1" / "0.mp4").stat().st_size
     assert (tmp_path / "generated.mp4").stat().st_size
     ours, theirs = torch.stack(frames).chunk(2)

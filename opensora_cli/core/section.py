@@ -1,9 +1,9 @@
-"""Base class and value types of all settings."""
+"""Base class of settings and of the sizes of models, and the types of their values."""
 
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import (
@@ -17,7 +17,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticKnownError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from opensora_cli.core.formatting import parse_bytes
 from opensora_cli.core.strict_json import is_unicode
@@ -68,15 +68,26 @@ class SplitAt:
     separator: str
 
 
-def ending(*endings: str) -> AfterValidator:
-    """Return a validator for the ending of a file name."""
+def rule_error(rule: str) -> PydanticCustomError:
+    """Return the error of a broken rule, which comes after the setting and its value: "must be a size"."""
+    return PydanticCustomError("rule", "{rule}", {"rule": rule})
 
-    def check(value: str, info: ValidationInfo) -> str:
-        if PurePath(value).suffix.lower() not in endings:
-            raise ValueError(f"{info.field_name}={value} must end in {', '.join(endings[:-1])} or {endings[-1]}")
+
+def matching(pattern: str, rule: str) -> AfterValidator:
+    """Return a validator for text that matches `pattern` as a whole. `rule` is that of `rule_error`."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, _check_unicode(value)):
+            raise rule_error(rule)
         return value
 
     return AfterValidator(check)
+
+
+def ending(*endings: str) -> AfterValidator:
+    """Return a validator for the ending of a file name."""
+    pattern = rf"(?is).*[^/]({'|'.join(map(re.escape, endings))})"
+    return matching(pattern, f"must end in {', '.join(endings[:-1])} or {endings[-1]}")
 
 
 PlotFile = Annotated[str, ending(".png", ".svg", ".pdf")]
