@@ -18,7 +18,7 @@ from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.flux_ae import FluxAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.resample import lay_out_kernels
-from opensora_cli.models.vae.tiles import TileGrid, Tiling
+from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import VAEKind
 
@@ -68,14 +68,10 @@ def vae_tiling(settings: VAESettings) -> Tiling:
     return Tiling(spatial=settings.spatial_tiling, temporal=settings.temporal_tiling)
 
 
-def tile_grids(settings: VAESettings) -> tuple[TileGrid, TileGrid]:
-    """Return how clips are cut into tiles to encode them, and latents to decode them."""
-    return settings.sizes.tile_grids()
-
-
 def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
     """Return how often the decoder runs for latents of this (C, T, H, W)."""
-    return tile_grids(settings)[1].count(latent_shape[1:], vae_tiling(settings))
+    _, grid = settings.sizes.tile_grids()
+    return grid.count(latent_shape[1:], vae_tiling(settings))
 
 
 def decodes_in_chunks(settings: VAESettings) -> bool:
