@@ -22,7 +22,7 @@ from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, refere
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.autoencoders import new_autoencoder, tile_grids, vae_tiling
+from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.velocity import (
@@ -340,7 +340,7 @@ def _shortened_decoding(
 ) -> Need:
     """Return the need of `_decoding`. Where there are many tiles, joining them may need more than the decoder."""
     channels, *axes = latent_shape
-    size, (_, grid) = (axes[0], axes[1], axes[2]), tile_grids(settings)
+    size, (_, grid) = (axes[0], axes[1], axes[2]), settings.sizes.tile_grids()
 
     def needed(count: Callable[..., Need]) -> Need:
         return _of_few_tiles(
@@ -372,7 +372,7 @@ def _shortened_encoding(
         shown = replace(sizes, height=smaller[1], width=smaller[2])
         return _encoding(settings, tiling, shown, frames, dtype, device_type)
 
-    return _of_few_tiles(need, size, tile_grids(settings)[0], tiling)
+    return _of_few_tiles(need, size, settings.sizes.tile_grids()[0], tiling)
 
 
 @remembered
