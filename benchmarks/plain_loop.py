@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt
+from opensora_cli.engine.encode.clips import CachedClip
+from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for

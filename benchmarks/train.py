@@ -35,8 +35,8 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, encode_for_cache, fresh_clip
-from opensora_cli.engine.encode.frozen_parts import load_encoders
+from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, training_caption
+from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.objectives.task import BatchSource
@@ -117,12 +117,16 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
         batch = source.next()
         assert batch.pixels_BTHWC is not None
         clips = [
-            fresh_clip(encoders, pixels, caption=caption, fps=fps, motion_score=None, settings=settings.train_mmdit)
+            FreshClip(
+                encoders,
+                pixels,
+                training_caption(caption, fps=fps, motion_score=None, settings=settings.train_mmdit),
+            )
             for pixels, caption, fps in zip(batch.pixels_BTHWC, batch.captions, batch.fps, strict=True)
         ]
         cached = tuple(CachedClip(encode_for_cache(clip, {})) for clip in clips)
         batches.append(replace(batch, pixels_BTHWC=None, cached=cached))
-    return batches, encoders.empty_prompt()
+    return batches, encoders.empty_prompt
 
 
 def make_trainer(

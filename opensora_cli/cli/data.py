@@ -67,7 +67,7 @@ def preview(settings: "PreviewSettings", *, config: Path | None, json: bool, qui
     require_there(settings.table)
     with errors.uninterrupted():
         from opensora_cli.engine.data import preview as engine
-        from opensora_cli.engine.encode.loading import pixel_multiple
+        from opensora_cli.engine.encode.datasets import pixel_multiple
 
     reporter = output.make_reporter(quiet=quiet)
     data, multiple = DataSettings(), 16

@@ -43,8 +43,8 @@ class GenerationPrecisionSettings(Tf32Settings):
 
     linear: LinearProducts = Field(
         default=LinearProducts.EXACT,
-        description="Precision of the linear layers in transformer blocks. int8 (CPU, or GPU from compute capability "
-        "8.0) and fp8 (GPU from 8.9) halve bfloat16 weights and change the result. The error is printed.",
+        description="Precision of the linear layers in transformer blocks. int8 (GPU from compute capability 8.0) "
+        "and fp8 (GPU from 8.9) halve bfloat16 weights and change the result. The error is printed.",
     )
 
 

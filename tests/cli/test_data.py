@@ -39,7 +39,7 @@ def test_from_a_folder_to_checked_data(folder: Path, capsys: pytest.CaptureFixtu
     code, out, _ = run(capsys, *check, "--json")
     assert code == 0
     document = json.loads(out)
-    assert (document["schema"], document["updates"]) == ("osora.data-check/1", 2)
+    assert (document["schema"], document["updates"]) == ("osora.data-check/2", 2)
     code, out, err = run(capsys, *check, "--set", "data.buckets={64px: {5: [1.0, 2], 9: [1.0, 2]}}")
     assert code == 3
     assert "64px x 9 frames" in out

@@ -130,7 +130,7 @@ def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.
 def test_check_data(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*recipe, "--check-data", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "osora.data-check/1"
+    assert document["schema"] == "osora.data-check/2"
     assert not (tmp_path / "run").exists()
 
 

@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.encode.frozen_parts import frozen_dtype
+from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
 from opensora_cli.engine.train import build, estimate, ranks, stand_ins
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations

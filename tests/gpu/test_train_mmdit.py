@@ -11,7 +11,8 @@ from opensora_cli.core.conditions import ReferenceLengths, condition_mode
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.clip_conditions import encoded_parts
-from opensora_cli.engine.encode.encoding import CachedClip, Encoders, encode_for_cache, fresh_clip, part_name
+from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
+from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -38,7 +39,7 @@ def encoders(device: str, dtype: torch.dtype) -> Encoders:
     def t5(captions: list[str]) -> Tensor:
         return torch.full((len(captions), 4, 16), float(len(captions[0])), device=device, dtype=dtype)
 
-    return Encoders(vae, t5=t5, clip=lambda captions: t5(captions)[:, 0], device=device, dtype=dtype)
+    return Encoders(vae, t5=t5, clip=lambda captions: t5(captions)[:, 0], device=torch.device(device), dtype=dtype)
 
 
 def task(frozen: Encoders, device: str) -> MMDiTTask:
@@ -48,8 +49,8 @@ def task(frozen: Encoders, device: str) -> MMDiTTask:
     return MMDiTTask(
         module.to(device),
         settings=SETTINGS,
-        grid=frozen.grid,
-        empty_prompt=frozen.empty_prompt(),
+        grid=frozen.autoencoder.grid,
+        empty_prompt=frozen.empty_prompt,
         encoders=lambda: frozen,
         device=device,
     )
@@ -89,7 +90,8 @@ def test_a_cache_gives_the_loss_of_fresh_clips_bit_for_bit() -> None:
     cached = tuple(
         CachedClip(
             encode_for_cache(
-                fresh_clip(frozen, pixels, caption=caption, fps=12.0, motion_score=None, settings=SETTINGS), parts
+                FreshClip(frozen, pixels, training_caption(caption, fps=12.0, motion_score=None, settings=SETTINGS)),
+                parts,
             )
         )
         for pixels, caption in zip(batch.pixels_BTHWC, batch.captions, strict=True)

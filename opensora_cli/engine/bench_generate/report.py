@@ -1,4 +1,4 @@
-"""Result of a comparison: a document, a table and a chart."""
+"""Result of `bench-generate`: a document, a table and a chart."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar

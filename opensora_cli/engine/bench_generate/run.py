@@ -65,19 +65,18 @@ def bench_generate(
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
 ) -> BenchGenerateReport | None:
-    """Make the video of a request, the exact run, and the same video with each of `tries`; return what each took.
+    """Make the video of a request, the exact run, and the same video with each of `tries`; return their measurements.
 
-    No video is kept. Everything is planned before the first run begins. A few steps warm up before the first run, and
-    before the first run of settings that differ in more than sampling. For several devices, ranks are started, and
-    rank 0 prints the report.
+    No video is kept. Everything is planned before the first run. A few steps warm up before the first run, and before
+    settings that differ in more than sampling. For several devices, ranks are started, and rank 0 prints the report.
 
     Args:
-        request: settings of the exact run, as they are given.
-        tries: changed settings by name. None means the standard set, without what these settings do not allow, or
-            what needs no fewer evaluations.
+        request: settings of the exact run.
+        tries: changed settings by name. None means the standard set, without settings that the request does not allow
+            or that need no fewer evaluations.
         options: number of timed runs of each row, and a file for a chart.
         reporter: shows progress.
-        context: set in one of several ranks, all of which call this. Rank 0 alone gets a report.
+        context: set in one of several ranks, which all call this; only rank 0 gets a report.
         rank_flags: options of the command line for ranks that are started here.
 
     Raises:
@@ -87,7 +86,7 @@ def bench_generate(
         HardwareError: there is no such device, not enough memory, or no matplotlib for the chart.
         KeyboardInterrupt: its argument says how many runs were finished.
     """
-    if options.plot is not None:  # a missing library or a file in its place is reported before the work
+    if options.plot is not None:  # report a missing library, or a file with this name, before the work
         new_figure()
         require_writable(Path(options.plot), overwrite=options.overwrite)
     if context is not None:
@@ -226,7 +225,7 @@ def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
 
 
 def _shortened(plan: Plan) -> Plan:
-    """Return a plan that loads and computes everything in a few steps."""
+    """Return a plan with a few steps that loads and computes everything."""
     return replace(plan, timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1])
 
 
@@ -247,7 +246,7 @@ def likeness(video: _Video, exact: _Video, *, on_frame: Callable[[], None]) -> t
 
 
 class _Runner:
-    """Plans and makes videos in this process; `device` is that of one of several ranks, None for a process alone."""
+    """Plans and makes videos in this process; `device` is set in one of several ranks."""
 
     def __init__(self, reporter: Reporter, device: torch.device | None, models: LoadedModels) -> None:
         self.reporter = reporter
@@ -263,7 +262,7 @@ class _Runner:
     def run(self, chain: Chain) -> tuple[_Video | None, dict[str, float], list[float]]:
         """Make a video; return it (on rank 0), the seconds of its stages, and the peak memory of each rank in GiB.
 
-        All ranks call it. There are no peaks where they cannot be measured.
+        All ranks call it. Without a way to measure peaks the list is empty.
         """
         ranks, plan = None, chain.video
         if self._device is not None:

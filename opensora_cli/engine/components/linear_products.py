@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits in the transformer's linear layers: check that a device has them, use them, report the error."""
+"""Matmuls in 8 bits in the transformer's linear layers on a GPU: check that they work, use them, report the error."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,9 +12,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.memory.eight_bit_products import (
-    INT8_LARGEST,
     ProductError,
-    int8_largest_on_cpu,
     output_and_rounded_product,
     use_products,
 )
@@ -27,7 +25,7 @@ from opensora_cli.parallel.tensor import ColumnLinear, RowLinear
 _NEEDED = {LinearProducts.INT8: (8, 0), LinearProducts.FP8: (8, 9)}
 """Lowest compute capability."""
 _MULTIPLE = {LinearProducts.INT8: 8, LinearProducts.FP8: 16}
-"""Divisor of the sizes of a layer on a GPU."""
+"""Divisor of the sizes of a layer."""
 _TOLERANCE = 0.02
 """Largest relative error of the small product, which bfloat16 rounds once."""
 _USE_EXACT = "use --set precision.linear=exact"
@@ -78,7 +76,7 @@ def require_products(
     `tensor` ranks share each block. `tries_device` says whether this process may use the device.
 
     Raises:
-        HardwareError: the device has no such matmul, or its kernel returns a wrong result.
+        HardwareError: the device is a CPU or has no such matmul, or its kernel returns a wrong result.
         RequestError: the sizes of the model or the dtype do not fit.
     """
     if kind is LinearProducts.EXACT:
@@ -86,33 +84,30 @@ def require_products(
     if not any(stack.count for stack in repeated_blocks(config)):
         raise RequestError(f"precision.linear={kind} has no effect on a model without blocks: leave it out")
     if device.type == "cpu":
-        if kind is LinearProducts.FP8:
-            raise HardwareError(
-                "precision.linear=fp8 needs an NVIDIA GPU, and this run is on cpu",
-                hint="a CPU multiplies in int8: --set precision.linear=int8",
-            )
-    else:
-        _require_sizes(kind, config, tensor)
-        if kind is LinearProducts.FP8 and dtype is not torch.bfloat16:
-            raise RequestError("precision.linear=fp8 gives bfloat16: use it with --set runtime.dtype=bfloat16")
-        if torch.cuda.is_available():
-            _require_capability(kind, device)
-    if tries_device and (device.type == "cpu" or torch.cuda.is_available()):
-        problem = _why_unusable(kind, device, dtype)
-        if problem is not None:
-            raise HardwareError(f"precision.linear={kind} does not work here: {problem}", hint=_USE_EXACT)
+        raise HardwareError(f"precision.linear={kind} needs an NVIDIA GPU, and this run is on cpu", hint=_USE_EXACT)
+    _require_sizes(kind, config, tensor)
+    if kind is LinearProducts.FP8 and dtype is not torch.bfloat16:
+        raise RequestError("precision.linear=fp8 gives bfloat16: use it with --set runtime.dtype=bfloat16")
+    if not torch.cuda.is_available():
+        return
+    found, needed = torch.cuda.get_device_capability(device), _NEEDED[kind]
+    if found < needed:
+        raise HardwareError(
+            f"precision.linear={kind} needs compute capability {needed[0]}.{needed[1]}, and "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+            hint="use --set precision.linear=int8" if found >= _NEEDED[LinearProducts.INT8] else _USE_EXACT,
+        )
+    if tries_device and (problem := _why_unusable(kind, device, dtype)) is not None:
+        raise HardwareError(f"precision.linear={kind} does not work here: {problem}", hint=_USE_EXACT)
 
 
-def use_in_block(
-    block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts, *, device: torch.device
-) -> list[ProductError]:
+def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> list[ProductError]:
     """Replace the linear layers of one block of a stack, and return the error of each product.
 
-    The layers may be sharded, or have adapters beside them; `device` will compute. Raises CheckpointError if a weight
-    has numbers that are not finite.
+    The layers may be sharded, or have adapters beside them. Raises CheckpointError if a weight has numbers that are not
+    finite.
     """
-    paths = [_path_of_weight(block, linear.path) for linear in stack.linears]
-    return use_products(block, paths, kind, largest=_int8_largest(device))
+    return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind)
 
 
 def _path_of_weight(block: nn.Module, path: str) -> str:
@@ -123,23 +118,8 @@ def _path_of_weight(block: nn.Module, path: str) -> str:
     return path
 
 
-def _int8_largest(device: torch.device) -> int:
-    return int8_largest_on_cpu() if device.type == "cpu" else INT8_LARGEST
-
-
-def _require_capability(kind: LinearProducts, device: torch.device) -> None:
-    found, needed = torch.cuda.get_device_capability(device), _NEEDED[kind]
-    if found >= needed:
-        return
-    raise HardwareError(
-        f"precision.linear={kind} needs compute capability {needed[0]}.{needed[1]}, and "
-        f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
-        hint="use --set precision.linear=int8" if found >= _NEEDED[LinearProducts.INT8] else _USE_EXACT,
-    )
-
-
 def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> None:
-    """Raise RequestError if the kernels of GPUs refuse the size of a layer, or of the share of a rank."""
+    """Raise RequestError if a kernel refuses the size of a layer, or of the share of a rank."""
     multiple = _MULTIPLE[kind]
     sizes = {config.hidden_size}
     for stack in repeated_blocks(config):
@@ -170,7 +150,7 @@ def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype
         block = nn.Sequential(linear)
         tokens = torch.randn(40, 64, generator=generator).to(dtype)
         try:
-            use_products(block, ["0"], kind, largest=_int8_largest(device))
+            use_products(block, ["0"], kind)
             found, expected = output_and_rounded_product(block.to(device)[0], tokens.to(device))
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             return str(error).strip().splitlines()[0]

@@ -9,8 +9,8 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.data.early import refuse_early
-from opensora_cli.engine.encode.cache_filling import FailedClip, begin_cache, cache_requests, fill_cache, lazy_encoders
 from opensora_cli.engine.encode.clip_cache import ClipCache, threads_of
+from opensora_cli.engine.encode.fill_cache import FailedClip, fill_cache
 from opensora_cli.settings.train import TrainSettings
 
 
@@ -38,7 +38,7 @@ class CacheReport(Document):
         if self.failed:
             raise BatchError(
                 f"{len(self.failed)} of {len(self.failed) + self.clips} clips could not be read",
-                hint="fix them and rerun; training leaves out what the cache lacks",
+                hint="fix them and rerun; training skips clips that the cache lacks",
             )
 
 
@@ -62,13 +62,10 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
         require_peft()
     reporter = reporter or SilentReporter()
     device = pick_hardware(settings.device_name, "float32").device
-    # A table that cannot be read, before files are hashed and a cache is begun.
-    requests = cache_requests(settings)
     assert settings.train_mmdit.cache is not None
-    folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)
+    folder = Path(settings.train_mmdit.cache)
     with threads_used(_threads(settings, folder), reporter):
-        begin_cache(settings, folder, encoders, device=device, reporter=reporter)
-        encoded, failed = fill_cache(settings, folder, requests, encoders, reporter=reporter)
+        encoded, failed = fill_cache(settings, device=device, reporter=reporter)
     return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))
 
 

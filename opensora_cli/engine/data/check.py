@@ -12,9 +12,8 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import BucketSampler, EpochPlan
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import BadRow, ClipTable
-from opensora_cli.engine.encode.datasets import TableRequests, open_dataset
-from opensora_cli.engine.encode.left_out import LeftOut, find_left_out
-from opensora_cli.engine.encode.loading import pixel_multiple
+from opensora_cli.engine.encode.datasets import TableRequests, open_dataset, pixel_multiple
+from opensora_cli.engine.encode.unused_rows import UnusedRows, find_unused
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -46,7 +45,7 @@ class BucketReport(Document):
 class DataReport(Document):
     """What an epoch has, and which rows it cannot use."""
 
-    SCHEMA = "osora.data-check/1"
+    SCHEMA = "osora.data-check/2"
 
     source: str
     """The table, or what stands for it."""
@@ -55,7 +54,7 @@ class DataReport(Document):
     without_caption: int
     without_bucket: int
     """Good rows that fit no bucket whose probability is over 0."""
-    left_out: tuple[LeftOut, ...]
+    unused: tuple[UnusedRows, ...]
     """Good rows that the first epoch cannot use, by reason."""
     buckets: tuple[BucketReport, ...]
     micro_batches: int
@@ -83,7 +82,7 @@ class DataReport(Document):
             *(f"bad row   {bad.row}: {bad.path}: {bad.reason}" for bad in self.bad_rows[:_LISTED]),
             *([f"bad row   and {more:,} more"] if more > 0 else []),
             *([f"caption   {self.without_caption:,} rows without one"] if self.without_caption else []),
-            *(line for each in self.left_out for line in each.lines()),
+            *(line for each in self.unused for line in each.lines()),
             *(f"bucket    {bucket.line()}" for bucket in self.buckets),
             f"epoch     {self.micro_batches:,} micro-batches, {updates}",
         ]
@@ -116,7 +115,7 @@ def _report(
     bad_rows: tuple[BadRow, ...] = (),
     without_caption: int = 0,
     without_bucket: int = 0,
-    left_out: tuple[LeftOut, ...] = (),
+    unused: tuple[UnusedRows, ...] = (),
 ) -> DataReport:
     problems = [
         f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
@@ -132,7 +131,7 @@ def _report(
         bad_rows=bad_rows,
         without_caption=without_caption,
         without_bucket=without_bucket,
-        left_out=left_out,
+        unused=unused,
         buckets=buckets,
         micro_batches=len(plan),
         micro_batches_of_update=of_update,
@@ -163,7 +162,7 @@ def _table_report(
         bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
         without_caption=table.texts.num_empty,
         without_bucket=int((buckets.reachable(usable) == NO_BUCKET).all(axis=1).sum()),
-        left_out=find_left_out(requests, is_there, sampler.assigned(0), grid=settings.vae.grid),
+        unused=find_unused(requests, is_there, sampler.assigned(0)),
     )
 
 

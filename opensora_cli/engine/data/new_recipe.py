@@ -17,9 +17,7 @@ from opensora_cli.data.buckets import FILLED, NO_BUCKET, Samples, frame_interval
 from opensora_cli.data.table import read_table
 from opensora_cli.engine.data.check import DataReport, check_data
 from opensora_cli.engine.data.scan import scan
-from opensora_cli.engine.encode.datasets import make_buckets
-from opensora_cli.engine.encode.left_out import rate_for
-from opensora_cli.engine.encode.loading import pixel_multiple
+from opensora_cli.engine.encode.datasets import make_buckets, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketSettings, BucketTable, ScanSettings
 from opensora_cli.settings.files import EXTENDS, settings_path
@@ -31,7 +29,7 @@ _MOST_LENGTHS = 6
 class NewRecipe(Document):
     """The recipe that was written."""
 
-    SCHEMA = "osora.new-recipe/1"
+    SCHEMA = "osora.new-recipe/2"
 
     recipe: Path
     table: Path
@@ -106,7 +104,7 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
     shortest = grid.num_frames(2)
     long_enough = is_video & (samples.num_frames >= shortest)
     fast = np.flatnonzero(long_enough & (samples.num_frames // frame_intervals(samples.fps, fps_max) < shortest))
-    fps_max = max(fps_max, rate_for(samples, fast, length=shortest) or 0.0)
+    fps_max = max(fps_max, _rate_for(samples, fast, length=shortest))
     left = samples.num_frames // frame_intervals(samples.fps, fps_max)
     lengths = np.array([grid.longest_clip(min(int(each), longest)) for each in left.tolist()], dtype=np.int64)
     lengths = np.where(is_video, lengths, 1)
@@ -136,6 +134,14 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
         fps_max=fps_max,
         unfit=int((placed == NO_BUCKET).sum()),
     )
+
+
+def _rate_for(samples: Samples, members: NDArray[np.int64], *, length: int) -> float:
+    """Return the lowest `fps_max`, to a thousandth, that leaves `length` frames of each of these videos; 0 for none."""
+    if not len(members):
+        return 0.0
+    fps, intervals = samples.fps[members], samples.num_frames[members] // length
+    return math.ceil(float((fps / intervals).max()) * 1000 - 1e-6) / 1000
 
 
 def _usual(settings: TrainSettings) -> tuple[int, int, float, float]:

@@ -1,8 +1,8 @@
-"""Which frames of a training clip are given, and what they look like to the model.
+"""Condition modes of training clips: sample a mode, and encode the frames that it gives.
 
-Given pictures are encoded on their own, as they are when generating: an autoencoder whose norms span the clip, or that
-sees the future, makes other latents of the same frames inside a clip. So are given videos where the autoencoder is
-causal; where it is not, they are cut out of the clip's latents, as the released model was trained.
+Given pictures are encoded on their own, as in generation: inside a clip, an autoencoder whose norms span the clip, or
+that sees later frames, gives the same frames other latents. A causal autoencoder encodes given videos on their own,
+too. Otherwise they are cut out of the latents of the clip, as in the training of the released model.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,9 +28,9 @@ from opensora_cli.sampling.conditioning import prepare_inference_condition
 def fitting_modes(
     weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths
 ) -> dict[ConditionMode, float]:
-    """Return the modes with a weight that leave something of such a clip to learn; of a single frame, `t2v` alone.
+    """Return the modes with a weight that leave frames of such a clip to learn; for a single frame only `t2v`.
 
-    An unknown mode is a RequestError.
+    Raises RequestError for an unknown mode.
     """
     modes = {condition_mode(name): weight for name, weight in weights.items() if weight > 0}
     fitting = {
@@ -49,7 +49,7 @@ def sample_mode(
     rng: np.random.Generator,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> ConditionMode:
-    """Sample a clip's condition mode by weight from `fitting_modes` (`t2v` where none fits), with one random number."""
+    """Sample the condition mode of a clip by weight from `fitting_modes`, with one random number."""
     fitting = fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths)
     shares = np.cumsum(list(fitting.values()))
     index = int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))
@@ -59,7 +59,7 @@ def sample_mode(
 def encoded_parts(
     mode: ConditionMode, *, causal: bool, temporal_compression: int, lengths: ReferenceLengths = RELEASED_LENGTHS
 ) -> tuple[ReferencePart, ...]:
-    """Return the runs of the clip's own frames that `mode` has encoded on their own, the head before the tail."""
+    """Return the frames of the clip that `mode` needs encoded on their own, the head before the tail."""
     if mode.source is Source.VIDEO and not causal:
         return ()
     return reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
@@ -76,8 +76,8 @@ def condition_clip(
 ) -> tuple[Tensor, Tensor]:
     """Return the conditioning mask (1,T,H,W), 1 = given, and the reference latents (C,T,H,W) of an encoded clip.
 
-    `encode_part` returns the latents_CTHW of a run of the clip's frames, encoded on its own. `causal` means that the
-    autoencoder keeps the first frame on its own, and `lengths` are the latent frames given by the video modes.
+    `encode_part` returns the latents_CTHW of some of its frames, encoded on their own. A `causal` autoencoder encodes
+    the first frame alone. `lengths` has the latent frames that video modes give.
     """
     parts = encoded_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references = [encode_part(part) for part in parts]
@@ -90,14 +90,14 @@ def condition_clip(
 
 
 def cut_part(clip_TX: Tensor, part: ReferencePart) -> Tensor:
-    """Return the run of frames, along the first axis, that `part` names."""
+    """Return the frames of `part`, along the first axis."""
     return clip_TX[-part.num_frames :] if part.from_end else clip_TX[: part.num_frames]
 
 
 def hold_pictures(clip_TX: Tensor, mode: ConditionMode, *, extra: int) -> Tensor:
-    """Return as many frames, in which the pictures given in `mode` stand `extra` frames longer.
+    """Return a clip of the same length in which the pictures that `mode` gives stand still for `extra` more frames.
 
-    Frames are left out at the other end; at the tail where both ends are given.
+    Frames are dropped at the other end, or at the tail if both ends are given.
     """
     room = extra * (mode.at_head + mode.at_tail)
     kept_TX = clip_TX[: len(clip_TX) - room] if mode.at_head else clip_TX[room:]
@@ -115,19 +115,19 @@ def encode_with_conditions(
     pad_pictures: bool = False,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> tuple[Tensor, Tensor]:
-    """Encode clips, and their given frames in a mode sampled for each.
+    """Encode clips, and the given frames of a mode that is sampled for each.
 
-    Returns latents (B,C,T,H,W), and (B,1+C,T,H,W): mask and reference latents, for `packing.pack_latents`.
+    Returns the latents (B,C,T,H,W), and the mask and reference latents (B,1+C,T,H,W) for `packing.pack_latents`.
 
     Args:
-        pixels_BCTHW: in [-1, 1].
-        mode_weights: weight of each condition mode by its name. Modes that would give a whole clip are left out.
-        pad_pictures: hold a given picture still until it has a latent frame of its own, where the autoencoder is not
-            causal; as many of the clip's other frames make room.
-        lengths: latent frames given by the video modes.
+        pixels_BCTHW: frames in [-1, 1].
+        mode_weights: weight of each condition mode by name. Modes that would give a whole clip are not used.
+        pad_pictures: without a causal autoencoder, hold a given picture until it fills a latent frame. Other frames of
+            the clip are dropped for it.
+        lengths: latent frames that video modes give.
 
     Raises:
-        RequestError: no such mode, or clips that the autoencoder cannot encode.
+        RequestError: a mode is unknown, or the autoencoder cannot encode the clips.
     """
     causal, ratio = autoencoder.grid.is_causal, autoencoder.grid.time_compression_ratio
     num_latent_frames = autoencoder.grid.latent_frames(pixels_BCTHW.shape[2])

@@ -1,4 +1,4 @@
-"""From settings to a dataset: its samples, the cut that is read of each, and the order of an epoch."""
+"""From settings to a dataset: its samples, the clip that is read of each, and the order of each epoch."""
 
 import hashlib
 import json
@@ -12,30 +12,33 @@ from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.data.table import ClipTable, read_table
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketTable, DataSettings, SceneSettings
+from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRequests:
-    """Cuts of the files of a table."""
+    """Clips from the files of a table."""
 
     table: ClipTable
     buckets: Buckets
     fps_max: float
     seed: int | None
-    """Of random starts; None: clips start with the first frame."""
+    """Seed of random starts. None means that clips start with the first frame."""
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
-        """Return what micro-batch `number` wants of a sample, at `place` in it: a whole cut, at random with a seed."""
+        """Return the clip of a sample for `place` in micro-batch `number`; its start depends on these and the seed."""
         table, wanted = self.table, self.buckets[bucket]
         fps, interval = map_target_fps(float(table.samples.fps[sample]), self.fps_max)
         is_picture = wanted.num_frames == 1
         latest = int(table.samples.num_frames[sample]) - (wanted.num_frames - 1) * interval - 1
-        random = self.seed is not None and latest > 0
+        start = 0
+        if self.seed is not None and latest > 0:
+            start = random_start(seed=self.seed, number=number, place=place, latest=latest)
         return ClipRequest(
             path=str(table.file(sample)),
             caption=table.texts[sample],
             motion_score=table.motion_score(sample),
-            start=random_start(seed=self.seed or 0, number=number, place=place, latest=latest) if random else 0,
+            start=start,
             interval=1 if is_picture else interval,
             num_frames=wanted.num_frames,
             height=wanted.height,
@@ -52,7 +55,7 @@ class SceneRequests:
     seed: int
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
-        """Return the clip of this number, or its first frame."""
+        """Return the clip with number `sample`, or its first frame."""
         clip = SceneClip(seed=self.seed, number=sample, held_out=self.scenes.held_out)
         is_picture = bucket == 1 or self.scenes.num_frames == 1
         return ClipRequest(
@@ -69,29 +72,40 @@ class SceneRequests:
 
 
 ClipRequests = TableRequests | SceneRequests
-"""From samples of a dataset to the cuts that training asks for."""
+"""Function from the samples of a dataset to the clips that training asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipDataset:
-    """Clips, and the order of their epochs."""
+    """Clips and the order of their epochs."""
 
     requests: ClipRequests
     plan_epoch: PlanEpoch
     fingerprint: str
-    """Of all that the order depends on."""
+    """Hash of everything that the order depends on."""
 
 
 def open_dataset(data: DataSettings, *, seed: int, multiple: int, fixed_starts: bool) -> ClipDataset:
-    """Return the table's clips, or those of the procedural world.
+    """Return the clips of the table, or those of the procedural world.
 
-    Heights and widths of buckets are multiples of `multiple`, the side of a token in pixels. With `fixed_starts` every
-    clip begins with its file's first frame, instead of at a random place.
+    Heights and widths of buckets are multiples of `multiple` pixels; see `pixel_multiple`. With `fixed_starts` every
+    clip begins with the first frame of its file, not at a random place.
 
-    Errors are those of `read_table`; a RequestError, too, if a resolution is too small for `multiple`.
+    Raises what `read_table` raises, and RequestError if a resolution is too small for `multiple`.
     """
     if data.table is None:
-        return _scenes(data, seed=seed)
+        scenes = data.scenes
+        return ClipDataset(
+            requests=SceneRequests(scenes=scenes, seed=seed),
+            plan_epoch=SceneSampler(
+                count=scenes.count,
+                batch_size=scenes.batch_size,
+                picture_share=scenes.picture_share,
+                picture_batch_size=scenes.picture_batch_size,
+                seed=seed,
+            ),
+            fingerprint=_hash(scenes.model_dump(mode="json"), seed),
+        )
     table = read_table(Path(data.table))
     buckets = make_buckets(data.buckets, fps_max=data.fps_max, multiple=multiple)
     plain = {name: {length: list(bucket) for length, bucket in rest.items()} for name, rest in data.buckets.items()}
@@ -102,56 +116,50 @@ def open_dataset(data: DataSettings, *, seed: int, multiple: int, fixed_starts: 
     )
 
 
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def pixel_multiple(settings: TrainSettings) -> int:
+    """Return the divisor of the heights and widths of clips, in pixels: the side of a token, or for autoencoders of a
+    latent.
+    """
+    compression = settings.vae.grid.spatial_compression_ratio
+    return compression * (settings.model.patch_size if settings.target is TrainTarget.MMDIT else 1)
+
+
 def make_buckets(table: BucketTable, *, fps_max: float, multiple: int) -> Buckets:
     """Return buckets in the shapes that the model is trained at.
 
-    A resolution that is too small for `multiple` is a RequestError.
+    Raises RequestError for a resolution that is too small for `multiple`.
     """
-    return Buckets([_resolution(name, table, multiple=multiple) for name in table], fps_max=fps_max)
+    resolutions = []
+    for name, buckets in table.items():
+        try:
+            sizes = training_sizes(name, multiple=multiple)
+        except RequestError as error:
+            raise RequestError(
+                f"data.buckets.{name} is too small for frames in multiples of {multiple} pixels", hint=error.hint
+            ) from error
+        lengths = {length: (bucket.probability, bucket.batch_size) for length, bucket in buckets.items()}
+        resolutions.append(Resolution(name=name, pixels=num_pixels(name), sizes=sizes, lengths=lengths))
+    return Buckets(resolutions, fps_max=fps_max)
 
 
-def all_requests(data: DataSettings, *, seed: int, multiple: int) -> list[ClipRequest]:
-    """Return everything that any epoch can ask for with fixed starts; errors are those of `open_dataset`."""
-    requests = open_dataset(data, seed=seed, multiple=multiple, fixed_starts=True).requests
+def all_requests(settings: TrainSettings) -> list[ClipRequest]:
+    """Return each clip that any epoch can ask for with fixed starts, once; raises what `open_dataset` raises."""
+    data = settings.data
+    dataset = open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=True)
+    requests = dataset.requests
     if isinstance(requests, TableRequests):
         buckets_of_samples = requests.buckets.reachable(requests.table.samples).tolist()
     else:
         shares = (1 - data.scenes.picture_share, data.scenes.picture_share)
         buckets_of_samples = [[kind for kind, share in enumerate(shares) if share > 0]] * data.scenes.count
-    return [
+    found = (
         requests.request(sample, bucket=bucket, number=0, place=0)
         for sample, buckets in enumerate(buckets_of_samples)
         for bucket in buckets
         if bucket != NO_BUCKET
-    ]
-
-
-def _scenes(data: DataSettings, *, seed: int) -> ClipDataset:
-    scenes = data.scenes
-    sampler = SceneSampler(
-        count=scenes.count,
-        batch_size=scenes.batch_size,
-        picture_share=scenes.picture_share,
-        picture_batch_size=scenes.picture_batch_size,
-        seed=seed,
     )
-    return ClipDataset(
-        requests=SceneRequests(scenes=scenes, seed=seed),
-        plan_epoch=sampler,
-        fingerprint=_hash(scenes.model_dump(mode="json"), seed),
-    )
-
-
-def _resolution(name: str, table: BucketTable, *, multiple: int) -> Resolution:
-    try:
-        sizes = training_sizes(name, multiple=multiple)
-    except RequestError as error:
-        raise RequestError(
-            f"data.buckets.{name} is too small for frames in multiples of {multiple} pixels", hint=error.hint
-        ) from error
-    lengths = {length: (bucket.probability, bucket.batch_size) for length, bucket in table[name].items()}
-    return Resolution(name=name, pixels=num_pixels(name), sizes=sizes, lengths=lengths)
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return list(dict.fromkeys(found))

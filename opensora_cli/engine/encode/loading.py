@@ -1,8 +1,9 @@
-"""The micro-batches that training learns from: how workers read clips, and the streams of one rank."""
+"""Read clips in workers, and stream the micro-batches of one rank."""
 
-from collections.abc import Callable, Iterator
-from ctypes import addressof, c_char, memmove
+from collections.abc import Callable
+from ctypes import c_char
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -18,8 +19,14 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batch_stream import BatchStream, PicturesFirst, WorkerEnded
 from opensora_cli.data.batches import BucketSampler, ClipBatch, ClipRequest, MicroBatch, Replacement
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.encode.datasets import ClipDataset, ClipRequests, TableRequests, open_dataset
-from opensora_cli.engine.encode.left_out import find_left_out
+from opensora_cli.engine.encode.datasets import (
+    ClipDataset,
+    ClipRequests,
+    TableRequests,
+    open_dataset,
+    pixel_multiple,
+)
+from opensora_cli.engine.encode.unused_rows import find_unused
 from opensora_cli.media.read import read_cut
 from opensora_cli.media.resize import fit_frames
 from opensora_cli.settings.data import DataSettings
@@ -29,76 +36,91 @@ _NOTE_BYTES = 512
 _MOST_WARNINGS = 20
 
 LoadClip = Callable[[ClipRequest], Any]
-"""Takes the place of decoding, as a cache does. It raises an `OsoraError` for a sample that is not available."""
+"""Function that replaces decoding, such as `ClipCache.clip`. Raises an `OsoraError` for a sample that it lacks."""
 
 
 def read_clip(request: ClipRequest, *, fit: Fit | str = Fit.CROP) -> Tensor:
-    """Return the frames of a request, uint8 (T, H, W, 3): decoded and resized, or rendered.
+    """Decode and resize, or render, the frames of a request; return them as uint8 (T, H, W, 3).
 
-    A MediaError if the file is missing, broken or too short.
+    Raises MediaError if the file is missing, broken or too short.
     """
     scene = SceneClip.named(request.path)
     if scene is not None:
-        fps = request.fps or 1.0  # of a single frame it does not matter
+        fps = request.fps or 1.0  # any rate renders the same single frame
         return torch.from_numpy(scene.render(size=request.height, num_frames=request.num_frames, fps=fps))
-    frames = read_cut(request.path, start=request.start, num_frames=request.num_frames, interval=request.interval)
     is_picture = request.num_frames == 1
-    # Frame by frame, so that of a large video no more than one is held at its own size.
-    return torch.stack(
-        [_fitted(frame, height=request.height, width=request.width, fit=fit, picture=is_picture) for frame in frames]
-    )
-
-
-def _fitted(frame_HWC: Tensor, *, height: int, width: int, fit: Fit | str, picture: bool) -> Tensor:
-    pixels_C1HW = fit_frames(frame_HWC[None], height=height, width=width, fit=fit, picture=picture)
-    # Eight bits are a quarter of what has to go from process to process, and on to the device.
-    levels_HWC = ((pixels_C1HW[:, 0] + 1) * 127.5).round().permute(1, 2, 0)
-    return levels_HWC.to(torch.uint8)
+    fitted = []
+    # Frame by frame, so that only one frame of a large video is in memory at its own size.
+    for frame_HWC in read_cut(
+        request.path, start=request.start, num_frames=request.num_frames, interval=request.interval
+    ):
+        pixels_C1HW = fit_frames(
+            frame_HWC[None], height=request.height, width=request.width, fit=fit, picture=is_picture
+        )
+        # uint8 is a quarter of the bytes that go to another process and to the device.
+        levels_HWC = ((pixels_C1HW[:, 0] + 1) * 127.5).round().permute(1, 2, 0)
+        fitted.append(levels_HWC.to(torch.uint8))
+    return torch.stack(fitted)
 
 
 class ReadingNotes:
-    """What each worker is reading, in shared memory: a decoder that crashes cannot name its file."""
+    """Path that each worker reads, in shared memory: a decoder that crashes cannot name its file."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._notes = RawArray(c_char, max(workers, 1) * _NOTE_BYTES)
+        self._notes = [RawArray(c_char, _NOTE_BYTES) for _ in range(workers)]
 
     def note(self, path: str) -> None:
-        """Note what this process reads, if it is a worker."""
+        """Note the path that this process reads, if it is a worker."""
         worker = get_worker_info()
         if worker is not None:
-            # The end of a long path is more specific than its beginning.
-            content = path.encode("utf-8", "surrogateescape")[-_NOTE_BYTES:]
-            memmove(addressof(self._notes) + worker.id * _NOTE_BYTES, content.ljust(_NOTE_BYTES, b"\0"), _NOTE_BYTES)
+            # The end of a long path says more than its beginning.
+            self._notes[worker.id].value = path.encode("utf-8", "surrogateescape")[-_NOTE_BYTES:]
 
     def paths(self) -> list[str]:
-        """Return what the workers noted last."""
-        content = bytes(self._notes)
-        notes = (content[index * _NOTE_BYTES : (index + 1) * _NOTE_BYTES] for index in range(self._workers))
-        return [path for note in notes if (path := note.rstrip(b"\0").decode("utf-8", "replace"))]
+        """Return the last path of each worker."""
+        return [note.value.decode("utf-8", "replace") for note in self._notes if note.value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipLoader:
-    """Reads micro-batches.
+    """Reader of micro-batches.
 
-    A sample that cannot be read is replaced by the first of the batch's substitutes that can: the same ones in every
-    run, so that a run that was resumed repeats one that was not.
+    The first readable substitute of a micro-batch replaces a sample that cannot be read. It is the same in every run,
+    so a resumed run repeats an uninterrupted one.
     """
 
     requests: ClipRequests
     fit: Fit | str
     load: LoadClip | None
-    """None: frames are decoded."""
+    """None decodes frames."""
     notes: ReadingNotes
 
     def __call__(self, asked: MicroBatch) -> ClipBatch:
-        """Read one micro-batch; a FileProblem if a sample cannot be read, and none of its substitutes either."""
+        """Read one micro-batch; raises FileProblem if neither a sample nor a substitute can be read."""
         substitutes = iter(asked.substitutes)
-        replaced: list[Replacement] = []
-        clips = [self._read(asked, place, substitutes, replaced) for place in range(len(asked.samples))]
-        requests = [request for request, _ in clips]
-        contents = [content for _, content in clips]
+        requests, contents, replaced = list[ClipRequest](), list[Any](), list[Replacement]()
+        for place, own in enumerate(asked.samples):
+            failures: list[tuple[str, str]] = []
+            for sample in chain([own], substitutes):
+                request = self.requests.request(sample, bucket=asked.bucket, number=asked.number, place=place)
+                self.notes.note(request.path)
+                try:
+                    content = read_clip(request, fit=self.fit) if self.load is None else self.load(request)
+                    break
+                except OsoraError as error:
+                    failures.append((request.path, error.message))
+                except Exception as error:
+                    error.add_note(f"while reading {request.path}")
+                    raise
+            else:
+                path, reason = failures[0]
+                raise FileProblem(
+                    f"{reason} (sample {path}; {len(failures) - 1} others of its bucket cannot be read in its place)",
+                    hint="osora data scan makes a table without broken files",
+                )
+            replaced += [Replacement(path=path, reason=reason, by=request.path) for path, reason in failures]
+            requests.append(request)
+            contents.append(content)
         return ClipBatch(
             number=asked.number,
             epoch=asked.epoch,
@@ -111,141 +133,11 @@ class ClipLoader:
             replaced=tuple(replaced),
         )
 
-    def _read(
-        self, asked: MicroBatch, place: int, substitutes: Iterator[int], replaced: list[Replacement]
-    ) -> tuple[ClipRequest, Any]:
-        failures: list[tuple[str, str]] = []
-        sample: int | None = asked.samples[place]
-        while sample is not None:
-            request = self.requests.request(sample, bucket=asked.bucket, number=asked.number, place=place)
-            try:
-                content = self._content(request)
-            except OsoraError as error:
-                failures.append((request.path, error.message))
-                sample = next(substitutes, None)
-                continue
-            except Exception as error:
-                error.add_note(f"while reading {request.path}")
-                raise
-            replaced += [Replacement(path=path, reason=reason, by=request.path) for path, reason in failures]
-            return request, content
-        path, reason = failures[0]
-        raise FileProblem(
-            f"{reason} (sample {path}; {len(failures) - 1} others of its bucket cannot be read in its place)",
-            hint="osora data scan makes a table without broken files",
-        )
-
-    def _content(self, request: ClipRequest) -> Any:
-        self.notes.note(request.path)
-        return read_clip(request, fit=self.fit) if self.load is None else self.load(request)
-
-
-def open_batches(
-    settings: TrainSettings, *, data_rank: int, data_ranks: int, reporter: Reporter, load: LoadClip | None = None
-) -> "ClipBatches":
-    """Return this rank's micro-batches of a training run; for `load`, warnings and errors see `open_clips`."""
-    vae_phase = settings.target is TrainTarget.VAE
-    return open_clips(
-        settings.data,
-        seed=settings.loop.seed,
-        micro_batches=settings.loop.micro_batches or data_ranks,
-        multiple=pixel_multiple(settings),
-        data_rank=data_rank,
-        data_ranks=data_ranks,
-        reporter=reporter,
-        load=load,
-        picture_updates=settings.train_vae.picture_steps if vae_phase else 0,
-        picture_batch_size=settings.train_vae.picture_batch_size,
-    )
-
-
-def open_clips(
-    data: DataSettings,
-    *,
-    seed: int,
-    micro_batches: int,
-    multiple: int,
-    data_rank: int = 0,
-    data_ranks: int = 1,
-    reporter: Reporter,
-    load: LoadClip | None = None,
-    picture_updates: int = 0,
-    picture_batch_size: int = 1,
-) -> "ClipBatches":
-    """Return this rank's micro-batches of a table or of the procedural scenes.
-
-    Warnings are about samples that cannot be read, and data that have changed since a checkpoint.
-
-    Args:
-        seed: of their order and of where they begin in their files, and of the scenes.
-        micro_batches: of an update, over all ranks; a multiple of `data_ranks`.
-        multiple: side of a token in pixels.
-        load: called in the workers in place of decoding, with clips that begin with the first frame of their file.
-        picture_updates: first updates, which are fed with single frames of scenes.
-        picture_batch_size: single frames of such a micro-batch.
-
-    Errors are those of `open_dataset`; a FileProblem, too, if the data fill too few micro-batches for an update.
-    """
-    notes = ReadingNotes(data.workers)
-
-    def stream(data: DataSettings) -> BatchStream[ClipBatch]:
-        dataset = open_dataset(data, seed=seed, multiple=multiple, fixed_starts=load is not None)
-        if data_rank == 0:
-            _warn_of_what_is_left_out(data, dataset, seed=seed, reporter=reporter)
-        return BatchStream(
-            dataset.plan_epoch,
-            ClipLoader(requests=dataset.requests, fit=data.fit, load=load, notes=notes),
-            fingerprint=dataset.fingerprint,
-            micro_batches=micro_batches,
-            rank=data_rank,
-            ranks=data_ranks,
-            workers=data.workers,
-            prefetch=data.prefetch,
-            warn=reporter.warn,
-        )
-
-    clips = stream(data)
-    if not picture_updates:
-        return ClipBatches(clips, notes=notes, reporter=reporter)
-    changes = {"scenes.picture_share": 1.0, "scenes.picture_batch_size": picture_batch_size}
-    pictures = stream(data.replace(changes))
-    batches_of_update = micro_batches // data_ranks
-    first = PicturesFirst(pictures, clips, updates=picture_updates, batches_of_update=batches_of_update)
-    return ClipBatches(first, notes=notes, reporter=reporter)
-
-
-def pixel_multiple(settings: TrainSettings) -> int:
-    """Return how many pixels a run's clips are multiples of: a token's side, or for autoencoders a latent's."""
-    compression = settings.vae.grid.spatial_compression_ratio
-    return compression * (settings.model.patch_size if settings.target is TrainTarget.MMDIT else 1)
-
-
-def _warn_of_what_is_left_out(data: DataSettings, dataset: ClipDataset, *, seed: int, reporter: Reporter) -> None:
-    requests = dataset.requests
-    if not isinstance(requests, TableRequests):
-        return
-    if bad := len(requests.table.bad_rows):
-        reporter.warn(f"{data.table}: bad rows left out: {bad}; osora train --check-data lists them")
-    sampler = BucketSampler(buckets=requests.buckets, samples=requests.table.samples, seed=seed)
-    everything = np.ones(len(requests.table), dtype=bool)
-    left_out = find_left_out(requests, everything, sampler.assigned(0))
-    for each in left_out:
-        reporter.warn(
-            f"{data.table}: rows left out: {each.rows} of {len(requests.table)}, {each.reason} ({each.examples[0]}); "
-            "osora train --check-data lists them, and what takes them in"
-        )
-    batches = sampler(0).batches_of_buckets
-    filled = {requests.buckets[index].kind for index in range(len(requests.buckets)) if batches[index]}
-    for resolution, lengths in data.buckets.items():
-        for length, bucket in lengths.items():
-            if bucket.probability > 0 and (resolution, length) not in filled:
-                reporter.warn(f"data.buckets.{resolution}.{length} is empty: its samples fill no micro-batch")
-
 
 class ReplacementWarnings:
-    """Warns of samples that could not be read: of each once, and of no more than the first twenty.
+    """Warnings of samples that could not be read: once for each, and for the first twenty.
 
-    `where` is appended to a warning, as in ` in validation`.
+    `where` ends each warning, such as ` in validation`.
     """
 
     def __init__(self, reporter: Reporter, *, where: str = "") -> None:
@@ -254,7 +146,7 @@ class ReplacementWarnings:
         self._warned: set[str] = set()
 
     def warn(self, batch: ClipBatch) -> None:
-        """Warn of those that the micro-batch was to have."""
+        """Warn of the samples that were replaced in a micro-batch."""
         for replacement in batch.replaced:
             if replacement.path in self._warned or len(self._warned) > _MOST_WARNINGS:
                 continue
@@ -265,33 +157,49 @@ class ReplacementWarnings:
             self._reporter.warn(text)
 
 
-class ClipBatches:
-    """A stream of clips that warns about samples that could not be read."""
+class ClipBatches(BatchStream[ClipBatch]):
+    """Micro-batches of one rank, with warnings of unused samples and of samples that could not be read.
+
+    Workers call `load` in place of decoding; clips then begin with the first frame of their file. Raises what
+    `open_dataset` raises, and FileProblem if the data fill too few micro-batches for an update.
+    """
 
     def __init__(
         self,
-        batches: BatchStream[ClipBatch] | PicturesFirst[ClipBatch],
+        settings: TrainSettings,
+        data: DataSettings,
         *,
-        notes: ReadingNotes,
+        data_rank: int,
+        data_ranks: int,
         reporter: Reporter,
+        load: LoadClip | None,
     ) -> None:
-        self._batches = batches
-        self._notes = notes
+        seed, multiple = settings.loop.seed, pixel_multiple(settings)
+        dataset = open_dataset(data, seed=seed, multiple=multiple, fixed_starts=load is not None)
+        if data_rank == 0:
+            _warn_of_unused(data, dataset, seed=seed, reporter=reporter)
+        self._notes = ReadingNotes(data.workers)
         self._replaced = ReplacementWarnings(reporter)
-
-    @property
-    def epoch(self) -> int:
-        """Of the last micro-batch that was returned; from 0."""
-        return self._batches.epoch
+        super().__init__(
+            dataset.plan_epoch,
+            ClipLoader(requests=dataset.requests, fit=data.fit, load=load, notes=self._notes),
+            fingerprint=dataset.fingerprint,
+            micro_batches=settings.loop.micro_batches or data_ranks,
+            rank=data_rank,
+            ranks=data_ranks,
+            workers=data.workers,
+            prefetch=data.prefetch,
+            warn=reporter.warn,
+        )
 
     def next(self) -> ClipBatch:
-        """Return this rank's next micro-batch.
+        """Return the next micro-batch of this rank.
 
-        A FileProblem if a sample and its substitutes cannot be read; a HardwareError if a worker was killed or crashed,
-        which names the files that workers were reading.
+        Raises FileProblem if neither a sample nor a substitute can be read, and HardwareError, with the files that
+        workers were reading, if a worker was killed or crashed.
         """
         try:
-            batch = self._batches.next()
+            batch = super().next()
         except WorkerEnded as error:
             raise HardwareError(
                 f"{error.message}; last read were {', '.join(map(plain, self._notes.paths()))}",
@@ -300,14 +208,43 @@ class ClipBatches:
         self._replaced.warn(batch)
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the run is; see `BatchStream`."""
-        return self._batches.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state; a CheckpointError if it is none."""
-        self._batches.load_state_dict(state_dict)
+def open_batches(
+    settings: TrainSettings, *, data_rank: int, data_ranks: int, reporter: Reporter, load: LoadClip | None = None
+) -> ClipBatches | PicturesFirst[ClipBatch]:
+    """Return the micro-batches of this rank in a training run; see `ClipBatches`."""
 
-    def close(self) -> None:
-        """End the workers; idempotent."""
-        self._batches.close()
+    def open_(data: DataSettings) -> ClipBatches:
+        return ClipBatches(settings, data, data_rank=data_rank, data_ranks=data_ranks, reporter=reporter, load=load)
+
+    clips, data = open_(settings.data), settings.data
+    if settings.target is not TrainTarget.VAE or not settings.train_vae.picture_steps:
+        return clips
+    size = settings.train_vae.picture_batch_size
+    return PicturesFirst(
+        open_(data.replace({"scenes.picture_share": 1.0, "scenes.picture_batch_size": size})),
+        clips,
+        updates=settings.train_vae.picture_steps,
+        batches_of_update=(settings.loop.micro_batches or data_ranks) // data_ranks,
+    )
+
+
+def _warn_of_unused(data: DataSettings, dataset: ClipDataset, *, seed: int, reporter: Reporter) -> None:
+    requests = dataset.requests
+    if not isinstance(requests, TableRequests):
+        return
+    table, buckets = requests.table, requests.buckets
+    if bad := len(table.bad_rows):
+        reporter.warn(f"{data.table}: bad rows skipped: {bad}; osora train --check-data lists them")
+    sampler = BucketSampler(buckets=buckets, samples=table.samples, seed=seed)
+    for each in find_unused(requests, np.ones(len(table), dtype=bool), sampler.assigned(0)):
+        reporter.warn(
+            f"{data.table}: rows unused: {each.rows} of {len(table)}, {each.reason} ({each.examples[0]}); "
+            "osora train --check-data lists them with fixes"
+        )
+    batches = sampler(0).batches_of_buckets
+    filled = {buckets[index].kind for index in np.flatnonzero(batches).tolist()}
+    for resolution, lengths in data.buckets.items():
+        for length, bucket in lengths.items():
+            if bucket.probability > 0 and (resolution, length) not in filled:
+                reporter.warn(f"data.buckets.{resolution}.{length} is empty: its samples fill no micro-batch")

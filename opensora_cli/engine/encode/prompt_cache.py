@@ -1,7 +1,7 @@
-"""Embeddings of prompts on disk, so that a prompt that was encoded once needs no text encoder again.
+"""Cache of prompt embeddings on disk: a prompt that was encoded once needs no text encoder again.
 
-Each prompt is a file of the user's cache folder, named after all that decides its bits. Files appear whole; a broken
-one is encoded again and replaced. What is wrong with the folder is warned of once, and ends nothing.
+Each prompt is a file in the user's cache folder, named after everything that decides its bits. Files appear whole. A
+broken file is encoded again and replaced. A problem with the folder is one warning, and ends no run.
 """
 
 import hashlib
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.files import atomic_path, user_cache
@@ -24,25 +25,25 @@ _ENDING = ".safetensors"
 _PROMPT_EMBEDS, _POOLED_PROMPT_EMBEDS = "prompt_embeds", "pooled_prompt_embeds"
 _DIGEST = "osora.sha256"
 _HEADER_BYTES = 512
-"""Of a file, at the most."""
-_LOOKS = 32
-"""How often the folder is looked through while as much is written as it may hold: several processes may write."""
-_SLACK_S = 1.0
-"""By which the clock of a file system may be behind."""
+"""Upper limit of the bytes of a file that are not embeddings."""
+_FREED = 32
+"""Part of the limit, 1 / 32, that is made free at once: the folder is not listed for every prompt."""
+_CLOCK_SKEW_S = 1.0
+"""Delay that the clock of a file system may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextEmbeds:
-    """One text, encoded."""
+    """Embeddings of one text."""
 
     prompt_embeds_1LC: Tensor
-    """Of T5."""
+    """Output of T5."""
     pooled_prompt_embeds_1V: Tensor
-    """Of CLIP."""
+    """Output of CLIP."""
 
     @property
     def nbytes(self) -> int:
-        """The size of both."""
+        """Bytes of both."""
         return self.prompt_embeds_1LC.nbytes + self.pooled_prompt_embeds_1V.nbytes
 
     def to(self, device: torch.device) -> "TextEmbeds":
@@ -51,29 +52,29 @@ class TextEmbeds:
 
     def sha256(self) -> str:
         """Return the hash of both."""
-        both = (self.prompt_embeds_1LC, self.pooled_prompt_embeds_1V)
         digest = hashlib.sha256()
-        for tensor in both:
+        for tensor in (self.prompt_embeds_1LC, self.pooled_prompt_embeds_1V):
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
 class PromptCache:
-    """The prompts of one run in the user's cache.
+    """Prompts in the cache of a user, for one run.
 
-    What was used last before the run began is removed where there is no room; what the run itself has used stays. So a
-    run of more prompts than there is room for fills the folder once, and writes no more then.
+    The least recently used files are removed when there is no room. Files that this run has used stay: a run with more
+    prompts than there is room for fills the folder, and then writes no more.
 
     Args:
-        folder: where the files are, which need not exist; None: there is no cache.
+        folder: folder of the files, which need not exist. None means that there is no cache.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._begun_s = time.time() - _SLACK_S
-        self._is_closed = folder is None
+        self._begun_s = time.time() - _CLOCK_SKEW_S
         self._room = 0
-        """Bytes that may be written before the folder is looked through again."""
+        """Bytes that can be written before the folder is listed again."""
+        self.is_writable = folder is not None
+        """Whether there is a folder with room, in which every write succeeded."""
 
     @classmethod
     def of_user(cls) -> "PromptCache":
@@ -82,85 +83,80 @@ class PromptCache:
 
     @property
     def folder(self) -> Path | None:
-        """Where the files are; None: nothing is kept yet."""
+        """The folder of the files, or None if it does not exist yet."""
         try:
             return self._folder if self._folder is not None and self._folder.is_dir() else None
         except OSError:
             return None
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether there is a folder for it, in which no write has failed yet."""
-        return not self._is_closed
-
     def has(self, name: str) -> bool:
-        """Whether there is a file for a name; it may turn out to be broken."""
+        """Return whether there is a file for a name; it can be broken."""
         try:
-            return self._folder is not None and self._path(name).is_file()
+            return self._folder is not None and _path(self._folder, name).is_file()
         except OSError:
             return False
 
     def read(self, name: str, reporter: Reporter) -> TextEmbeds | None:
-        """Return what was kept under a name, on the CPU; None: nothing, or what is broken, with a warning."""
-        if not self.has(name):
+        """Return the embeddings for a name, on the CPU, or None if they are missing or broken."""
+        if self._folder is None or not self.has(name):
             return None
-        path = self._path(name)
+        path = _path(self._folder, name)
         try:
-            entries, metadata = open_safetensors(path)
-            found = TextEmbeds(entries[_PROMPT_EMBEDS].read(), entries[_POOLED_PROMPT_EMBEDS].read())
-            if found.sha256() != metadata.get(_DIGEST):
-                raise ValueError("its content is not what was written")
-        except (OsoraError, OSError, LookupError, ValueError) as error:
-            if path.is_file():  # and was not removed meanwhile
+            with safe_open(path, framework="pt") as file:
+                tensors = (file.get_tensor(_PROMPT_EMBEDS), file.get_tensor(_POOLED_PROMPT_EMBEDS))
+                found = TextEmbeds(*(tensor.clone() for tensor in tensors))
+                if found.sha256() != (file.metadata() or {}).get(_DIGEST):
+                    raise ValueError("its content is not what was written")
+        except (SafetensorError, OSError, ValueError) as error:
+            if path.is_file():  # not if another process has removed it
                 reporter.warn(f"{path} is broken: its prompt is encoded again ({_reason(error)})")
             return None
-        with suppress(OSError):  # where the folder is only for reading
+        with suppress(OSError):  # a folder can be read-only
             os.utime(path)
         return found
 
     def keep(self, name: str, embeds: TextEmbeds, *, limit: int, reporter: Reporter) -> None:
-        """Keep embeddings under a name, in a folder of `limit` bytes at most; without effect where that fails."""
-        if self._is_closed:
+        """Write embeddings under a name, if the folder then has at most `limit` bytes."""
+        if self._folder is None or not self.is_writable:
             return
-        path = self._path(name)
+        size = embeds.nbytes + _HEADER_BYTES
+        tensors = {
+            _PROMPT_EMBEDS: HeldEntry(embeds.prompt_embeds_1LC),
+            _POOLED_PROMPT_EMBEDS: HeldEntry(embeds.pooled_prompt_embeds_1V),
+        }
         try:
-            size = embeds.nbytes + _HEADER_BYTES
-            if size > self._room and not self._make_room(size, limit):
-                self._is_closed = True
-                return
-            tensors = {
-                _PROMPT_EMBEDS: HeldEntry(embeds.prompt_embeds_1LC),
-                _POOLED_PROMPT_EMBEDS: HeldEntry(embeds.pooled_prompt_embeds_1V),
-            }
-            with atomic_path(path) as temporary:
-                write_safetensors(temporary, tensors, metadata={_DIGEST: embeds.sha256()})
-            self._room -= size
+            if size > self._room:
+                self._room = self._make_room(self._folder, size, limit)
+            self.is_writable = size <= self._room
+            if self.is_writable:
+                with atomic_path(_path(self._folder, name)) as temporary:
+                    write_safetensors(temporary, tensors, metadata={_DIGEST: embeds.sha256()})
+                self._room -= size
         except (OsoraError, OSError) as error:
-            self._is_closed = True
+            self.is_writable = False
             reporter.warn(f"embeddings of prompts are not cached: {_reason(error)}")
 
-    def _make_room(self, nbytes: int, limit: int) -> bool:
-        """Remove what is oldest until there is room for `nbytes`; returns whether there is."""
-        assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def _make_room(self, folder: Path, nbytes: int, limit: int) -> int:
+        """Remove the oldest files until there is room for `nbytes`; return the free bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
         found = []
-        for path in self._folder.glob(f"*{_ENDING}"):
+        for path in folder.glob(f"*{_ENDING}"):
             with suppress(OSError):  # another process has removed it
                 state = path.stat()
                 found.append((state.st_mtime, state.st_size, path))
         free = limit - sum(size for _, size, _ in found)
-        wanted = max(nbytes, limit // _LOOKS)
+        wanted = max(nbytes, limit // _FREED)
         for used_s, size, path in sorted(found):
             if free >= wanted or used_s >= self._begun_s:
                 break
             path.unlink(missing_ok=True)
             free += size
-        self._room = min(free, wanted)
-        return free >= nbytes
+        # No more than was wanted: other processes may write as well.
+        return min(free, wanted)
 
-    def _path(self, name: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{name}{_ENDING}"
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}{_ENDING}"
 
 
 def _reason(error: Exception) -> str:

@@ -189,7 +189,7 @@ def fake_products(transformer: MMDiT, kind: LinearProducts) -> None:
         return
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
-            use_in_block(block, stack, kind, device=torch.device("meta"))
+            use_in_block(block, stack, kind)
 
 
 def keep_largest_share(transformer: MMDiT, ranks: int) -> None:

@@ -139,7 +139,7 @@ def load_transformer(
         if group is not None:
             shard_block(block, blocks[path], group)
         if offload.linear is not LinearProducts.EXACT:
-            for error in use_in_block(block, blocks[path], offload.linear, device=plan.hardware.device):
+            for error in use_in_block(block, blocks[path], offload.linear):
                 if measured is not None:
                     measured(replace(error, path=f"{path}.{error.path}"))
         if offload.fp8_storage:

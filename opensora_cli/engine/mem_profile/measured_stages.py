@@ -18,7 +18,6 @@ from opensora_cli.engine.components.hardware import release_memory, start_peak_m
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
-from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
@@ -29,6 +28,7 @@ from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
+from opensora_cli.engine.mem_profile.timings import AccelerationReport
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
@@ -170,7 +170,7 @@ def random_transformer(plan: Plan) -> MMDiT:
             for block in transformer.get_submodule(stack.module_path).children():
                 fill_randomly(block, torch.device("cpu"))
                 if offload.linear is not LinearProducts.EXACT:
-                    use_in_block(block, stack, offload.linear, device=device)
+                    use_in_block(block, stack, offload.linear)
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:

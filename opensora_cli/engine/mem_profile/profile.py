@@ -8,7 +8,6 @@ from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
-from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import require_weights_of, warn_of_missing
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
@@ -21,6 +20,7 @@ from opensora_cli.engine.mem_profile.measure import why_not_measured
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation
 from opensora_cli.engine.mem_profile.report import BufferUse, MemProfile, Part, StageProfile, Timeline, module_shares
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
+from opensora_cli.engine.mem_profile.timings import AccelerationReport
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
 from opensora_cli.engine.train.early import warn_of_missing_inputs

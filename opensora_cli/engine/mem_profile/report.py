@@ -5,7 +5,7 @@ from itertools import pairwise, takewhile
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.components.timings import AccelerationReport
+from opensora_cli.engine.mem_profile.timings import AccelerationReport
 from opensora_cli.engine.train.rank_memory import RankMemory, rank_lines
 from opensora_cli.memory.counting import TensorBytes
 

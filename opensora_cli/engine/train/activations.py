@@ -14,7 +14,7 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
-from opensora_cli.engine.encode.loading import pixel_multiple
+from opensora_cli.engine.encode.datasets import pixel_multiple
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.memory.activations import ActivationManager

@@ -1,7 +1,6 @@
 """From settings to a task and its micro-batches."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.encode.cache_filling import prepare_cache
-from opensora_cli.engine.encode.clip_cache import ClipCache, require_same_settings
-from opensora_cli.engine.encode.datasets import open_dataset
-from opensora_cli.engine.encode.frozen_parts import cache_settings
-from opensora_cli.engine.encode.loading import open_batches, pixel_multiple
+from opensora_cli.engine.encode.clip_cache import ClipCache
+from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
+from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_settings
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
@@ -113,10 +111,8 @@ def refuse_before_ranks(settings: TrainSettings) -> None:
         tables.append(settings.validation.data(settings.data))
     for data in tables:
         open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=False)
-    cache = settings.train_mmdit.cache
-    if settings.target is TrainTarget.MMDIT and cache is not None:
-        device = torch.device("cpu" if settings.device == "cpu" else "cuda")
-        require_same_settings(Path(cache), cache_settings(settings, device=device))
+    if settings.target is TrainTarget.MMDIT and settings.train_mmdit.cache is not None:
+        require_same_settings(settings, device=torch.device("cpu" if settings.device == "cpu" else "cuda"))
 
 
 def count_parameters(settings: TrainSettings) -> int:

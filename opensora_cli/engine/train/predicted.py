@@ -13,7 +13,7 @@ import torch
 
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.parallelize import AttentionSizes
-from opensora_cli.engine.encode.frozen_parts import frozen_dtype
+from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.estimate.generation_work import encoding_work, evaluation_work, text_work
 from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.predicted_time import (

@@ -11,8 +11,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.encode.frozen_parts import frozen_dtype
+from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import BatchShape, largest_batch_shape

@@ -22,8 +22,8 @@ from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import scale_metadata
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.clip_conditions import condition_clip, sample_mode
-from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encoders, fresh_clip
-from opensora_cli.engine.encode.frozen_parts import load_encoders
+from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, training_caption
+from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.task import SampleRng
@@ -166,8 +166,10 @@ class MMDiTTask:
             return batch.cached or ()
         described = zip(batch.pixels_BTHWC, batch.captions, batch.fps, batch.motion_scores, strict=True)
         return [
-            fresh_clip(
-                self._encoders(), pixels_THWC, caption=caption, fps=fps, motion_score=score, settings=self._settings
+            FreshClip(
+                self._encoders(),
+                pixels_THWC,
+                training_caption(caption, fps=fps, motion_score=score, settings=self._settings),
             )
             for pixels_THWC, caption, fps, score in described
         ]
@@ -268,7 +270,7 @@ def build_mmdit_task(
     than the transformer reads.
     """
     encoders: Callable[[], Encoders] = cache(partial(load_encoders, settings, device=device))
-    empty_prompt = encoders().empty_prompt() if clips is None else clips.empty_prompt()
+    empty_prompt = encoders().empty_prompt if clips is None else clips.empty_prompt()
     for key, needed, given, name in (
         ("context_in_dim", settings.model.context_in_dim, empty_prompt.prompt_embeds_LC.shape[-1], "T5"),
         ("vec_in_dim", settings.model.vec_in_dim, empty_prompt.pooled_prompt_embeds_V.shape[-1], "CLIP"),

@@ -17,8 +17,8 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
-from opensora_cli.engine.encode.encoding import training_caption
-from opensora_cli.engine.encode.frozen_parts import load_encoders
+from opensora_cli.engine.encode.clips import training_caption
+from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -176,16 +176,10 @@ def open_samples(
     if settings.target is not TrainTarget.MMDIT or chosen.every is None:
         return None
     encoders = load_encoders(settings, device=distribution.device)
-    empty = encoders.empty_prompt()
+    empty = encoders.empty_prompt
     embeds = []
     for prompt in chosen.prompts:
-        caption = training_caption(
-            prompt,
-            fps=chosen.rate(settings.data),
-            motion_score=None,
-            add_fps=trained.add_fps,
-            add_motion_score=False,
-        )
+        caption = training_caption(prompt, fps=chosen.rate(settings.data), motion_score=None, settings=trained)
         states_2LC = torch.stack([encoders.prompt_embeds(caption), empty.prompt_embeds_LC])
         pooled_2V = torch.stack([encoders.pooled_prompt_embeds(caption), empty.pooled_prompt_embeds_V])
         embeds.append(PromptEmbeds(states_2LC.to(_HOST), pooled_2V.to(_HOST)))

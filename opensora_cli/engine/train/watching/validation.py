@@ -9,9 +9,9 @@ import torch
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.engine.encode.cache_filling import prepare_cache
-from opensora_cli.engine.encode.datasets import open_dataset
-from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings, pixel_multiple
+from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
+from opensora_cli.engine.encode.fill_cache import prepare_cache
+from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
 from opensora_cli.engine.train.objectives.text import sample_captions
 from opensora_cli.engine.train.strategy.distribution import Distribution

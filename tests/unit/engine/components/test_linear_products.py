@@ -1,4 +1,6 @@
-"""Products in 8 bits are refused where a device, a model or a dtype has none, and reported where they are used."""
+"""Matmuls in 8 bits: refused without a kernel that works, close to the exact ones, and reported."""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -23,16 +25,17 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
 @pytest.fixture(autouse=True)
-def none_is_known():
-    linear_products._why_unusable.cache_clear()
+def nothing_is_remembered():
+    why_unusable = linear_products._why_unusable
+    why_unusable.cache_clear()
     with torch.no_grad():
         yield
-    linear_products._why_unusable.cache_clear()
+    why_unusable.cache_clear()
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Be a machine with a GPU of a compute capability that the test chooses."""
+    """Act as a machine with a GPU of a given compute capability."""
 
     def has(*capability):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -42,26 +45,26 @@ def gpu(monkeypatch):
     return has
 
 
-def require(kind, config=None, *, device=CPU, dtype=torch.bfloat16, **options):
+def require(kind, config=None, *, device=GPU, dtype=torch.bfloat16, **options):
     require_products(kind, config or MMDiTConfig(), device=device, dtype=dtype, **options)
 
 
 def in_8_bits(model, kind=INT8):
-    """Replace all layers, and return what is off."""
+    """Replace all layers, and return their errors."""
     return [
         error
         for stack in repeated_blocks(model.config)
         for block in model.get_submodule(stack.module_path)
-        for error in use_in_block(block, stack, kind, device=CPU)
+        for error in use_in_block(block, stack, kind)
     ]
 
 
-def test_a_cpu_has_int8_and_refuses_fp8_with_it():
-    require(LinearProducts.EXACT)
-    require(INT8, dtype=torch.float32)
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_a_cpu_is_refused(kind):
+    require(LinearProducts.EXACT, device=CPU)
     with pytest.raises(HardwareError, match="needs an NVIDIA GPU") as error:
-        require(FP8)
-    assert "precision.linear=int8" in error.value.hint
+        require(kind, device=CPU)
+    assert "precision.linear=exact" in error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -70,20 +73,19 @@ def test_a_cpu_has_int8_and_refuses_fp8_with_it():
 def test_a_gpu_that_is_too_old_is_refused(gpu, kind, capability, hint):
     gpu(*capability)
     with pytest.raises(HardwareError, match="compute capability") as error:
-        require(kind, device=GPU, tries_device=False)
+        require(kind, tries_device=False)
     assert hint in error.value.hint
     gpu(8, 9)
-    require(kind, device=GPU, tries_device=False)
+    require(kind, tries_device=False)
 
 
 def test_fp8_needs_bfloat16_and_sizes_that_its_kernel_takes():
     with pytest.raises(RequestError, match="bfloat16"):
-        require(FP8, device=GPU, dtype=torch.float16)
-    require(FP8, device=GPU, tensor=3)
+        require(FP8, dtype=torch.float16)
+    require(FP8, tensor=3)
     # 12,288 features of the MLP are 2,458 on a rank of five.
     with pytest.raises(RequestError, match="multiples of 16"):
-        require(FP8, device=GPU, tensor=5)
-    require(INT8, device=CPU, tensor=5)
+        require(FP8, tensor=5)
 
 
 def test_a_model_without_blocks_has_no_use_for_it():
@@ -91,19 +93,18 @@ def test_a_model_without_blocks_has_no_use_for_it():
         require(INT8, MMDiTConfig(depth=0, depth_single_blocks=0))
 
 
-def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
-    multiply = eight_bit_products._multiply_on_cpu
-    monkeypatch.setattr(eight_bit_products, "_multiply_on_cpu", lambda *given: multiply(*given) * 1.1)
+def test_a_wrong_or_missing_kernel_is_refused(gpu, monkeypatch):
+    why_unusable, multiply = linear_products._why_unusable, eight_bit_products._int_mm
+    assert why_unusable(INT8, CPU, torch.bfloat16) is None
+    monkeypatch.setattr(linear_products, "_why_unusable", lambda kind, _, dtype: why_unusable(kind, CPU, dtype))
+    why_unusable.cache_clear()
+    gpu(8, 9)
+    monkeypatch.setattr(eight_bit_products, "_int_mm", lambda *given: multiply(*given) * 1.1)
     with pytest.raises(HardwareError, match=r"a small product is off by \d+") as error:
         require(INT8)
     assert "exact" in error.value.hint
-
-
-def test_a_torch_without_the_kernel_is_refused(monkeypatch):
-    def missing(*_):
-        raise NotImplementedError("there is no such operator")
-
-    monkeypatch.setattr(eight_bit_products, "_multiply_on_cpu", missing)
+    why_unusable.cache_clear()
+    monkeypatch.setattr(eight_bit_products, "_int_mm", mock.Mock(side_effect=NotImplementedError("no such operator")))
     with pytest.raises(HardwareError, match="no such operator"):
         require(INT8)
 
@@ -116,28 +117,20 @@ def test_all_layers_of_the_blocks_are_replaced_and_no_other():
     assert len(errors) == len(replaced)
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_an_evaluation_is_off_by_little_in_chunks_and_as_a_whole(chunk):
+def test_an_evaluation_has_a_small_error_and_chunks_change_only_rounding():
     model = transformer(hidden=64)
     exact = model(**inputs(model))
     in_8_bits(model)
-    model.set_sequence_chunk(chunk)
-    rounded = model(**inputs(model))
-    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
-    assert all(module.last._rounded is None for module in model.modules() if isinstance(module, ProductLinear))
-
-
-def test_chunks_change_no_more_than_rounding():
-    model = transformer(hidden=64)
-    in_8_bits(model)
     whole = model(**inputs(model))
+    assert 0 < (whole - exact).norm() < 0.1 * exact.norm()
     model.set_sequence_chunk(5)
     assert torch.allclose(model(**inputs(model)), whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+    assert all(module.last._rounded is None for module in model.modules() if isinstance(module, ProductLinear))
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_adapters_beside_the_layers_stay_exact(chunk):
-    """An adapter that takes away all of a layer leaves what rounding leaves of it."""
+    """Half of each weight is in the layer and half in an adapter: only the layer is rounded."""
     plain, model = transformer(hidden=64), transformer(hidden=64)
     for path in linears_of_blocks(model.config):
         weight = model.get_submodule(path).weight

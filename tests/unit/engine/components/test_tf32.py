@@ -1,6 +1,7 @@
-"""`precision.tf32`: what torch is told inside a run, and that it is as before afterwards."""
+"""`precision.tf32`: the switches of torch inside a run, and their state after it."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from opensora_cli.core.gpus import GpuFacts, TorchFacts
 from opensora_cli.engine.components.hardware import tf32_in_use, tf32_products
 from opensora_cli.engine.env_check.machine import check_precision
 
-# Its flags are there without a GPU.
+# Its switches work without a GPU.
 CUDA = torch.device("cuda")
 
 
 def flags() -> tuple[str, str, str, bool, bool, str]:
-    """Return what all of torch's ways to ask for it say, which must not contradict each other."""
+    """Return the state of each of torch's switches; they must not contradict each other."""
     backends = torch.backends
     return (
         backends.cuda.matmul.fp32_precision,
@@ -46,21 +47,17 @@ def test_products_and_convolutions_are_set_together_and_restored(allowed: bool, 
     assert found[5] == ("high" if allowed else "highest")
 
 
-def test_a_run_that_fails_restores_them_too() -> None:
-    with pytest.raises(KeyError), tf32_products(True, CUDA, note=nothing):
-        raise KeyError
-
-
 @pytest.mark.parametrize("outer", [True, False])
-def test_runs_nest(outer: bool) -> None:
+def test_runs_nest_and_failed_ones_restore_the_switches(outer: bool) -> None:
     with tf32_products(outer, CUDA, note=nothing):
         before = flags()
-        with tf32_products(not outer, CUDA, note=nothing):
+        with suppress(KeyError), tf32_products(not outer, CUDA, note=nothing):
             assert flags()[3] is not outer
+            raise KeyError
         assert flags() == before
 
 
-def test_what_a_program_has_chosen_before_is_restored() -> None:
+def test_the_choice_of_a_program_is_restored() -> None:
     matmul = torch.backends.cuda.matmul
     try:
         matmul.fp32_precision = "tf32"

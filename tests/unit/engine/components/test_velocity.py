@@ -1,4 +1,4 @@
-"""Branches of guidance: one batch where they are small, one after the other where they are not, the same velocities."""
+"""Branches of guidance: one batch for few tokens, else one after the other, with the same velocities."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ TOKENS = 12 + 5
 
 
 class Watched:
-    """A transformer that notes the batches it is called with."""
+    """A transformer that records its batches."""
 
     def __init__(self) -> None:
         self.model, self.batches = transformer(), list[int]()
@@ -39,7 +39,7 @@ class Watched:
 
 
 def evaluated(branches: tuple[Branch, ...] = ALL) -> tuple[dict[Branch, Tensor], list[int], int]:
-    """Return the velocities, the batches, and the number of evaluations that were reported."""
+    """Return the velocities, the batches and the number of reported evaluations."""
     watched, reported = Watched(), list[None]()
     given = inputs(watched.model, batch=2)
     guided = GuidedVelocity(
@@ -59,6 +59,10 @@ def test_small_branches_are_one_batch_and_the_same(monkeypatch: pytest.MonkeyPat
     together, batches, reported = evaluated()
     assert batches == [3] * 2
     assert reported == 2 * 3
+    single, batches, _ = evaluated((Branch.COND,))
+    assert batches == [1, 1]
+    assert_close(single[Branch.COND], together[Branch.COND])
+    assert evaluated(()) == ({}, [], 0)
     monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": 3 * TOKENS - 1})
     alone, batches, reported = evaluated()
     assert batches == [1] * 6
@@ -71,16 +75,8 @@ def test_small_branches_are_one_batch_and_the_same(monkeypatch: pytest.MonkeyPat
     assert not torch.allclose(alone[Branch.UNCOND], alone[Branch.COND], rtol=0.01)
 
 
-def test_a_branch_does_not_depend_on_those_beside_it_where_it_is_alone() -> None:
-    alone, batches, _ = evaluated((Branch.COND,))
-    assert batches == [1, 1]
-    assert_close(alone[Branch.COND], evaluated()[0][Branch.COND])
-
-
 @pytest.mark.parametrize("few_tokens", [1024, 0])
-def test_blocks_are_spared_where_a_step_reuses_what_they_have_added(
-    few_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_reuses_block_outputs_computes_no_block(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": few_tokens})
     model, computed, reported = transformer(), list[None](), list[None]()
     for block in (*model.double_blocks, *model.single_blocks):
@@ -118,10 +114,6 @@ def test_nothing_is_reused_before_it_is_computed() -> None:
         model(**given, residual=BlockResidual(is_reused=True))
 
 
-def test_a_rank_without_a_branch_evaluates_nothing() -> None:
-    assert evaluated(()) == ({}, [], 0)
-
-
 def test_size_and_device_decide() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert are_batched(112, cpu)  # the demo's
@@ -130,9 +122,7 @@ def test_size_and_device_decide() -> None:
 
 
 @pytest.mark.parametrize("few_tokens", [1024, 0])
-def test_modulation_of_known_times_is_computed_once_and_the_same(
-    few_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modulation_of_known_times_is_computed_once(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(velocity, "_FEW_TOKENS", {"cpu": few_tokens})
     model, called = transformer(), list[tuple[str, int]]()  # layers, with rows of what they are given
     for path in ("single_blocks.0.modulation.lin", "final_layer.adaLN_modulation.1", "txt_in"):
@@ -165,7 +155,7 @@ def test_modulation_of_known_times_is_computed_once_and_the_same(
     assert len(called) == 3 * (3 if few_tokens else 3 + 1 + 3)
 
 
-def test_modulation_comes_first_where_it_is_less_than_its_weights() -> None:
+def test_modulation_comes_first_if_it_is_less_than_its_weights() -> None:
     demo, released = mmdit_config(load_preset("demo", prompt="any").model), MMDiTConfig()
     assert modulation_values(51, demo) == 2 * 51 * (12 * 2 + 3 * 8 + 2) * 256
     assert modulation_comes_first(51, demo)

@@ -16,7 +16,7 @@ from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 
 @pytest.fixture(autouse=True)
 def empty_machine(tmp_path, monkeypatch):
-    """No ckpts, an empty Hugging Face cache, no network, and no CUDA."""
+    """Provide a machine without ckpts, network and CUDA, and with an empty Hugging Face cache."""
 
     def refuse(*_):
         raise AssertionError("a request was made")
@@ -28,13 +28,8 @@ def empty_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
 def put_into_hub(repo, source, tmp_path):
-    """Lay `source` out as the Hugging Face cache has what it downloaded."""
+    """Copy `source` to the layout of the Hugging Face cache."""
     folder = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
     shutil.copytree(source, folder / "snapshots" / "abc123")
     (folder / "refs").mkdir()
@@ -46,22 +41,13 @@ def without_folder(world, tmp_path):
     return released_settings(world, tmp_path, runtime__weights=None)
 
 
-def test_named_folder(world, tmp_path):
+def test_the_working_directory_is_searched_without_a_named_folder(world, tmp_path):
     found = find_weights(released_settings(world, tmp_path))
     assert found.complete
-    assert found.path(Component.TRANSFORMER) == world.released / "Open_Sora_v2.safetensors"
     assert found.path(Component.T5) == world.released / "google/t5-v1_1-xxl"
-
-
-def test_named_folder_is_the_only_one(world, tmp_path):
-    shutil.copytree(world.released, "ckpts")
-    found = find_weights(released_settings(world, tmp_path, runtime__weights=str(tmp_path / "elsewhere")))
-    assert not found.paths
-
-
-def test_working_directory(world, tmp_path):
     shutil.copytree(world.released, "ckpts")
     assert find_weights(without_folder(world, tmp_path)).complete
+    assert not find_weights(released_settings(world, tmp_path, runtime__weights=str(tmp_path / "elsewhere"))).paths
 
 
 def test_hugging_face_cache(world, tmp_path):
@@ -145,40 +131,30 @@ def test_missing_demo_says_how_to_get_it(world, tmp_path, monkeypatch):
     assert "install" in caught.value.hint
 
 
-def test_auto_without_anything():
-    name, reason = choose_model(AUTO)
-    assert name == DEMO
-    assert "weights of open-sora-v2 are missing and there is no CUDA device" in reason
+@pytest.mark.parametrize(
+    ("has_weights", "has_cuda", "device", "reason"),
+    [
+        (False, False, "auto", "the weights of open-sora-v2 are missing and there is no CUDA device"),
+        (True, False, "auto", "there is no CUDA device"),
+        (True, True, "cpu", "the CPU was asked for"),
+        (True, True, "auto", None),
+    ],
+)
+def test_auto_needs_weights_and_cuda(world, monkeypatch, has_weights, has_cuda, device, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    weights_folder = str(world.released) if has_weights else None
+    name, found = choose_model(AUTO, weights=weights_folder, device=device)
+    assert name == (OPEN_SORA_V2 if reason is None else DEMO)
+    assert found == reason or (reason is None and str(world.released) in found)
 
 
-def test_auto_with_weights_but_without_cuda(world):
-    name, reason = choose_model(AUTO, weights=str(world.released))
-    assert name == DEMO
-    assert reason == "there is no CUDA device"
-
-
-@pytest.mark.usefixtures("cuda")
-def test_auto_with_weights_and_cuda(world):
-    name, reason = choose_model(AUTO, weights=str(world.released))
-    assert name == OPEN_SORA_V2
-    assert str(world.released) in reason
-
-
-@pytest.mark.usefixtures("cuda")
-def test_auto_with_cuda_but_without_some_weights(world, tmp_path):
+def test_auto_without_some_weights_names_them(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     shutil.copytree(world.released, tmp_path / "w", ignore=shutil.ignore_patterns("openai"))
-    name, reason = choose_model(AUTO, weights=str(tmp_path / "w"))
-    assert name == DEMO
-    assert reason == f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
-
-
-@pytest.mark.usefixtures("cuda")
-def test_auto_for_the_cpu(world):
-    name, reason = choose_model(AUTO, weights=str(world.released), device="cpu")
-    assert name == DEMO
-    assert reason == "the CPU was asked for"
+    reason = f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
+    assert choose_model(AUTO, weights=str(tmp_path / "w")) == (DEMO, reason)
 
 
 @pytest.mark.parametrize("choice", ARCHITECTURES)
-def test_what_is_asked_for_is_not_questioned(choice):
+def test_a_named_model_is_used(choice):
     assert choose_model(choice) == (choice, "as asked")

@@ -49,14 +49,14 @@ def test_buckets_batches_and_bad_rows(table: Path) -> None:
     assert report.problems == ()
     report.require_batches()
     document = json.loads(json.dumps(report.to_json()))
-    assert document["schema"] == "osora.data-check/1"
+    assert document["schema"] == "osora.data-check/2"
     assert document["buckets"][1]["micro_batches"] == 2
     assert [line.split()[0] for line in report.lines()] == [
         "data",
         "bad",
         "bad",
         "caption",
-        *("left", "tiny.mp4:", "a"),
+        *("unused", "tiny.mp4:", "fix:"),
         "bucket",
         "bucket",
         "epoch",
@@ -70,9 +70,8 @@ def test_a_path_that_no_file_can_have_is_a_bad_row(tmp_path: Path) -> None:
     assert [(bad.path, bad.reason) for bad in report.bad_rows] == [(path, "there is no such file") for path in paths]
 
 
-def test_rows_that_fall_out_are_counted_by_reason_with_what_takes_them_in(tmp_path: Path) -> None:
+def test_unused_rows_are_counted_by_reason(tmp_path: Path) -> None:
     rows: list[list[object]] = [
-        # The clips that a recipe of 17 frames and 12 fps once left out without a word of why.
         *([f"wide_{i}.mp4", "", 40, 360, 640, 30] for i in range(4)),
         ["tiny.mp4", "", 100, 20, 20, 12],
         ["short.mp4", "", 9, 64, 64, ""],
@@ -85,59 +84,37 @@ def test_rows_that_fall_out_are_counted_by_reason_with_what_takes_them_in(tmp_pa
     table = write_rows(tmp_path / "table.csv", rows)
     data = {"table": str(table), "fps_max": 12, "buckets": {"64px": {17: (1.0, 3)}}}
     report = check(data)
-    assert [(each.rows, each.reason, each.examples[0], each.fix) for each in report.left_out] == [
-        (1, "pictures, and all buckets are for videos", "picture.png: 64x64", "a bucket of 1 frame takes them"),
+    assert [(each.rows, each.reason, each.examples[0], each.fix) for each in report.unused] == [
+        (1, "no bucket is for pictures", "picture.png: 64x64", "add a bucket of 1 frame to data.buckets"),
         (
             1,
-            "too small: 64px, the smallest, takes 3,277 pixels or more",
-            "tiny.mp4: 20x20",
-            "a resolution of 22px or less in data.buckets takes them",
+            "too small: 64px, the smallest resolution, takes 3,277 pixels or more",
+            "tiny.mp4: 20x20, 100 frames at 12 fps",
+            "add a smaller resolution to data.buckets",
         ),
         (
             5,
-            "too short: the shortest bucket for their size has 17 frames",
-            "wide_0.mp4: 40 frames at 30 fps, of which data.fps_max=12 leaves 13",
-            "a bucket of 9 frames at 64px takes them",
+            "too short for every bucket of their size",
+            "wide_0.mp4: 640x360, 40 frames at 30 fps",
+            "add a bucket of fewer frames to data.buckets, or raise data.fps_max if videos are faster",
         ),
         (
             2,
-            "too few of one shape for a micro-batch of 3 in data.buckets.64px.17",
-            "tall_0.mp4: 64x128, one of 2 of 1:2",
-            "a batch size of 2 takes them",
+            "too few of one shape for 3 clips of data.buckets.64px.17",
+            "tall_0.mp4: 64x128, 60 frames at 12 fps",
+            "use a batch size of 2, or give more clips of each shape",
         ),
     ]
-    assert [len(each.examples) for each in report.left_out] == [1, 1, 3, 2]
+    assert [len(each.examples) for each in report.unused] == [1, 1, 3, 2]
     assert report.without_bucket == 7
-    # Each fix takes in what it is for.
-    fixed = {**data, "buckets": {"64px": {1: (1.0, 1), 17: (1.0, 2), 9: (1.0, 1)}, "22px": {9: (1.0, 1)}}}
-    assert [each.rows for each in check(fixed).left_out] == []
+    # Each fix uses the rows.
+    fixed = {**data, "buckets": {"64px": {1: (1.0, 1), 17: (1.0, 2), 9: (1.0, 1)}, "20px": {9: (1.0, 1)}}}
+    assert check(fixed).unused == ()
     faster = {**data, "fps_max": 15, "buckets": {"64px": {17: (1.0, 1)}}}
-    assert [each.rows for each in check(faster).left_out] == [1, 1, 1]
-    assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).left_out[-1].rows == 5
-    (pictures_alone,) = check({**data, "buckets": {"16px": {1: (1.0, 1)}}}).left_out
-    assert (pictures_alone.rows, pictures_alone.reason) == (11, "videos, and all buckets are for pictures")
-
-
-def test_a_video_is_too_short_for_the_buckets_of_its_size_alone(tmp_path: Path) -> None:
-    rows: list[list[object]] = [
-        *([f"small_{i}.mp4", "", 20, 40, 40, 12] for i in range(2)),
-        ["large.mp4", "", 3, 128, 128, 12],
-        ["fits.mp4", "", 20, 128, 128, 12],
-    ]
-    for row in rows:
-        (tmp_path / str(row[0])).touch()
-    table = write_rows(tmp_path / "table.csv", rows)
-    data = {"table": str(table), "buckets": {"128px": {5: (1.0, 1)}, "32px": {33: (1.0, 1)}}}
-    assert [(each.rows, each.reason, each.fix) for each in check(data).left_out] == [
-        (1, "too short: the shortest bucket for their size has 5 frames", "give longer clips"),
-        (
-            2,
-            "too short: the shortest bucket for their size has 33 frames",
-            "a bucket of 17 frames at 32px takes them",
-        ),
-    ]
-    fixed = {**data, "buckets": {"128px": {5: (1.0, 1)}, "32px": {33: (1.0, 1), 17: (1.0, 1)}}}
-    assert [each.rows for each in check(fixed).left_out] == [1]
+    assert [each.rows for each in check(faster).unused] == [1, 1, 1]
+    assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).unused[-1].rows == 5
+    (pictures_alone,) = check({**data, "buckets": {"16px": {1: (1.0, 1)}}}).unused
+    assert (pictures_alone.rows, pictures_alone.reason) == (11, "no bucket is for videos")
 
 
 def test_an_empty_bucket_is_a_problem(table: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
     assert out.splitlines()[0] == f"recipe    {recipe}"
     settings = load(str(recipe))
     report = check_data(settings, reporter=SilentReporter())
-    assert (report.rows, report.left_out, report.problems, report.bad_rows) == (6, (), (), ())
+    assert (report.rows, report.unused, report.problems, report.bad_rows) == (6, (), (), ())
     assert sum(bucket.samples for bucket in report.buckets) == 6
     assert (settings.init, settings.lora.rank, settings.output) == ("demo", 8, f"runs/{folder.name}")
     assert main(["train", "--config", str(recipe), "--dry-run"]) == 0
@@ -95,7 +95,7 @@ def test_every_recipe_with_clips_can_be_the_base(base: str, tmp_path: Path) -> N
         else {**settings.model_dump(mode="json"), "data": data, "train_mmdit": {"mode_weights": _T2V}}
     )
     report = check_data(changed, reporter=SilentReporter())
-    left = sum(each.rows for each in report.left_out)
+    left = sum(each.rows for each in report.unused)
     # A token of the DC-AE is 32 pixels wide, and one recipe is for pictures alone.
     most = 2 if settings.vae.grid.spatial_compression_ratio > 8 else len(rows) - 2 if base == "image" else 0
     assert left == suggestion.unfit <= most
@@ -114,7 +114,7 @@ def test_only_pictures_and_only_short_videos(tmp_path: Path, monkeypatch: pytest
         for index in range(2):
             write_clip(tmp_path / name / f"{index}.{'png' if frames == 1 else 'mp4'}", num_frames=frames)
         result = write_recipe(name, Path("demo_lora"))
-        assert (result.data.left_out, result.data.problems, result.data.updates) == ((), (), 1)
+        assert (result.data.unused, result.data.problems, result.data.updates) == ((), (), 1)
         assert set(load(f"{name}.yaml").data.lengths()) == {frames}
         plan_training(load(f"{name}.yaml"))
     assert set(load("pictures.yaml").train_mmdit.mode_weights.by_mode()) == {"t2v"}
@@ -126,7 +126,7 @@ def test_a_base_for_scenes_gets_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     write_clip(tmp_path / "clips" / "a.mp4", num_frames=20)
     for base in ("demo_vae", "demo"):
         result = write_recipe("clips", Path(base))
-        assert (result.data.left_out, result.data.problems, result.data.updates) == ((), (), 1)
+        assert (result.data.unused, result.data.problems, result.data.updates) == ((), (), 1)
         result.recipe.unlink()
 
 
@@ -139,7 +139,7 @@ def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatc
     write_clip(tmp_path / "clips" / "b.mp4", num_frames=9)
     result = write_recipe("clips", Path("demo_lora"))
     assert "# Left out, too small or too short for any: 1." in result.recipe.read_text()
-    assert [each.rows for each in result.data.left_out] == [1]
+    assert [each.rows for each in result.data.unused] == [1]
 
 
 def test_bad_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

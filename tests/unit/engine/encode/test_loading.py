@@ -1,4 +1,4 @@
-"""Micro-batches of clips out of files and of the procedural world."""
+"""Micro-batches of clips from files and from the procedural world."""
 
 import os
 import signal
@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_training
 import torch
 from tiny_clips import FPS, clip_table, frame_number, write_clip, write_rows
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.encode.datasets import all_requests
-from opensora_cli.engine.encode.frozen_parts import _files_of
-from opensora_cli.engine.encode.loading import ReplacementWarnings, open_clips, read_clip
-from opensora_cli.settings.data import DataSettings
+from opensora_cli.engine.encode.datasets import all_requests, make_buckets
+from opensora_cli.engine.encode.fill_cache import _files
+from opensora_cli.engine.encode.loading import ReplacementWarnings, open_batches, read_clip
+from opensora_cli.settings.data import BucketSettings
+from opensora_cli.settings.train import TrainSettings
 
 BUCKETS = {"64px": {1: (1.0, 2), 5: (1.0, 3)}}
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -38,13 +41,30 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clip_table(tmp_path_factory.mktemp("clips"))
 
 
-def settings(table: Path, **changes: Any) -> DataSettings:
-    return DataSettings.model_validate({"table": str(table), "buckets": BUCKETS, "workers": 0, **changes})
+def settings(table: Path, **data: Any) -> TrainSettings:
+    return of_data({"table": str(table), "buckets": BUCKETS, "workers": 0, **data})
 
 
-def take(data: DataSettings, count: int, *, reporter: Warnings | None = None, **changes: Any) -> list[ClipBatch]:
-    arguments = {"seed": 0, "micro_batches": 1, "multiple": 16, **changes}
-    source = open_clips(data, reporter=reporter or Warnings(), **arguments)
+def of_data(data: dict[str, Any]) -> TrainSettings:
+    base = tiny_training.mmdit_settings(Path("unused")).model_dump(mode="json")
+    modes = {"mode_weights": {mode: float(mode == "t2v") for mode in CONDITION_MODES}}
+    return TrainSettings.model_validate({**base, "data": data, "loop": {"seed": 0}, "train_mmdit": modes})
+
+
+def in_pairs(settings: TrainSettings) -> TrainSettings:
+    return settings.replace({"loop.micro_batches": 2})
+
+
+def take(
+    settings: TrainSettings,
+    count: int,
+    *,
+    reporter: Warnings | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    load: Any = None,
+) -> list[ClipBatch]:
+    source = open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter or Warnings(), load=load)
     try:
         return [source.next() for _ in range(count)]
     finally:
@@ -98,14 +118,14 @@ def test_fast_videos_lose_frames(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("workers", "updates"), [(0, 2), (2, 5)])
-def test_a_resumed_run_reads_the_very_same(table: Path, workers: int, updates: int) -> None:
-    data = settings(table, workers=workers)
-    straight = [described(batch) for batch in take(settings(table), 12, micro_batches=2)]
-    first = open_clips(data, seed=0, micro_batches=2, multiple=16, reporter=SilentReporter())
+def test_a_resumed_run_reads_the_same(table: Path, workers: int, updates: int) -> None:
+    chosen = in_pairs(settings(table, workers=workers))
+    straight = [described(batch) for batch in take(in_pairs(settings(table)), 12)]
+    first = open_batches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
     before = [described(first.next()) for _ in range(2 * updates)]
     state = first.state_dict()
     first.close()
-    second = open_clips(data, seed=0, micro_batches=2, multiple=16, reporter=SilentReporter())
+    second = open_batches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
     second.load_state_dict(state)
     after = [described(second.next()) for _ in range(12 - 2 * updates)]
     second.close()
@@ -113,8 +133,8 @@ def test_a_resumed_run_reads_the_very_same(table: Path, workers: int, updates: i
 
 
 def test_ranks_share_out_what_one_process_reads(table: Path) -> None:
-    alone = [described(batch) for batch in take(settings(table), 8, micro_batches=2)]
-    shared = [take(settings(table), 4, micro_batches=2, data_rank=rank, data_ranks=2) for rank in range(2)]
+    alone = [described(batch) for batch in take(in_pairs(settings(table)), 8)]
+    shared = [take(settings(table), 4, rank=rank, ranks=2) for rank in range(2)]
     assert [described(batch) for pair in zip(*shared, strict=True) for batch in pair] == alone
 
 
@@ -137,11 +157,11 @@ def test_a_broken_sample_is_replaced_by_the_next_and_warned_of_once(broken_table
     assert all(replacement.by in batch.paths for batch in batches for replacement in batch.replaced)
     assert len(warned.texts) == 1
     assert "clip_3.mp4" in warned.texts[0]
-    again = take(data.replace({"workers": 0}), 10)
+    again = take(data.replace({"data.workers": 0}), 10)
     assert [described(batch) for batch in again] == [described(batch) for batch in batches]
 
 
-def test_of_many_broken_samples_the_first_twenty_are_warned_of(table: Path) -> None:
+def test_the_first_twenty_broken_samples_are_warned_of(table: Path) -> None:
     (batch,) = take(settings(table, buckets={"64px": {1: (1.0, 2)}}), 1)
     missing = [Replacement(path=f"{n}.mp4", reason=f"{n}.mp4 is empty", by="good.mp4") for n in range(30)]
     warned = Warnings()
@@ -153,18 +173,21 @@ def test_of_many_broken_samples_the_first_twenty_are_warned_of(table: Path) -> N
     assert warned.texts[20].startswith("more samples cannot be read in validation")
 
 
-def test_what_is_left_out_is_warned_of(table: Path) -> None:
+def test_unused_rows_are_warned_of(table: Path) -> None:
     warned = Warnings()
     wrong = table.with_name("wrong.csv")
     wrong.write_text(table.read_text() + "wrong.mp4,text,none,64,64,24\n")
     take(settings(wrong, buckets={"64px": {1: (1.0, 2), 5: (1.0, 7), 9: (0.0, 1)}}), 1, reporter=warned)
     assert len(warned.texts) == 3
-    assert "bad rows left out: 1;" in warned.texts[0]
-    assert "rows left out: 6 of 10, their buckets have probability 0 (clip_0.mp4: 64x64);" in warned.texts[1]
+    assert "bad rows skipped: 1;" in warned.texts[0]
+    assert (
+        "rows unused: 6 of 10, their buckets have probability 0 (clip_0.mp4: 64x64, 13 frames at 24 fps);"
+        in warned.texts[1]
+    )
     assert warned.texts[2].startswith("data.buckets.64px.5 is empty")
 
 
-def test_where_nothing_can_be_read_the_file_is_named(broken_table: Path) -> None:
+def test_without_a_readable_sample_the_file_is_named(broken_table: Path) -> None:
     for path in broken_table.parent.glob("*.mp4"):
         path.unlink()
     with pytest.raises(FileProblem, match=r"clip_\d\.mp4.*3 others of its bucket cannot be read"):
@@ -172,7 +195,7 @@ def test_where_nothing_can_be_read_the_file_is_named(broken_table: Path) -> None
 
 
 def refusing(request: ClipRequest) -> str:
-    """Stands for a cache that has not all clips."""
+    """Act as a cache that lacks a clip."""
     if "clip_3" in request.path:
         raise MediaError(f"{request.path} is not in the cache")
     return f"{request.path} from {request.start}"
@@ -183,20 +206,20 @@ def failing(request: ClipRequest) -> str:
 
 
 def crashing(request: ClipRequest) -> str:
-    """Stands for a decoder that a file makes crash."""
+    """Act as a decoder that crashes."""
     if "clip_3" in request.path:
         os.kill(os.getpid(), signal.SIGSEGV)
     return request.path
 
 
-def test_a_worker_that_crashes_leaves_the_name_of_its_file(table: Path) -> None:
+def test_a_crashed_worker_names_its_file(table: Path) -> None:
     with pytest.raises(HardwareError, match=r"ended from outside.*clip_3\.mp4") as caught:
         take(settings(table, workers=2), 4, load=crashing)
     assert "take it out of the table" in (caught.value.hint or "")
 
 
 @WORKERS
-def test_a_loader_takes_the_place_of_decoding_and_starts_are_fixed(table: Path, workers: int) -> None:
+def test_a_loader_replaces_decoding_with_fixed_starts(table: Path, workers: int) -> None:
     warned = Warnings()
     batches = take(settings(table, workers=workers), 8, reporter=warned, load=refusing)
     for batch in batches:
@@ -214,16 +237,15 @@ def test_a_bug_names_the_file(table: Path, workers: int) -> None:
     assert str(table.parent) in text
 
 
-def test_all_requests_are_what_epochs_ask_for(table: Path) -> None:
+def test_all_requests_are_those_of_the_epochs(table: Path) -> None:
     data = settings(table, buckets={"64px": {1: (1.0, 2), 9: (0.5, 1)}, "32px": {1: (1.0, 1), 5: (1.0, 1)}})
-    every = all_requests(data, seed=0, multiple=16)
+    every = all_requests(data)
     assert len(every) == 4 + 2 * 6
     found: set[ClipRequest] = set()
     for batch in take(data, 60, load=_as_is):
         assert batch.cached is not None
         found |= {*batch.cached}
     assert found == {*every}
-    assert {*every[2:5]} <= found
     assert {(request.num_frames, request.start) for request in found} == {(1, 0), (9, 0), (5, 0)}
 
 
@@ -231,9 +253,9 @@ def _as_is(request: ClipRequest) -> ClipRequest:
     return request
 
 
-def scenes(**changes: Any) -> DataSettings:
+def scenes(**changes: Any) -> TrainSettings:
     values = {"count": 12, "size": 32, "num_frames": 5, "fps": 12, "batch_size": 2, "picture_batch_size": 3, **changes}
-    return DataSettings.model_validate({"workers": 0, "scenes": values})
+    return of_data({"workers": 0, "scenes": values})
 
 
 def test_scenes_are_a_dataset_like_any_other() -> None:
@@ -259,7 +281,9 @@ def test_scenes_mixed_with_pictures() -> None:
 
 
 def test_first_updates_of_pictures() -> None:
-    batches = take(scenes(), 8, micro_batches=2, picture_updates=2, picture_batch_size=4)
+    changes = {"train_vae.picture_steps": 2, "train_vae.picture_batch_size": 4, "data": scenes().data.model_dump()}
+    chosen = in_pairs(tiny_training.vae_settings(Path("unused")).replace(changes))
+    batches = take(chosen, 8)
     assert [batch.pixels_BTHWC.shape[:2] for batch in batches if batch.pixels_BTHWC is not None] == [(4, 1)] * 4 + [
         (2, 5)
     ] * 4
@@ -271,14 +295,14 @@ def test_a_scene_can_be_read_by_its_name() -> None:
     assert clip.name == "held-out:3/7"
     assert SceneClip.named(clip.name) == clip
     assert SceneClip.named("a/scene:3/7") is None
-    (request,) = all_requests(scenes(count=1, batch_size=1, held_out=True), seed=3, multiple=16)
+    (request,) = all_requests(scenes(count=1, batch_size=1, held_out=True).replace({"loop.seed": 3}))
     assert request.path == "held-out:3/0"
     assert read_clip(request).shape == (5, 32, 32, 3)
 
 
-def test_buckets_too_small_for_the_model(table: Path) -> None:
+def test_buckets_too_small_for_the_model() -> None:
     with pytest.raises(RequestError, match=r"data\.buckets\.30px is too small for frames in multiples of 32"):
-        take(settings(table, buckets={"30px": {1: (1.0, 1)}}), 1, multiple=32)
+        make_buckets({"30px": {1: BucketSettings(1.0, 1)}}, fps_max=24.0, multiple=32)
 
 
 def test_parquet_without_pyarrow_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +312,7 @@ def test_parquet_without_pyarrow_names_what_to_install(tmp_path: Path, monkeypat
     assert caught.value.hint == "in osora's checkout: pip install -c constraints.txt '.[train]'"
 
 
-def test_a_pipe_in_place_of_an_autoencoder_is_refused(tmp_path):
-
+def test_a_pipe_in_place_of_an_autoencoder_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "vae.safetensors")
     with pytest.raises(CheckpointError, match="is not a file: it is a pipe"):
-        _files_of(tmp_path / "vae.safetensors")
+        _files(tmp_path / "vae.safetensors")

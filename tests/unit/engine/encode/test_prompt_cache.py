@@ -1,4 +1,4 @@
-"""The user's cache of prompts: whole entries or none, in no more room than it may take, and fatal to nobody."""
+"""Cache of prompts: entries are whole or absent, the folder stays within its limit, and problems end no run."""
 
 import os
 
@@ -39,30 +39,23 @@ def folder(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_another_run_reads_the_same_bits(folder, reporter, dtype):
     given = embeds(dtype=dtype)
-    PromptCache(folder).keep("sea", given, limit=LIMIT, reporter=reporter)
     cache = PromptCache(folder)
-    assert cache.has("sea")
+    assert (cache.folder, cache.read("sea", reporter), folder.parent.exists()) == (None, None, False)
+    cache.keep("sea", given, limit=LIMIT, reporter=reporter)
+    cache = PromptCache(folder)
+    assert (cache.has("sea"), cache.has("rain"), cache.read("rain", reporter)) == (True, False, None)
     found = cache.read("sea", reporter)
     assert same(found, given)
     assert found.prompt_embeds_1LC.dtype is dtype
-    assert not cache.has("rain")
-    assert cache.read("rain", reporter) is None
     assert reporter.warnings == []
+    tensors = load_file(folder / "sea.safetensors")
+    assert same(TextEmbeds(tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]), given)
 
 
-def test_nothing_is_made_by_looking(folder, reporter):
-    cache = PromptCache(folder)
-    assert cache.folder is None
-    assert cache.read("sea", reporter) is None
-    assert not folder.parent.exists()
-
-
-def test_who_has_no_cache_keeps_nothing(reporter):
+def test_without_a_folder_nothing_is_kept(reporter):
     cache = PromptCache(None)
     cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
-    assert cache.folder is None
-    assert not cache.has("sea")
-    assert reporter.warnings == []
+    assert (cache.folder, cache.has("sea"), reporter.warnings) == (None, False, [])
 
 
 def cut(path):
@@ -84,7 +77,7 @@ def empty(path):
 
 
 @pytest.mark.parametrize("spoil", [cut, flip_a_bit, of_another_kind, empty])
-def test_a_broken_entry_is_warned_of_and_replaced(folder, reporter, spoil):
+def test_a_broken_entry_is_a_warning_and_is_replaced(folder, reporter, spoil):
     given = embeds()
     PromptCache(folder).keep("sea", given, limit=LIMIT, reporter=reporter)
     spoil(folder / "sea.safetensors")
@@ -115,7 +108,7 @@ def aged(folder, name, seconds):
     os.utime(path, (path.stat().st_mtime - seconds,) * 2)
 
 
-def test_what_was_used_last_stays(folder, reporter):
+def test_the_least_recently_used_entry_is_removed(folder, reporter):
     size = embeds().nbytes + 512
     earlier = PromptCache(folder)
     for name in ("a", "b", "c"):
@@ -128,9 +121,9 @@ def test_what_was_used_last_stays(folder, reporter):
     assert {path.stem for path in folder.iterdir()} == {"a", "c", "d"}
 
 
-def test_a_run_of_more_prompts_than_there_is_room_for_stops_writing(folder, reporter, monkeypatch):
+def test_a_run_that_fills_the_folder_stops_writing(folder, reporter, monkeypatch):
     limit, looks, glob = 40 * (embeds().nbytes + 512), [], type(folder).glob
-    monkeypatch.setattr(prompt_cache, "_LOOKS", 4)
+    monkeypatch.setattr(prompt_cache, "_FREED", 4)
     monkeypatch.setattr(type(folder), "glob", lambda *args: looks.append(args) or glob(*args))
     cache = PromptCache(folder)
     for index in range(100):
@@ -138,7 +131,7 @@ def test_a_run_of_more_prompts_than_there_is_room_for_stops_writing(folder, repo
     assert sum(path.stat().st_size for path in folder.iterdir()) <= limit
     assert all(cache.has(str(index)) for index in range(35))
     assert not any(cache.has(str(index)) for index in range(50, 100))
-    # Not for each entry, and not any more when it is full.
+    # The folder is not listed for each entry, and not again when it is full.
     assert len(looks) <= 10
     assert reporter.warnings == []
 
@@ -150,7 +143,7 @@ def test_an_entry_larger_than_the_limit_is_not_kept(folder, reporter):
 
 
 @pytest.mark.parametrize("place", ["file", "above"])
-def test_a_folder_that_is_a_file_is_warned_of_once(folder, reporter, place):
+def test_a_folder_that_is_a_file_is_one_warning(folder, reporter, place):
     folder.parent.mkdir()
     if place == "file":
         folder.write_text("")
@@ -165,7 +158,7 @@ def test_a_folder_that_is_a_file_is_warned_of_once(folder, reporter, place):
     assert warning.startswith("embeddings of prompts are not cached: ")
 
 
-def test_a_full_disk_is_warned_of_once(folder, reporter, monkeypatch):
+def test_a_full_disk_is_one_warning(folder, reporter, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
@@ -178,22 +171,15 @@ def test_a_full_disk_is_warned_of_once(folder, reporter, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_an_entry_that_another_process_removes_is_no_broken_one(folder, reporter, monkeypatch):
+def test_an_entry_that_another_process_removes_is_not_broken(folder, reporter, monkeypatch):
     cache = PromptCache(folder)
     cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
-    opened = prompt_cache.open_safetensors
+    opened = prompt_cache.safe_open
 
-    def removed(path):
+    def removed(path, **options):
         path.unlink()
-        return opened(path)
+        return opened(path, **options)
 
-    monkeypatch.setattr(prompt_cache, "open_safetensors", removed)
+    monkeypatch.setattr(prompt_cache, "safe_open", removed)
     assert cache.read("sea", reporter) is None
     assert reporter.warnings == []
-
-
-def test_files_are_plain_safetensors(folder, reporter):
-    given = embeds(dtype=torch.bfloat16)
-    PromptCache(folder).keep("sea", given, limit=LIMIT, reporter=reporter)
-    tensors = load_file(folder / "sea.safetensors")
-    assert same(TextEmbeds(tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]), given)

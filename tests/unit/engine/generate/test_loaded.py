@@ -80,7 +80,6 @@ def test_models_that_stay_are_the_same(plan, record, reporter):
         ({"text__t5_max_length": 12}, ["text"]),
         ({"vae__sample_tsize": 32}, ["decode"]),
         ({"memory__fp8_storage": True}, ["denoise"]),
-        ({"precision__linear": "int8"}, ["denoise"]),
         ({"runtime__dtype": "bfloat16"}, ["text", "denoise", "decode"]),
     ],
     ids=str,

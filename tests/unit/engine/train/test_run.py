@@ -31,7 +31,7 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.text_encoders import load_clip, load_t5
 from opensora_cli.engine.encode.clip_cache import write_header
-from opensora_cli.engine.encode.encoding import EmptyPrompt
+from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, recomputing, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task, count_parameters

@@ -27,14 +27,8 @@ from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.encode.encoding import (
-    CachedClip,
-    EmptyPrompt,
-    Encoders,
-    encode_for_cache,
-    fresh_clip,
-    part_name,
-)
+from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
+from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit.model import MMDiT
@@ -98,8 +92,8 @@ def task(frozen, *, module=None, grid=None, folders=(), **changes):
     return MMDiTTask(
         module or Spy(),
         settings=settings(**changes),
-        grid=grid or frozen.grid,
-        empty_prompt=frozen.empty_prompt(),
+        grid=grid or frozen.autoencoder.grid,
+        empty_prompt=frozen.empty_prompt,
         encoders=lambda: frozen,
         folders=folders,
     )
@@ -145,7 +139,8 @@ def cached(original, frozen, chosen):
     clips = [
         CachedClip(
             encode_for_cache(
-                fresh_clip(frozen, frames, caption=caption, fps=fps, motion_score=score, settings=chosen), parts
+                FreshClip(frozen, frames, training_caption(caption, fps=fps, motion_score=score, settings=chosen)),
+                parts,
             )
         )
         for frames, caption, fps, score in zip(
@@ -481,6 +476,6 @@ def test_parts_have_names():
 def test_the_empty_prompt_is_encoded_once(vae):
     asked = []
     frozen = encoders(vae, t5=lambda captions: asked.extend(captions) or t5(captions))
-    assert frozen.empty_prompt() is frozen.empty_prompt()
+    assert frozen.empty_prompt is frozen.empty_prompt
     assert asked == [""]
-    assert isinstance(frozen.empty_prompt(), EmptyPrompt)
+    assert isinstance(frozen.empty_prompt, EmptyPrompt)

@@ -1,4 +1,4 @@
-"""Filling a cache: what is encoded, what is left as it is, and that training on it is training on the clips."""
+"""Filling a cache: clips are encoded once, and training on the cache equals training on the clips."""
 
 import json
 import os
@@ -24,12 +24,15 @@ from opensora_cli.core.threads import Cores, ThreadChoice
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.data import cache as cache_module
 from opensora_cli.engine.data.cache import cache_clips
-from opensora_cli.engine.encode import cache_filling, frozen_parts
-from opensora_cli.engine.encode.cache_filling import prepare_cache
+from opensora_cli.engine.encode import fill_cache
 from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
-from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders
+from opensora_cli.engine.encode.clips import ALWAYS_CACHED
+from opensora_cli.engine.encode.datasets import all_requests
+from opensora_cli.engine.encode.encoders import Encoders
+from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train import run
+from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.resuming import Resume
@@ -48,7 +51,7 @@ def settings_of(weights, cache, **changes):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Sums are rounded by how many threads share them: here every run has one, whatever ran before."""
+    """Give every run one thread: the rounding of sums depends on the number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with mock.patch.object(threads, "read_cores", return_value=Cores(allowed=1)):
@@ -89,7 +92,7 @@ def prepared(settings, **where):
     )
 
 
-def test_everything_is_encoded_once_and_more_clips_are_added_to_those_that_are_there(weights, tmp_path):
+def test_clips_are_encoded_once_and_more_are_added(weights, tmp_path):
     settings, reporter = settings_of(weights, tmp_path / "cache"), tiny_world.RecordingReporter()
     report = cache_clips(settings.replace({"data.scenes.count": 4}), reporter=reporter)
     assert (report.clips, report.encoded, report.failed) == (4, 4, ())
@@ -97,7 +100,9 @@ def test_everything_is_encoded_once_and_more_clips_are_added_to_those_that_are_t
     report = cache_clips(settings)
     assert (report.clips, report.encoded) == (6, 2)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
-    again = cache_clips(settings, reporter=reporter)
+    # Weights of modes, dropouts and the objective do not change what is encoded.
+    changes = {"train_mmdit.mode_weights.t2v": 1, "train_mmdit.t5_dropout": 0, "train_mmdit.masked_loss": True}
+    again = cache_clips(settings.replace(changes), reporter=reporter)
     assert (again.clips, again.encoded) == (6, 0)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == files
     assert reporter.stages.count("encode") == 1
@@ -105,7 +110,7 @@ def test_everything_is_encoded_once_and_more_clips_are_added_to_those_that_are_t
 
 def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled):
     cache = prepared(filled)
-    [request, *_] = cache_filling.cache_requests(filled)
+    [request, *_] = all_requests(filled)
     shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).tensors.items()}
     assert shapes == {
         "latents": (4, 4, 8, 8),
@@ -121,7 +126,7 @@ def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled)
 
 
 def losses(settings, *, micro_batches):
-    """The first losses of a training with fresh weights that are not zero anywhere."""
+    """Return the first losses of a training whose weights are not zero."""
     cache = prepared(settings)
     torch.manual_seed(0)
     module = MMDiT(mmdit_config(settings.model))
@@ -141,14 +146,14 @@ def losses(settings, *, micro_batches):
     return [task.loss(batch, SampleRng.of(0, batch.number))[0].item() for batch in given]
 
 
-def test_training_on_the_cache_is_training_on_the_clips_bit_for_bit(filled):
+def test_training_on_the_cache_is_bitwise_identical_to_training_on_the_clips(filled):
     kinds = [filled.replace({"data.workers": 1, **changes}) for changes in ({"train_mmdit.cache": None}, {})]
     fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)  # over the end of the epoch
     assert fresh == cached
     assert len(set(cached)) == 4
 
 
-def test_on_a_table_of_pictures_and_videos_it_is_the_same_too_and_where_its_folder_was_moved(weights, tmp_path):
+def test_it_is_identical_on_a_table_of_pictures_and_videos_and_after_a_move(weights, tmp_path):
     (tmp_path / "data").mkdir()
     table = tiny_clips.clip_table(tmp_path / "data", clips=4, pictures=3, num_frames=13)
     changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 2), 13: (1.0, 2)}}}
@@ -158,7 +163,7 @@ def test_on_a_table_of_pictures_and_videos_it_is_the_same_too_and_where_its_fold
     moved = Path(shutil.copytree(tmp_path / "data", tmp_path / "moved")) / table.name
     assert losses(kinds[0].replace({"data.table": str(moved)}), micro_batches=4) == fresh
     assert len(set(cached)) == 4
-    requests = cache_filling.cache_requests(kinds[1])
+    requests = all_requests(kinds[1])
     cache = prepared(kinds[1])
     assert sorted(request.num_frames for request in requests) == [1] * 3 + [13] * 4
     names = {request.num_frames: set(cache.clip(request).tensors) for request in requests}
@@ -166,21 +171,7 @@ def test_on_a_table_of_pictures_and_videos_it_is_the_same_too_and_where_its_fold
     assert names[13] == names[1] | {"head1", "tail1", "head5", "tail5", "head9", "tail9"}
 
 
-def test_all_buckets_that_a_clip_can_land_in_are_encoded(weights, tmp_path):
-    table = tiny_clips.clip_table(tmp_path, clips=4, pictures=3, num_frames=13)
-    buckets = {"64px": {1: (0.5, 1), 13: (0.5, 1)}, "32px": {1: (1.0, 1), 5: (1.0, 1)}}
-    settings = settings_of(weights, None, **{"data.table": str(table), "data.buckets": buckets})
-    batches = open_batches(
-        settings, data_rank=0, data_ranks=1, reporter=tiny_world.RecordingReporter(), load=lambda request: request
-    )
-    asked = {request for _ in range(60) for request in batches.next().cached}
-    batches.close()
-    found = {(request.num_frames, request.height) for request in asked}
-    assert found == {(1, 32), (1, 64), (5, 32), (13, 64)}
-    assert asked <= set(cache_filling.cache_requests(settings))
-
-
-def test_a_run_on_a_cache_resumes_bit_for_bit(filled, tmp_path):
+def test_a_resumed_run_on_a_cache_is_bitwise_identical(filled, tmp_path):
     settings = filled.replace(
         {
             "output": str(tmp_path / "whole"),
@@ -206,9 +197,9 @@ def test_a_run_on_a_cache_resumes_bit_for_bit(filled, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
+def test_an_interrupted_filling_keeps_finished_clips(weights, tmp_path, monkeypatch):
     settings, left = settings_of(weights, tmp_path / "cache"), [3]
-    read = cache_filling.read_clip
+    read = fill_cache.read_clip
 
     def interrupted(request, *, fit):
         left[0] -= 1
@@ -216,19 +207,18 @@ def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return read(request, fit=fit)
 
-    monkeypatch.setattr(cache_filling, "read_clip", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="go on with the same command"):
+    monkeypatch.setattr(fill_cache, "read_clip", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="continue with the same command"):
         cache_clips(settings)
     left[0] = 1
-    with pytest.raises(KeyboardInterrupt, match="go on with the same command"):
+    with pytest.raises(KeyboardInterrupt, match="continue with the same command"):
         prepared(settings)
     left[0] = 100
     report = cache_clips(settings)
     assert (report.clips, report.encoded) == (6, 2)
 
 
-def test_it_goes_on_with_the_threads_of_its_beginning_unless_a_number_is_named(filled, monkeypatch):
-    """Sums are rounded by how many threads share them."""
+def test_it_continues_with_its_first_number_of_threads_unless_one_is_named(filled, monkeypatch):
     begun_with = torch.get_num_threads()
     more = ThreadChoice(count=begun_with + 1, reason="of an idle machine", is_free=True)
     monkeypatch.setattr(cache_module, "pick_threads", lambda *, asked: more)
@@ -241,17 +231,17 @@ def test_it_goes_on_with_the_threads_of_its_beginning_unless_a_number_is_named(f
     assert f"threads: {begun_with + 1} (of an idle machine)" in listener.notes
 
 
-def test_what_cannot_be_read_is_reported_and_retried(weights, tmp_path, monkeypatch):
+def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):
     settings = settings_of(weights, tmp_path / "cache")
-    bad = cache_filling.cache_requests(settings)[2]
-    read = cache_filling.read_clip
+    bad = all_requests(settings)[2]
+    read = fill_cache.read_clip
 
     def broken(request, *, fit):
         if request == bad:
             raise MediaError("it is broken")
         return read(request, fit=fit)
 
-    monkeypatch.setattr(cache_filling, "read_clip", broken)
+    monkeypatch.setattr(fill_cache, "read_clip", broken)
     report = cache_clips(settings)
     assert (report.clips, report.encoded) == (5, 5)
     with pytest.raises(BatchError, match="1 of 6 clips could not be read"):
@@ -260,7 +250,7 @@ def test_what_cannot_be_read_is_reported_and_retried(weights, tmp_path, monkeypa
     assert report.lines()[1] == f"failed  {bad.path}: it is broken"
     reporter = tiny_world.RecordingReporter()
     assert not prepared(settings, reporter=reporter).names(bad)
-    assert reporter.warnings == [f"left out: {bad.path} (it is broken)"]
+    assert reporter.warnings == [f"skipped: {bad.path} (it is broken)"]
     monkeypatch.undo()
     whole = cache_clips(settings)
     whole.require_whole()
@@ -272,7 +262,7 @@ def test_a_clip_whose_file_was_replaced_is_encoded_again(weights, tmp_path):
     changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 1), 13: (1.0, 1)}}}
     settings = settings_of(weights, tmp_path / "cache", **changes)
     before = prepared(settings)
-    requests = {Path(request.path).name: request for request in cache_filling.cache_requests(settings)}
+    requests = {Path(request.path).name: request for request in all_requests(settings)}
     held = {name: before.clip(request).tensors for name, request in requests.items()}
     path, noise = tmp_path / "clip_1.mp4", torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (13, 64, 64, 3), dtype=torch.uint8, generator=noise)
@@ -306,8 +296,10 @@ def test_a_clip_whose_file_was_replaced_is_encoded_again(weights, tmp_path):
     ],
 )
 def test_a_cache_of_other_settings_is_refused(filled, changes, named):
+    reporter = tiny_world.RecordingReporter()
     with pytest.raises(FileProblem, match=rf"which differs in: {named}$"):
-        cache_clips(filled.replace(changes))
+        cache_clips(filled.replace(changes), reporter=reporter)
+    assert reporter.stages == []  # before files are hashed
 
 
 def test_a_cache_of_other_weights_is_refused(filled, weights, tmp_path):
@@ -322,13 +314,6 @@ def test_a_cache_of_other_weights_is_refused(filled, weights, tmp_path):
         prepared(settings_of(other, tmp_path / "cache"))
 
 
-def test_a_cache_of_other_settings_is_refused_before_files_are_hashed(filled, tmp_path):
-    reporter = tiny_world.RecordingReporter()
-    with pytest.raises(FileProblem, match=r"which differs in: captions$"):
-        cache_clips(filled.replace({"train_mmdit.add_fps": False}), reporter=reporter)
-    assert reporter.stages == []
-
-
 def test_a_table_that_cannot_be_read_leaves_no_cache(weights, tmp_path):
     (tmp_path / "clips.csv").write_text("path,text\na.mp4,a boat\n")
     settings = settings_of(weights, tmp_path / "cache", **{"data.table": str(tmp_path / "clips.csv")})
@@ -339,19 +324,19 @@ def test_a_table_that_cannot_be_read_leaves_no_cache(weights, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["clips.csv"]
 
 
-def test_a_cache_into_which_nothing_came_does_not_stand_in_the_way_of_other_settings(weights, tmp_path, monkeypatch):
+def test_a_cache_without_clips_can_be_begun_with_other_settings(weights, tmp_path, monkeypatch):
     settings = settings_of(weights, tmp_path / "cache", **{"data.scenes.count": 2})
     with monkeypatch.context() as patch:
-        patch.setattr(cache_filling, "_fresh", lambda *_: (_ for _ in ()).throw(MediaError("gone")))
+        patch.setattr(fill_cache, "read_clip", mock.Mock(side_effect=MediaError("gone")))
         assert len(cache_clips(settings).failed) == 2
     assert cache_clips(settings.replace({"train_mmdit.add_fps": False})).encoded == 2
 
 
-def test_another_mode_adds_its_references_alone(weights, filled_once, tmp_path, monkeypatch):
+def test_another_mode_adds_only_its_references(weights, filled_once, tmp_path, monkeypatch):
     all_modes = settings_of(weights, tmp_path / "cache")
     few = all_modes.replace({f"train_mmdit.mode_weights.{mode}": 0 for mode in CONDITION_MODES if mode != "t2v"})
     cache_clips(few)
-    [request, *_] = cache_filling.cache_requests(few)
+    [request, *_] = all_requests(few)
     assert ClipCache(tmp_path / "cache").names(request) == set(ALWAYS_CACHED)
     encoded = []
     encode = Encoders.latents
@@ -366,14 +351,9 @@ def test_another_mode_adds_its_references_alone(weights, filled_once, tmp_path, 
     assert all(torch.equal(tensor, at_once.tensors[name]) for name, tensor in clip.tensors.items())
 
 
-def test_weights_of_modes_dropouts_and_the_objective_may_change_on_the_same_cache(filled):
-    changes = {"train_mmdit.mode_weights.t2v": 1, "train_mmdit.t5_dropout": 0, "train_mmdit.masked_loss": True}
-    assert cache_clips(filled.replace(changes)).encoded == 0
-
-
 def test_training_reads_no_frozen_weights(filled, tmp_path, monkeypatch):
-    for module in (frozen_parts, cache_filling):
-        monkeypatch.setattr(module, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
+    monkeypatch.setattr(fill_cache, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
+    monkeypatch.setattr(mmdit, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
     cache = prepared(filled)
     assert isinstance(cache, ClipCache)
     assert (tmp_path / "cache" / HEADER_FILE).exists()
@@ -387,11 +367,11 @@ def test_a_text_encoder_of_another_width_is_refused(weights):
 
 
 class Ended(BaseException):
-    """As a kill, it is caught by nobody."""
+    """An exception that nothing catches, like a kill."""
 
 
 def end_at(step, monkeypatch):
-    """Let the process end at so many steps from now: clips read, pieces and whole files written and renamed."""
+    """End the process after `step` steps: clips read, pieces written, files flushed and renamed."""
     left = [step]
 
     def watched(function):
@@ -403,17 +383,16 @@ def end_at(step, monkeypatch):
 
         return stepping
 
-    monkeypatch.setattr(cache_filling, "read_clip", watched(cache_filling.read_clip))
+    monkeypatch.setattr(fill_cache, "read_clip", watched(fill_cache.read_clip))
     monkeypatch.setattr(stream, "write_all", watched(stream.write_all))
     monkeypatch.setattr(core_files, "_flush_to_disk", watched(core_files._flush_to_disk))
     monkeypatch.setattr(Path, "replace", watched(Path.replace))
-    # Nothing more is written by a process that was killed.
+    # A killed process removes no temporary files.
     monkeypatch.setattr(core_files, "remove", watched(core_files.remove))
 
 
 @pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.slow)])
-def test_ended_at_any_step_it_goes_on_to_the_same_bytes(weights, tmp_path, monkeypatch, stride):
-    """Of every clip and of the empty prompt; how clips are spread over files depends on where it ended."""
+def test_a_filling_that_ended_at_any_step_continues_to_the_same_bytes(weights, tmp_path, monkeypatch, stride):
     settings = settings_of(weights, tmp_path / "whole", **{"data.scenes.count": 3, "threads": 1})
     cache_clips(settings)
     whole = tensors_of(tmp_path / "whole")
@@ -435,7 +414,7 @@ def test_ended_at_any_step_it_goes_on_to_the_same_bytes(weights, tmp_path, monke
 
 
 def tensors_of(cache):
-    """Return the bytes of every tensor, by its name."""
+    """Return the bytes of every tensor by name, whatever the file."""
     found = {}
     for path in cache.glob("*.safetensors"):
         for name, tensor in load_file(path).items():

@@ -1,0 +1,120 @@
+"""Training clips for the transformer: latents and text embeddings, encoded on access or read from a cache."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from opensora_cli.core.conditions import ReferencePart
+from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.engine.encode.clip_conditions import cut_part
+from opensora_cli.engine.encode.encoders import Encoders
+from opensora_cli.settings.train_objectives import MMDiTTrainSettings
+
+LATENTS = "latents"
+PROMPT_EMBEDS = "prompt_embeds"
+POOLED_PROMPT_EMBEDS = "pooled_prompt_embeds"
+ALWAYS_CACHED = (LATENTS, PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS)
+"""Tensors that a cache has of every clip; the references of its condition modes are extra."""
+
+
+class EncodedClip(Protocol):
+    """One encoded clip."""
+
+    def latents(self) -> Tensor:
+        """Return the latents of the whole clip (C,T,H,W)."""
+
+    def part(self, part: ReferencePart) -> Tensor:
+        """Return the latents (C,T,H,W) of some of its frames, encoded on their own."""
+
+    def prompt_embeds(self) -> Tensor:
+        """Return the T5 embeddings of its caption, (L,C)."""
+
+    def pooled_prompt_embeds(self) -> Tensor:
+        """Return the CLIP embedding of its caption, (V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreshClip:
+    """An `EncodedClip` that is encoded on access."""
+
+    encoders: Encoders
+    pixels_THWC: Tensor
+    """uint8."""
+    caption: str
+    """Caption for the text encoders; see `training_caption`."""
+
+    def latents(self) -> Tensor:
+        return self.encoders.latents(self.pixels_THWC)
+
+    def part(self, part: ReferencePart) -> Tensor:
+        return self.encoders.latents(cut_part(self.pixels_THWC, part))
+
+    def prompt_embeds(self) -> Tensor:
+        return self.encoders.prompt_embeds(self.caption)
+
+    def pooled_prompt_embeds(self) -> Tensor:
+        return self.encoders.pooled_prompt_embeds(self.caption)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedClip:
+    """An `EncodedClip` from a cache; raises FileProblem for a part that the cache lacks."""
+
+    tensors: Mapping[str, Tensor]
+
+    def latents(self) -> Tensor:
+        return self._tensor(LATENTS)
+
+    def part(self, part: ReferencePart) -> Tensor:
+        return self._tensor(part_name(part))
+
+    def prompt_embeds(self) -> Tensor:
+        return self._tensor(PROMPT_EMBEDS)
+
+    def pooled_prompt_embeds(self) -> Tensor:
+        return self._tensor(POOLED_PROMPT_EMBEDS)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise FileProblem(f"the cache lacks {name} of a clip", hint="run `osora data cache` again")
+        return self.tensors[name]
+
+
+def part_name(part: ReferencePart) -> str:
+    """Return the name of some frames of a clip, such as `head33` or `tail1`."""
+    return f"{'tail' if part.from_end else 'head'}{part.num_frames}"
+
+
+def encode_for_cache(
+    clip: EncodedClip, parts: Mapping[str, ReferencePart], *, known: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return the tensors of a clip for a cache, on the host, without the `known` ones.
+
+    `parts` has the frames that condition modes need on their own, by `part_name`.
+    """
+    encode: dict[str, Callable[[], Tensor]] = {
+        LATENTS: clip.latents,
+        PROMPT_EMBEDS: clip.prompt_embeds,
+        POOLED_PROMPT_EMBEDS: clip.pooled_prompt_embeds,
+        **{name: partial(clip.part, part) for name, part in parts.items()},
+    }
+    return {name: tensor().cpu().contiguous() for name, tensor in encode.items() if name not in known}
+
+
+def training_caption(caption: str, *, fps: float, motion_score: float | None, settings: MMDiTTrainSettings) -> str:
+    """Return the caption followed by " {fps} FPS, {motion score} motion score.", each part only if it is known.
+
+    The released model was trained with this form. It differs from a prompt (see `sampling.text`): parts are joined by a
+    comma, and the end of the caption stays. `fps` is 0 for a picture. The score, from 1 (still) to 7 (very lively), is
+    rounded to an integer, halves upwards. `settings` can drop either part.
+    """
+    suffixes = []
+    if settings.add_fps and fps > 0:
+        suffixes.append(f"{fps:g} FPS")
+    if settings.add_motion_score and motion_score is not None:
+        suffixes.append(f"{math.floor(motion_score + 0.5)} motion score")
+    return f"{caption} {', '.join(suffixes)}." if suffixes else caption

@@ -1,0 +1,183 @@
+"""Fill a cache: encode every clip that training can ask for once."""
+
+import json
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from opensora_cli.checkpoint.shards import sha256_of
+from opensora_cli.core.conditions import ReferencePart
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import CheckpointError, MediaError
+from opensora_cli.core.progress import BYTES, Reporter
+from opensora_cli.core.reading import require_file
+from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
+from opensora_cli.engine.encode.clip_conditions import encoded_parts, fitting_modes
+from opensora_cli.engine.encode.clips import ALWAYS_CACHED, FreshClip, encode_for_cache, part_name, training_caption
+from opensora_cli.engine.encode.datasets import all_requests
+from opensora_cli.engine.encode.encoders import frozen_dtype, load_encoders
+from opensora_cli.engine.encode.inputs import require_frozen_parts
+from opensora_cli.engine.encode.loading import read_clip
+from opensora_cli.settings.train import TrainSettings
+
+_ENCODER_FILES = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
+"""Endings of the files in the folder of a text encoder that change its embeddings."""
+
+
+class FailedClip(Document):
+    """A clip that could not be read."""
+
+    path: str
+    reason: str
+
+
+def prepare_cache(
+    settings: TrainSettings,
+    *,
+    device: torch.device,
+    rank: int,
+    ranks: int,
+    barrier: Callable[[], None],
+    reporter: Reporter,
+) -> ClipCache | None:
+    """Return the cache of a training run after missing clips were added, or None for a run without a cache.
+
+    All `ranks` processes call this; see `fill_cache`, which also has the errors. A clip that cannot be read is a
+    warning.
+    """
+    if settings.train_mmdit.cache is None:
+        return None
+    _, failed = fill_cache(settings, device=device, rank=rank, ranks=ranks, barrier=barrier, reporter=reporter)
+    if failed:
+        others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
+        reporter.warn(f"skipped: {failed[0].path} ({failed[0].reason}){others}")
+    barrier()
+    return ClipCache(Path(settings.train_mmdit.cache))
+
+
+def fill_cache(
+    settings: TrainSettings,
+    *,
+    device: torch.device,
+    rank: int = 0,
+    ranks: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+    reporter: Reporter,
+) -> tuple[int, list[FailedClip]]:
+    """Begin or continue the cache of `settings`; return the number of clips that were encoded, and the failed ones.
+
+    Each of `ranks` processes encodes a share; `barrier` returns when all have called it.
+
+    Raises:
+        CheckpointError: frozen parts, or files of the cache, are missing or broken.
+        FileProblem: the cache was made with other parts or settings, or the table cannot be read.
+        OutputError: the cache cannot be written.
+        KeyboardInterrupt: its argument says how to continue.
+    """
+    assert settings.train_mmdit.cache is not None
+    folder = Path(settings.train_mmdit.cache)
+    requests = all_requests(settings)
+    encoders = cache(partial(load_encoders, settings, device=device))
+    if rank == 0:
+        # Settings first: hashing the weights takes long.
+        require_same_settings(settings, device=device)
+        identity = cache_identity(settings, device=device, reporter=reporter)
+        if not is_cache_of(folder, identity):
+            write_header(folder, identity, encoders().empty_prompt)
+    barrier()
+    clips, parts = ClipCache(folder), {length: _parts(settings, length) for length in settings.data.lengths()}
+    missing = [
+        request
+        for request in requests[rank::ranks]
+        if not clips.names(request, file=file_state(request.path)) >= {*ALWAYS_CACHED, *parts[request.num_frames]}
+    ]
+    if not missing:
+        return 0, []
+    writer, failed = CacheWriter(folder), list[FailedClip]()
+    with reporter.stage("encode", total=len(missing), unit="clips") as progress:
+        try:
+            for request in missing:
+                # Before reading: a file that changes meanwhile is encoded again by the next run.
+                file = file_state(request.path)
+                try:
+                    pixels_THWC = read_clip(request, fit=settings.data.fit)
+                except MediaError as error:
+                    failed.append(FailedClip(path=request.path, reason=error.message))
+                else:
+                    caption = training_caption(
+                        request.caption,
+                        fps=request.fps,
+                        motion_score=request.motion_score,
+                        settings=settings.train_mmdit,
+                    )
+                    clip, known = FreshClip(encoders(), pixels_THWC, caption), clips.names(request, file=file)
+                    writer.add(request, encode_for_cache(clip, parts[request.num_frames], known=known), file=file)
+                progress.advance()
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(f"finished clips are in {folder}: continue with the same command") from interrupt
+        finally:
+            writer.flush()
+    return len(missing) - len(failed), failed
+
+
+def require_same_settings(settings: TrainSettings, *, device: torch.device) -> None:
+    """Raise FileProblem if the cache of `settings` has clips that were made with other settings.
+
+    Reads no weights. Raises CheckpointError if the header of the cache is broken.
+    """
+    assert settings.train_mmdit.cache is not None
+    is_cache_of(Path(settings.train_mmdit.cache), _settings_identity(settings, device=device), complete=False)
+
+
+def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> dict[str, str]:
+    """Return everything but the clips that decides encoded clips: SHA-256 of the weights, and settings.
+
+    Raises CheckpointError if frozen parts are missing or cannot be read.
+    """
+    parts = require_frozen_parts(settings)
+    files = {name: _files(path) for name, path in (("autoencoder", parts.vae), ("T5", parts.t5), ("CLIP", parts.clip))}
+    size = sum(path.stat().st_size for paths in files.values() for path in paths)
+    with reporter.stage("hash", total=size, unit=BYTES) as progress:
+        digests = {
+            name: " ".join(f"{path.name}:{sha256_of(path, advance=progress.advance)}" for path in paths)
+            for name, paths in files.items()
+        }
+    return {**digests, **_settings_identity(settings, device=device)}
+
+
+def _settings_identity(settings: TrainSettings, *, device: torch.device) -> dict[str, str]:
+    chosen, text = settings.train_mmdit, settings.text
+    return {
+        "autoencoder's settings": json.dumps(settings.vae.model_dump(mode="json"), sort_keys=True),
+        "text lengths": f"{text.t5_max_length}, {text.clip_max_length}",
+        "fit": str(settings.data.fit),
+        "captions": f"add_fps={chosen.add_fps}, add_motion_score={chosen.add_motion_score}",
+        "precision": str(frozen_dtype(chosen, device)).removeprefix("torch."),
+    }
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        require_file(path, problem=CheckpointError)
+        return [path]
+    return sorted(file for file in path.iterdir() if file.is_file() and file.suffix in _ENCODER_FILES)
+
+
+def _parts(settings: TrainSettings, num_frames: int) -> dict[str, ReferencePart]:
+    """Return the references that the condition modes of a run need of a clip, by name."""
+    grid, lengths = settings.vae.grid, settings.train_mmdit.lengths
+    modes = fitting_modes(
+        settings.train_mmdit.mode_weights.by_mode(),
+        num_latent_frames=grid.latent_frames(num_frames),
+        causal=grid.is_causal,
+        lengths=lengths,
+    )
+    return {
+        part_name(part): part
+        for mode in modes
+        for part in encoded_parts(
+            mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio, lengths=lengths
+        )
+    }
