@@ -1,4 +1,4 @@
-"""From options to a request to generate: what the command line and Python have in common before torch is imported."""
+"""Requests to generate, from options: shared by the command line and Python, and made before torch is imported."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -19,32 +19,29 @@ def generate_request(
     sidecar: Path | None = None,
     config: Path | None = None,
 ) -> GenerateRequest:
-    """Return what was asked for, with the variables of the environment.
+    """Return a request with the variables of the environment.
 
     Args:
-        given: the options, and the prompt.
-        below: what gives way to them and to the assignments, and wins over all else.
-        assignments: as in `collect_overrides`.
-        sidecar: of an earlier run, whose description of the video is taken.
-        config: a preset by name, or a file of settings.
+        given: options and prompt.
+        below: settings that lose to `given` and `assignments`, and win over everything else.
+        assignments: see `collect_overrides`.
+        sidecar: sidecar of an earlier run, to make its video again.
+        config: preset by name, or file of settings.
 
     Raises:
         RequestError: an assignment is wrong.
         FileProblem: the sidecar is missing or broken.
     """
+    others: tuple[type[Section], ...] = ()
+    if any(name.startswith("OSORA_") for name in os.environ):
+        # Variables of training are no errors. Its settings take time to import.
+        from opensora_cli.settings.train import TrainSettings
+
+        others = (TrainSettings,)
     return GenerateRequest(
         overrides={**(below or {}), **collect_overrides(GenerateSettings, given, assignments)},
         saved=read_sidecar(sidecar, is_own=is_of_launcher(sidecar, os.environ)) if sidecar else None,
         config=config,
         environment=os.environ,
-        others=_other_settings(),
+        others=others,
     )
-
-
-def _other_settings() -> tuple[type[Section], ...]:
-    """Return training's settings, whose variables are not refused; imported only where there are variables of osora."""
-    if not any(name.startswith("OSORA_") for name in os.environ):
-        return ()
-    from opensora_cli.settings.train import TrainSettings
-
-    return (TrainSettings,)

@@ -29,7 +29,7 @@ from opensora_cli.cli import (
     vae,
 )
 from opensora_cli.cli.command import Group
-from opensora_cli.cli.streams import escape_foreign_texts, guard_streams
+from opensora_cli.cli.output import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
 
 _COMMANDS = (

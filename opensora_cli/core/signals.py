@@ -6,6 +6,7 @@ ssh connection, sends SIGHUP; nohup has it ignored. Some send twice: `timeout` s
 a shell hands SIGHUP on to its jobs, and torchrun hands on what the terminal has already sent to its ranks.
 """
 
+import _thread
 import ctypes
 import os
 import signal
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 END_REQUESTS = tuple(
@@ -24,6 +26,7 @@ _TERMINAL_GONE = getattr(signal, "SIGHUP", None)
 REPEAT_S = 0.3
 """A second Ctrl-C within so many seconds is the first one sent twice: nobody presses keys so fast."""
 
+_MOMENT_S = 0.02
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -105,33 +108,57 @@ def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], boo
 
 
 @contextmanager
-def requests_as_interrupts() -> Iterator[None]:
-    """Let a request to end do what Ctrl-C does at that time, inside the block.
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Raise KeyboardInterrupt at Ctrl-C and at a request to end, inside the block; yield a function that returns
+    whether either came.
 
-    Where Ctrl-C is ignored, as in the background of a script, a request to end raises KeyboardInterrupt. One that is
-    repeated at once changes nothing, nor does SIGHUP after another request. SIGTERM always counts, the others unless
-    they were ignored, or handled, before the block.
+    A signal that is repeated at once changes nothing, nor does SIGHUP after another request. SIGTERM always counts, the
+    others unless they were ignored, or handled, before the block; Ctrl-C counts unless it is ignored, as in the
+    background of a script. Python drops exceptions that a finalizer raises: the signal is sent again a moment later.
     """
-    last: float | None = None
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    hook, main = sys.unraisablehook, threading.get_ident()
+    was_asked = was_requested = was_swallowed = False
+    last_s, last_number = -REPEAT_S, signal.SIGINT
+    timers: list[threading.Timer] = []
 
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        # The terminal goes away once: a second SIGHUP comes of the end of its shell, whenever that is.
-        if last is not None and (now - last < REPEAT_S or number == _TERMINAL_GONE):
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal was_asked, was_requested, was_swallowed, last_s, last_number
+        before_s, last_s, last_number = last_s, time.monotonic(), signal.Signals(number)
+        # The terminal goes away once: its shell sends SIGHUP again when it ends, whenever that is.
+        is_repeated = last_s - before_s < REPEAT_S or (number == _TERMINAL_GONE and was_requested)
+        if is_repeated and not was_swallowed:
             return
-        last = now
-        if callable(signal.getsignal(signal.SIGINT)):
-            signal.raise_signal(signal.SIGINT)
-        else:
-            signal.default_int_handler(number, frame)
+        was_asked, was_requested, was_swallowed = True, was_requested or number in END_REQUESTS, False
+        signal.default_int_handler(number, frame)
+
+    def send_again(ignored: "sys.UnraisableHookArgs") -> None:
+        nonlocal was_swallowed
+        if ignored.exc_type is not KeyboardInterrupt:
+            hook(ignored)
+            return
+        was_swallowed = True
+        # Sent to the main thread, a signal also ends a wait.
+        send = _thread.interrupt_main if sys.platform == "win32" else partial(signal.pthread_kill, main, last_number)
+        timers.append(threading.Timer(_MOMENT_S, send))
+        timers[-1].start()
 
     def is_wanted(number: signal.Signals) -> bool:
+        if number == signal.SIGINT:
+            return _has_handler(number)
         # Nothing ignores SIGTERM for its children on purpose.
-        return number == signal.SIGTERM or (number in END_REQUESTS and signal.getsignal(number) is signal.SIG_DFL)
+        return number == signal.SIGTERM or signal.getsignal(number) is signal.SIG_DFL
 
-    with _handled(end, wanted=is_wanted):
-        yield
+    sys.unraisablehook = send_again
+    try:
+        with _handled(interrupt, wanted=is_wanted):
+            yield lambda: was_asked
+    finally:
+        for timer in timers:
+            timer.cancel()
+        sys.unraisablehook = hook
 
 
 def _has_handler(number: signal.Signals) -> bool:

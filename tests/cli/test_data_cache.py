@@ -50,19 +50,6 @@ def test_the_demos_recipe(capsys):
     assert "differs in: captions" in capsys.readouterr().err
 
 
-def test_bad_requests(capsys):
-    assert run("--config", "demo_text") == 2
-    assert "target=text" in capsys.readouterr().err
-    assert run("--config", "demo", "--set", "train_mmdit.cache=none") == 2
-    assert "train_mmdit.cache is not set" in capsys.readouterr().err
-    assert run("--config", "demo", "-o", "cache", "--set", "weights=nowhere") == 3
-    assert "has no vae.safetensors, t5, clip" in capsys.readouterr().err
-    assert run("--config", "demo_lora", "-o", "cache", "--table", "missing.csv") == 3
-    assert not Path("runs").exists()
-    assert "missing.csv" in capsys.readouterr().err
-    assert not Path("cache").exists()
-
-
 def test_a_missing_library_is_reported_before_anything_is_encoded(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft", None)
     assert run("--config", "demo", *FEW, "--set", "init=demo", "--set", "lora.rank=4") == 4
