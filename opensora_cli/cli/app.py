@@ -1,4 +1,4 @@
-"""The `osora` command: its subcommands, and the place where they start and end.
+"""The `osora` command and its subcommands.
 
 A command module imports nothing heavy at its top (no torch, no numpy, no pydantic): `osora --help` and shell completion
 load all of them.

@@ -1,4 +1,4 @@
-"""`osora bench-comm`: whether the links between devices are good."""
+"""`osora bench-comm`: rates and correctness of the links between devices."""
 
 import os
 import sys

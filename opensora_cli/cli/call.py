@@ -30,7 +30,7 @@ class Call:
     """One call of a command: what was typed, and where results go."""
 
     words: tuple[str, ...]
-    """The command line without the name of the program."""
+    """Command line without the name of the program."""
     given: Mapping[str, object]
     """Values of options and arguments by what is typed."""
 
@@ -76,7 +76,7 @@ class Call:
             output.print_result(result, as_json=self.as_json)
 
     def again(self, *labels: str) -> list[str]:
-        """Return those of some options that were given, and --json and --quiet, as words of a rank's command line."""
+        """Return the given ones of some options, and of --json and --quiet, as words of a rank's command line."""
         words: list[str] = []
         for label in (*labels, "--json", "--quiet"):
             match self.given.get(label):

@@ -1,4 +1,4 @@
-"""`osora env-check`: whether this machine can run osora."""
+"""`osora env-check`: problems of this machine and its environment."""
 
 import os
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`osora mem-profile`: where the memory goes."""
+"""`osora mem-profile`: memory of a generation or a training, predicted and measured."""
 
 import os
 from typing import TYPE_CHECKING

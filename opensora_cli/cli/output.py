@@ -41,7 +41,7 @@ def rank_context() -> RankContext | None:
 
 
 def make_reporter(*, quiet: bool) -> Reporter:
-    """Return a reporter: bars on a terminal, a few plain lines elsewhere, and nothing when `quiet`."""
+    """Return a reporter with bars on a terminal, and with a few plain lines elsewhere; a silent one if `quiet`."""
     # Python has no stderr if the shell closed it (2>&-).
     if quiet or sys.stderr is None:
         return SilentReporter()

@@ -1,4 +1,4 @@
-"""`osora presets`: presets of `osora generate`, with what they need and where they fit."""
+"""`osora presets`: presets of `osora generate`, their needs, and the GPUs that they fit on."""
 
 from typing import TYPE_CHECKING
 

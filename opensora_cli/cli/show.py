@@ -1,4 +1,4 @@
-"""`osora show`: what a file records of how it was made."""
+"""`osora show`: prompt, seed, settings and timings that a file records."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""Requests to end a process: who sends them, what waits for them, and how the processes that it started end.
+"""Ctrl-C and requests to end a process: raised, recorded, held back or ignored.
 
-Ctrl-C is SIGINT. Schedulers, containers and `timeout` send SIGTERM, and often to all processes of a group; Slurm's
-`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. A terminal that goes away, as at a lost
-ssh connection, sends SIGHUP; nohup has it ignored. Some send twice: `timeout` signals the command and then its group,
-a shell hands SIGHUP on to its jobs, and torchrun hands on what the terminal has already sent to its ranks.
+Ctrl-C is SIGINT. Schedulers, containers and `timeout` send SIGTERM, often to all processes of a group; Slurm's
+`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. A closed terminal, as after a lost ssh
+connection, sends SIGHUP; nohup ignores it. Some signals come twice: `timeout` signals the command and then its group,
+a shell forwards SIGHUP to its jobs, and torchrun forwards signals that the terminal has sent to its ranks already.
 """
 
 import _thread
@@ -21,10 +21,10 @@ from types import FrameType
 END_REQUESTS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
 )
-"""What asks a process to end, besides Ctrl-C."""
+"""Signals that ask a process to end, besides Ctrl-C."""
 _TERMINAL_GONE = getattr(signal, "SIGHUP", None)
 REPEAT_S = 0.3
-"""A second Ctrl-C within so many seconds is the first one sent twice: nobody presses keys so fast."""
+"""Seconds within which a second Ctrl-C is the first one, sent twice: nobody presses keys so fast."""
 
 _MOMENT_S = 0.02
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -37,19 +37,19 @@ def end_with_parent() -> None:
 
 
 def leave_signals_to(parent: int) -> None:
-    """Ignore Ctrl-C and requests to end from now on, in a process that ends with its `parent`, a process's number."""
+    """Ignore Ctrl-C and requests to end from now on, and end with the process whose number is `parent`."""
     for number in (signal.SIGINT, *END_REQUESTS):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # it has ended already
         os._exit(0)
 
 
 @contextmanager
 def blocked_in_children() -> Iterator[None]:
-    """Block Ctrl-C and requests to end in processes that are started inside the block, from their start.
+    """Block Ctrl-C and requests to end in processes that are started inside the block, for as long as they run.
 
-    They do not unblock them. This process gets what came meanwhile at the end of the block.
+    This process gets signals of that time at the end of the block.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -63,10 +63,9 @@ def blocked_in_children() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold back Ctrl-C, and requests to end that have a handler, until the end of the block, and then send the first,
-    also where the block raises.
+    """Hold back Ctrl-C, and requests to end that have a handler, and send the first at the end of the block.
 
-    Without effect outside of the main thread, which alone gets signals.
+    A block that raises sends it, too. Without effect outside of the main thread, which alone gets signals.
     """
     held: list[int] = []
     try:
@@ -79,12 +78,11 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Only record Ctrl-C and requests to end while the block runs; a second Ctrl-C raises KeyboardInterrupt.
+    """Record Ctrl-C and requests to end while the block runs; yield a function that returns whether either came.
 
-    A request to end never does, however often it comes: who sends it sends SIGKILL later. Python handles signals in the
-    main thread alone, so that a block elsewhere is never interrupted anyway. A signal that is ignored, as Ctrl-C is in
-    the background of a script, stays ignored. `report` is called at the first one, in another thread: the main one may
-    hold any lock. Yields a function that returns whether there was one.
+    A second Ctrl-C raises KeyboardInterrupt. A request to end never does: its sender sends SIGKILL later. Ignored
+    signals, as Ctrl-C in the background of a script, stay ignored. The first signal calls `report` in another thread,
+    since the main one may hold any lock. Outside of the main thread nothing is recorded: Python interrupts it alone.
     """
     was_asked = False
     pressed_at: float | None = None
@@ -109,8 +107,7 @@ def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], boo
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Raise KeyboardInterrupt at Ctrl-C and at a request to end, inside the block; yield a function that returns
-    whether either came.
+    """Raise KeyboardInterrupt at Ctrl-C and requests to end; yield a function that returns whether either came.
 
     A signal that is repeated at once changes nothing, nor does SIGHUP after another request. SIGTERM always counts, the
     others unless they were ignored, or handled, before the block; Ctrl-C counts unless it is ignored, as in the
@@ -169,7 +166,7 @@ def _has_handler(number: signal.Signals) -> bool:
 def _handled(
     handle: Callable[[int, FrameType | None], object], *, wanted: Callable[[signal.Signals], bool]
 ) -> Iterator[None]:
-    """Let `handle` take the signals that are `wanted`, of Ctrl-C and requests to end, inside the block."""
+    """Install a handler for those of Ctrl-C and the requests to end that are `wanted`, inside the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

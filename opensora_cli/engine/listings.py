@@ -1,4 +1,4 @@
-"""Presets of generation, with what they need and where they fit, and recipes of training. Needs no torch."""
+"""Presets of generation with their needs and GPUs, and recipes of training. Needs no torch."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -151,7 +151,7 @@ def test_interrupt_by_a_signal(first: str, number: signal.Signals) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signal to a child alone")
 @pytest.mark.parametrize("module", ["typer", "opensora_cli.cli.generate"])
 def test_interrupt_while_the_program_is_imported(module: str) -> None:
-    """From its first import on, also where the import would make another error of it."""
+    """Ctrl-C counts from the first import on, also if the import turns it into another error."""
     code = (
         "import signal, sys\n"
         "class Interrupting:\n"
