@@ -1,17 +1,17 @@
 """Generate videos in a Python program, with a model that stays loaded."""
 
+import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import NamedTuple, Self, Unpack
 
-from opensora_cli.api.reporting import LoggingReporter, OnProgress
 from opensora_cli.api.request import generate_request
 from opensora_cli.api.video import Video
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.settings.explain import Given
@@ -20,15 +20,32 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, collect_overrides
 
 _File = str | os.PathLike[str]
+_log = logging.getLogger("opensora_cli")
 
 _NOT_IN_A_CALL = (
     ("model", "is chosen once for all calls", "make a Pipeline(model) for each"),
     ("save_picture", "keeps a picture beside the file of its video", "make it with num_frames=1, and give it with ref"),
     ("num_samples", "is 1 in Python", "call once for each seed: sample i takes seed + i"),
-    ("resume", "goes on with a run of the command line", "use osora generate --resume FILE"),
+    ("resume", "continues a run of the command line", "use osora generate --resume FILE"),
     ("save_state_every", "is for runs of the command line", "use osora generate --save-state-every N"),
     ("preview_every", "is for runs of the command line", "use osora generate --preview-every N"),
 )
+
+
+class Progress(NamedTuple):
+    """Progress of a stage."""
+
+    stage: str
+    """load, text, denoise or decode, for example."""
+    done: int
+    total: int | None
+    """None if unknown."""
+    unit: str
+    """Unit of `done`, such as evaluations, tiles or bytes."""
+
+
+OnProgress = Callable[[Progress], object]
+"""Called when a stage begins, and after each unit of its work. An exception that it raises ends the run."""
 
 
 class Pipeline:
@@ -38,22 +55,21 @@ class Pipeline:
             video = pipe("raining, sea", seed=7)
             video.save("sea.mp4")
 
-    Keywords are the options of `osora generate`, `num_frames` for `--num-frames`; those of a call win over those of the
-    pipeline. A call gives the same bits as the command line does with the same options, on a CPU with as many
-    `threads`. Text encoders, transformer and autoencoder all stay where there is room for them; else as many as fit.
-    Warnings go to `logging`, by the name `opensora_cli`.
+    Keywords are the options of `osora generate`, `num_frames` for `--num-frames`; options of a call win over options of
+    the pipeline. Results are bitwise identical to those of the command line with the same options and `threads`. As
+    many of the models stay loaded as fit in memory. Warnings go to the logger `opensora_cli`.
 
-    Threads may share a pipeline: it makes one video at a time, and the other calls wait, as does `close`.
+    Threads may share a pipeline: it makes one video at a time, and other calls wait, `close` too.
 
     Args:
         model: auto, demo or a released model.
-        config: a preset by name, or a file of settings.
-        set: settings by key that have no option: `{"sampling.flow_shift": 3}`.
-        progress: called with a `Progress` as the work goes on.
+        config: preset by name, or file of settings.
+        set: settings by key, for settings without an option: `{"sampling.flow_shift": 3}`.
+        progress: called with a `Progress` during a call.
         flags: options of every call.
 
     Raises:
-        RequestError: there is no such option or setting; the nearest is named.
+        RequestError: an option or setting does not exist; the hint names the nearest.
     """
 
     def __init__(
@@ -68,9 +84,9 @@ class Pipeline:
         named = {"runtime.model_choice": Given(model, "model")} if model != "auto" else {}
         self._given: Layer = named | _layer(flags, set)
         self._config = None if config is None else Path(config)
-        self._reporter: Reporter = LoggingReporter(progress)
+        self._reporter = _LoggingReporter(progress)
         self._models = LoadedModels(stay=True)
-        # A function that is called with the progress of a call may make another one.
+        # Reentrant: the progress function of a call may make another call.
         self._turn = threading.RLock()
 
     def __call__(
@@ -84,17 +100,17 @@ class Pipeline:
         """Make one video, in memory.
 
         Args:
-            prompt: what it shows; it may be in the settings already.
-            from_: the sidecar of an earlier video, which describes it. Weights and adapters must be given again.
-            set: settings by key that have no option.
+            prompt: description of the video; settings may have it already.
+            from_: sidecar of an earlier video, to make it again. Weights and adapters must be given again.
+            set: settings by key, for settings without an option.
             flags: the other options.
 
         Raises:
             RequestError: an option or setting is unknown, or breaks a rule.
             FileProblem: a reference, weights or settings are missing or broken.
-            HardwareError: there is no such device, or not enough memory.
+            HardwareError: the device does not exist, or has too little memory.
 
-        In a process that was forked from one that has computed with several threads, a RequestError says so: start it
+        In a process that was forked after computing with several threads, a call raises RequestError: start processes
         with multiprocessing's method "spawn".
         """
         given = _layer(flags, set) | ({} if prompt is None else {"prompt": Given(prompt, "prompt")})
@@ -128,14 +144,46 @@ def generate(
     progress: OnProgress | None = None,
     **flags: Unpack[Flags],
 ) -> Video:
-    """Make one video, in memory; arguments and errors are those of `Pipeline` and of its call."""
+    """Make one video, in memory. Arguments and errors are those of `Pipeline` and of its call."""
     with Pipeline(model, config=config, progress=progress) as pipe:
         return pipe(prompt, from_=from_, set=set, **flags)
 
 
 def _layer(flags: Mapping[str, object], assignments: Mapping[str, object] | None) -> dict[str, Given]:
-    """Return the settings that keywords give; names that are not theirs alone are refused."""
+    """Return the settings that keywords give. Raises RequestError for options of the command line alone."""
     for name, rule, hint in _NOT_IN_A_CALL:
         if name in flags:
             raise RequestError(f"{name} {rule}", hint=hint)
     return collect_overrides(GenerateSettings, given_flags(flags), assignments or {})
+
+
+class _LoggingReporter:
+    """Logs warnings, and notes at the level INFO; progress goes to a function."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+
+    def note(self, text: str) -> None:
+        _log.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        _log.warning("%s", text)
+
+    def figures(self, values: Mapping[str, str]) -> None:
+        """Ignore figures: no stage of a generation has any."""
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator["_Stage"]:
+        stage = _Stage(Progress(name, 0, total, unit), self._on_progress)
+        stage.advance(0)
+        yield stage
+
+
+class _Stage:
+    def __init__(self, progress: Progress, on_progress: OnProgress | None) -> None:
+        self._progress, self._on_progress = progress, on_progress
+
+    def advance(self, amount: int = 1) -> None:
+        self._progress = self._progress._replace(done=self._progress.done + amount)
+        if self._on_progress is not None:
+            self._on_progress(self._progress)

@@ -1,4 +1,4 @@
-"""A video that was made, as a program and a notebook have it."""
+"""Finished videos in Python programs and notebooks."""
 
 import base64
 import importlib
@@ -26,21 +26,18 @@ from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
 _SMALL = 128
-"""Pixels of the longer side up to which a notebook shows a video at twice its size."""
+"""Longest side, in pixels, of a video that a notebook shows at twice its size."""
 
 
 class Video:
-    """One video in memory; nothing is on disk until it is saved.
-
-    A notebook plays a video that is the value of a cell.
-    """
+    """Video in memory. Nothing is on disk until `save`; a notebook plays it as the value of a cell."""
 
     def __init__(self, held: HeldVideo) -> None:
         self._held = held
 
     @property
     def frames(self) -> NDArray[np.uint8]:
-        """The frames (T, H, W, 3), RGB; not writable."""
+        """Frames (T, H, W, 3), RGB, read-only."""
         frames: NDArray[np.uint8] = self._held.frames_THWC.numpy().view()
         frames.flags.writeable = False
         return frames
@@ -62,19 +59,19 @@ class Video:
 
     @property
     def report(self) -> Figures:
-        """Seconds of each stage, the most memory that was in use, and the PSNR of given frames."""
+        """Seconds of each stage, peak memory, and PSNR of given frames."""
         return self._held.figures
 
     def save(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
-        """Write the video and its sidecar, byte for byte as `osora generate --out PATH` writes them; return where.
+        """Write the video and its sidecar as `osora generate --out PATH` does, and return the path of the video.
 
         Args:
-            path: a file, or a folder in which it is named by prompt and seed; None: that of the settings, `samples`.
-            overwrite: whether a file that is there gives way. What the same request has made is kept either way.
+            path: file, or folder in which prompt and seed name the file. None: path of the settings, `samples`.
+            overwrite: replace a file of another request. A file of the same request is kept.
 
         Raises:
-            RequestError: the ending of `path` is of no known format.
-            OutputError: the file is there from another request, or cannot be written.
+            RequestError: the ending of `path` names no known format.
+            OutputError: the file exists from another request, or cannot be written.
         """
         held, start = self._held, time.perf_counter()
         changes: dict[str, object] = {"output.overwrite": overwrite or held.chain.settings.output.overwrite}
@@ -101,12 +98,13 @@ class Video:
         return sample.media
 
     def show(self) -> None:
-        """Play the video: in the output of a notebook's cell, else in the browser, from a temporary file.
+        """Play the video in the output of a notebook's cell, else in the browser.
 
         Raises:
-            HardwareError: there is no browser.
+            HardwareError: no browser was found.
         """
-        if _is_notebook():
+        shell = sys.modules.get("IPython")
+        if shell is not None and hasattr(shell.get_ipython(), "kernel"):
             importlib.import_module("IPython.display").display(self)
             return
         folder = Path(tempfile.mkdtemp(prefix="osora-show-"))
@@ -129,14 +127,8 @@ class Video:
         return f'<img {size}src="data:image/{path.suffix[1:]};base64,{data}">'
 
     def _write(self, folder: Path) -> Path:
-        """Write what a browser shows; H.264 has even sizes alone."""
+        """Write a file that a browser plays; H.264 needs even sizes."""
         frames_THWC = self._held.frames_THWC
         count, height, width, _ = frames_THWC.shape
         kind = MediaFormat.PNG if count == 1 else MediaFormat.WEBP if height % 2 or width % 2 else MediaFormat.MP4
         return write_media([frames_THWC], folder / f"video.{kind}", fps=self.fps, format=kind)
-
-
-def _is_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
-    shell = sys.modules.get("IPython")
-    return shell is not None and hasattr(shell.get_ipython(), "kernel")

@@ -1,4 +1,4 @@
-"""The `osora` command: its subcommands, and the place where they start and end.
+"""The `osora` command and its subcommands.
 
 A command module imports nothing heavy at its top (no torch, no numpy, no pydantic): `osora --help` and shell completion
 load all of them.
@@ -29,7 +29,7 @@ from opensora_cli.cli import (
     vae,
 )
 from opensora_cli.cli.command import Group
-from opensora_cli.cli.streams import escape_foreign_texts, guard_streams
+from opensora_cli.cli.output import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
 
 _COMMANDS = (

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.cli import errors, generate, options, output
+from opensora_cli.cli import generate
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
 from opensora_cli.settings.flags import Option
 
@@ -13,21 +14,10 @@ if TYPE_CHECKING:
     from opensora_cli.settings.layers import Layer
 
 _COMPARED = "Compared settings"
+_OWN = ("--repeats", "--plot", "--overwrite")
 
 
-def bench_generate(
-    given: "Layer",
-    *,
-    try_: list[str] | None,
-    repeats: int | None,
-    plot: str | None,
-    overwrite: bool,
-    config: Path | None,
-    set_: list[str] | None,
-    from_: Path | None,
-    json: bool,
-    quiet: bool,
-) -> None:
+def bench_generate(given: "Layer", call: Call) -> None:
     """Time a video by stage, and compare it with the same video made with other settings.
 
     The exact run has the settings as they are given. No video is kept. A row with equal latents, evaluations and
@@ -47,39 +37,36 @@ def bench_generate(
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.layers import validate
 
-    tries = read_tries(try_ or [])
-    own = {"repeats": repeats, "plot": plot, "overwrite": overwrite}
-    layer = {name: Given(value, f"--{name}") for name, value in own.items() if value is not None}
-    settings = validate(BenchGenerateSettings, layer)
-    request = benched_request(generate_request(given, assignments=set_ or [], sidecar=from_, config=config))
+    tries = read_tries(call.value("--try", list) or [])
+    own = {label.removeprefix("--"): Given(call.given[label], label) for label in _OWN if label in call.given}
+    settings = validate(BenchGenerateSettings, own)
+    sidecar = call.value("--from", Path)
+    request = benched_request(
+        generate_request(given, assignments=call.assignments, sidecar=sidecar, config=call.config)
+    )
     context = find_context(os.environ)
-    is_main = context is None or context.is_main
-    reporter = output.make_reporter(quiet=quiet or not is_main)
     if context is None:
         from opensora_cli.engine.generate.request import refuse_early, settings_early
 
-        refuse_early(request, dry_run=False, reporter=reporter)
+        refuse_early(request, dry_run=False, reporter=call.reporter)
         exact = settings_early(request)
         if exact is not None:
             refuse_unfit(exact)
         for name, changes in (tries or {}).items():
             changed = {key: Given(value, f"--try {name}") for key, value in changes.items()}
             tried = replace(request, overrides={**request.overrides, **changed})
-            refuse_early(tried, dry_run=True, reporter=reporter)
-    output.note_start(reporter)
-    with errors.uninterrupted():
+            refuse_early(tried, dry_run=True, reporter=call.reporter)
+    with call.loading():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 
-    rank_flags = options.rank_words(
-        {"--repeats": settings.repeats, "--try": try_, "--plot": plot, "--overwrite": overwrite}
-        | {"--json": json, "--quiet": quiet}
-    )
-    report = compare(request, tries, options=settings, reporter=reporter, context=context, rank_flags=rank_flags)
-    if report is not None:
-        output.print_result(report, as_json=json)
+    flags = call.again("--try", *_OWN)
+    call.show(compare(request, tries, options=settings, reporter=call.reporter, context=context, rank_flags=flags))
 
 
-_SHARED = ("--config", "--set", "--from", "--res", "--num-frames", "--ref", "--steps", "--seed", "--model", "--weights")
+_SHARED = (
+    *("--config", "--set", "--from", "--res", "--num-frames", "--ref", "--steps", "--seed", "--model", "--weights"),
+    *("--device", "--gpus", "--devices"),
+)
 _ROWS = {
     "PROMPT": Option("prompt", help="What the video shows."),
     "--try": Option(
@@ -101,9 +88,6 @@ _ROWS = {
         panel=_COMPARED, kind=str, metavar="FILE", help="Write a chart of PSNR over evaluations: .png, .svg or .pdf."
     ),
     "--overwrite": Option(panel=_COMPARED, kind=bool, help="Replace an existing chart."),
-    **{
-        label: generate.ROWS[label]._replace(is_common=False) for label in (*_SHARED, "--device", "--gpus", "--devices")
-    },
-    **options.PRINTED,
+    **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
 COMMAND = Command("bench-generate", bench_generate, _ROWS, settings="generate:GenerateSettings", layered=True)

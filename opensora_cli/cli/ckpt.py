@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from opensora_cli.cli import errors, options, output
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command, group
 from opensora_cli.core.files import require_there
 from opensora_cli.settings.flags import OUTPUT, Option
@@ -37,7 +37,7 @@ WRITTEN = {
 }
 
 
-def convert(settings: "ConvertSettings", *, dry_run: bool, json: bool, quiet: bool) -> None:
+def convert(settings: "ConvertSettings", call: Call) -> None:
     """Convert weights from any format to any other, in little memory.
 
     Formats are found by content: safetensors files and shards, torch files and shards, ColossalAI and
@@ -54,16 +54,16 @@ def convert(settings: "ConvertSettings", *, dry_run: bool, json: bool, quiet: bo
     from opensora_cli.engine.ckpt.early import refuse_early
 
     refuse_early([settings.source], settings)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.ckpt import convert as engine
 
-    if dry_run:
-        output.print_result(engine.plan_convert(settings), as_json=json)
+    if "--dry-run" in call.given:
+        call.show(engine.plan_convert(settings))
     else:
-        output.print_result(engine.convert(settings, reporter=output.make_reporter(quiet=quiet)), as_json=json)
+        call.show(engine.convert(settings, reporter=call.reporter))
 
 
-def inspect(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
+def inspect(settings: "InspectSettings", call: Call) -> None:
     """Print tensors, sizes, metadata and the model of a checkpoint.
 
     Examples:
@@ -73,13 +73,13 @@ def inspect(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
       osora ckpt inspect runs/demo --select ema --stats --only '*.bias'
     """
     require_there(settings.path)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.ckpt import inspect as engine
 
-    output.print_result(engine.inspect(settings, reporter=output.make_reporter(quiet=quiet)), as_json=json)
+    call.show(engine.inspect(settings, reporter=call.reporter))
 
 
-def verify(settings: "VerifySettings", *, json: bool, quiet: bool) -> None:
+def verify(settings: "VerifySettings", call: Call) -> None:
     """Check that weights are complete and finite; exit with 3 if they are not.
 
     Examples:
@@ -87,15 +87,15 @@ def verify(settings: "VerifySettings", *, json: bool, quiet: bool) -> None:
       osora ckpt verify ckpts/Open_Sora_v2.safetensors --preset open-sora-v2
     """
     require_there(settings.path)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.ckpt import verify as engine
 
-    result = engine.verify(settings, reporter=output.make_reporter(quiet=quiet))
-    output.print_result(result, as_json=json)
+    result = engine.verify(settings, reporter=call.reporter)
+    call.show(result)
     result.require_sound()
 
 
-def diff(settings: "DiffSettings", *, json: bool, quiet: bool) -> None:
+def diff(settings: "DiffSettings", call: Call) -> None:
     """Compare names, shapes, dtypes and values; exit with 3 if they differ.
 
     Without --rtol and --atol every bit must be the same; with one, 8-bit weights are multiplied with their scales. A
@@ -108,15 +108,15 @@ def diff(settings: "DiffSettings", *, json: bool, quiet: bool) -> None:
       osora ckpt diff fp32.safetensors bf16.safetensors --rtol 0.01
     """
     require_there(settings.first, settings.second)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.ckpt import diff as engine
 
-    result = engine.diff(settings, reporter=output.make_reporter(quiet=quiet))
-    output.print_result(result, as_json=json)
+    result = engine.diff(settings, reporter=call.reporter)
+    call.show(result)
     result.require_equal()
 
 
-def merge_lora(settings: "MergeLoraSettings", *, json: bool, quiet: bool) -> None:
+def merge_lora(settings: "MergeLoraSettings", call: Call) -> None:
     """Merge a LoRA adapter into the weights that it was trained for.
 
     Examples:
@@ -128,14 +128,14 @@ def merge_lora(settings: "MergeLoraSettings", *, json: bool, quiet: bool) -> Non
     from opensora_cli.engine.ckpt.early import refuse_early
 
     refuse_early([settings.base, settings.adapter], settings)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.ckpt import merge_lora as engine
 
-    result = engine.merge_lora(settings, reporter=output.make_reporter(quiet=quiet))
-    output.print_result(result, as_json=json)
+    result = engine.merge_lora(settings, reporter=call.reporter)
+    call.show(result)
 
 
-def download(settings: "DownloadSettings", *, dry_run: bool, json: bool, quiet: bool) -> None:
+def download(settings: "DownloadSettings", call: Call) -> None:
     """Download a released model from the Hugging Face Hub, and verify it.
 
     An interrupted download continues where it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
@@ -146,13 +146,13 @@ def download(settings: "DownloadSettings", *, dry_run: bool, json: bool, quiet: 
 
       osora ckpt download open-sora-v2
     """
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.ckpt import download as engine
 
-    if dry_run:
-        output.print_result(engine.plan_download(settings), as_json=json)
+    if "--dry-run" in call.given:
+        call.show(engine.plan_download(settings))
     else:
-        output.print_result(engine.download(settings, reporter=output.make_reporter(quiet=quiet)), as_json=json)
+        call.show(engine.download(settings, reporter=call.reporter))
 
 
 _CONVERT_ROWS = {
@@ -173,14 +173,12 @@ _CONVERT_ROWS = {
     "--dtype": Option("dtype", _WEIGHTS, "Dtype of all floating point weights."),
     **PRESET,
     **WRITTEN,
-    **options.PRINTED,
 }
 _INSPECT_ROWS = {
     "PATH": Option("path"),
     "--stats": Option("stats", help="Read the data: ranges, means, NaN, infinities, all-zero tensors."),
     **SELECT,
     **ONLY,
-    **options.PRINTED,
 }
 _VERIFY_ROWS = {
     "PATH": Option("path"),
@@ -188,7 +186,6 @@ _VERIFY_ROWS = {
     "--no-data": Option("data", help="Read headers and indexes alone: no hashes, no search for NaN.", is_negated=True),
     **SELECT,
     **PRESET,
-    **options.PRINTED,
 }
 _DIFF_ROWS = {
     "A": Option("first"),
@@ -197,7 +194,6 @@ _DIFF_ROWS = {
     "--atol": Option("atol", help="Absolute tolerance. Dtypes may differ.", metavar="X", default="0"),
     **SELECT,
     **ONLY,
-    **options.PRINTED,
 }
 _MERGE_ROWS = {
     "BASE": Option("base"),
@@ -206,7 +202,6 @@ _MERGE_ROWS = {
     "--unmerge": Option("unmerge", help="Remove the adapter from BASE again, and print how exact the result is."),
     "--scale": Option("scale", help="Factor of the adapter.", metavar="X"),
     **WRITTEN,
-    **options.PRINTED,
 }
 _DOWNLOAD_ROWS = {
     "PRESET": Option(
@@ -215,7 +210,6 @@ _DOWNLOAD_ROWS = {
     "--to": Option("to", help="Folder for the files; osora generate looks in ckpts.", metavar="DIR"),
     "--overwrite": Option("overwrite"),
     "--dry-run": Option(kind=bool, help="Print files, sizes and licenses, and download nothing."),
-    **options.PRINTED,
 }
 
 COMMAND = group(

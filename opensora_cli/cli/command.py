@@ -1,32 +1,26 @@
 """Commands that are built from rows of options, and help that reads well in 80 columns."""
 
-import builtins
 import inspect
-import keyword
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from pkgutil import resolve_name
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from opensora_cli.cli import errors
+from opensora_cli.cli.call import Call
+from opensora_cli.cli.errors import interruptible
+from opensora_cli.cli.options import PRINTED
 from opensora_cli.settings.flags import Option, given_by
 
-if TYPE_CHECKING:
-    from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.layers import Layer
-
-Rows = Mapping[str, Option]
-"""Options and arguments by what is typed: `--num-frames`, or the metavar of an argument, `FILE`."""
-
+_ALL = "--help-all"
 _EXAMPLES = "Examples:"
 _WIDEST_CHOICES = 18
-_EVERYTHING = "opensora_cli.everything"
-"""Key of a context in which the help text has all options."""
+_EVERYTHING, _WORDS = "opensora_cli.everything", "opensora_cli.words"
+"""Keys of a context: whether the help text has all options, and the words of the command line."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -34,10 +28,10 @@ class Command(TyperCommand):
     """A command whose parameters are built from rows when they are first needed: their types come from settings.
 
     Args:
-        run: called with the validated settings, or with the given ones by key (see `layers.Layer`) if `layered`; and by
-            keyword with the values of rows without a setting, named `from_` where Python has the name. Its docstring is
-            the help text.
-        rows: options and arguments in the order of the help text.
+        run: called with the validated settings, or with the given ones by key (see `layers.Layer`) if `layered`, and
+            with the call, which has all values. Its docstring is the help text.
+        rows: options and arguments by what is typed, in the order of the help text: `--num-frames`, or the metavar of
+            an argument, `FILE`. Those of `PRINTED` come last.
         settings: `module:Class` of the settings that rows set, below `opensora_cli.settings`.
         layered: whether files or other options set them, too.
         defaults: returns defaults for the help text by option; called for help alone.
@@ -46,8 +40,8 @@ class Command(TyperCommand):
     def __init__(
         self,
         name: str,
-        run: Callable[..., None],
-        rows: Rows,
+        run: Callable[[Any, Call], None],
+        rows: Mapping[str, Option],
         *,
         settings: str = "",
         layered: bool = False,
@@ -56,8 +50,8 @@ class Command(TyperCommand):
     ) -> None:
         self._run, self._settings, self._layered, self._defaults = run, settings, layered, defaults
         self._has_all = any(row.is_common for row in rows.values())
-        more = {"--help-all": Option(kind=bool, help="Show all options.", is_common=True)} if self._has_all else {}
-        self._rows: Rows = {**rows, **more}
+        more = {_ALL: Option(kind=bool, help="Show all options.", is_common=True)} if self._has_all else {}
+        self._rows = {**rows, **PRINTED, **more}
         help_text = unwrapped(about or run.__doc__ or "")
         super().__init__(name, help=help_text, context_settings=_HELP, rich_markup_mode="rich")
 
@@ -71,18 +65,19 @@ class Command(TyperCommand):
     def params(self, value: object) -> None:
         """Ignore the empty list of the base class."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        return self._built.invoke(ctx)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of a command line; an error names the command, whose help its hint names."""
+        ctx.meta[_WORDS] = tuple(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             if getattr(error, "ctx", ctx) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]  # Typer leaves it out for a missing value
             raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        return self._built.invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
@@ -95,11 +90,9 @@ class Command(TyperCommand):
         defaults = self._defaults()
         for parameter, (label, row) in zip(self.params, self._rows.items(), strict=True):
             field = self._field(row)
-            about = row.help or field.description
-            kind = _kind(row, field)
-            choices = [str(each.value) for each in kind] if _is_enum(kind) else []
-            if choices and parameter.metavar == "NAME":
-                about += f" One of {', '.join(choices)}."
+            about, kind = row.help or field.description, _kind(row, field)
+            if parameter.metavar == "NAME" and _is_enum(kind):
+                about += f" One of {', '.join(kind)}."
             default = row.default or defaults.get(label) or _shown(field)
             parameter.help = about + (f" Default: {default}." if default else "")
             parameter.hidden = not (everything or row.is_common)
@@ -107,30 +100,33 @@ class Command(TyperCommand):
     @cached_property
     def _built(self) -> Any:
         """The same command as Typer makes it of a function with these parameters."""
-
-        def call(**values: Any) -> None:
-            given: dict[str, Given] = {}
-            others = {}
-            with errors.interruptible():
-                for label, row in self._rows.items():
-                    value = values[_name(label)]
-                    if not row.key:
-                        others[_name(label)] = value
-                    elif value is not False and value != []:
-                        given |= given_by(row, value, label)
-                others.pop("help_all", None)
-                self._run(given if self._layered else self._validated(given), **others)
-
-        parameters = [self._parameter(label, row) for label, row in self._rows.items()]
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
         single = typer.Typer(add_completion=False)
+        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [self._parameter(label, row) for label, row in self._rows.items()]
+
+        def call(ctx: typer.Context, **values: object) -> None:
+            given = {
+                label: value
+                for label in self._rows
+                if (value := values[_name(label)]) is not None and value is not False and value != []
+            }
+            with interruptible():
+                self._call(Call((*ctx.command_path.split()[1:], *ctx.meta[_WORDS]), given))
+
+        call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]  # what Typer reads
         single.command()(call)
         return typer.main.get_command(single)
 
-    def _validated(self, given: "Layer") -> Any:
-        from opensora_cli.settings.layers import validate
+    def _call(self, call: Call) -> None:
+        settings: Any = {}
+        for label, value in call.given.items():
+            if self._rows[label].key:
+                settings |= given_by(self._rows[label], value, label)
+        if not self._layered:
+            from opensora_cli.settings.layers import validate
 
-        return validate(self._schema, given)
+            settings = validate(self._schema, settings)
+        self._run(settings, call)
 
     @property
     def _schema(self) -> Any:
@@ -139,13 +135,12 @@ class Command(TyperCommand):
     def _parameter(self, label: str, row: Option) -> inspect.Parameter:
         field = self._field(row)
         kind: Any = _kind(row, field)
-        is_option = label.startswith("-")
         extra: dict[str, Any] = {"metavar": row.metavar or _metavar(kind), "autocompletion": row.complete}
         if row.panel:
             extra["rich_help_panel"] = row.panel
-        if not is_option:
+        if not label.startswith("-"):
             info: Any = typer.Argument(**{**extra, "metavar": label}, show_default=False)
-        elif label == "--help-all":
+        elif label == _ALL:
             info = typer.Option(label, is_eager=True, callback=_show_all, metavar="")
         else:
             info = typer.Option(label, *row.short.split(), show_default=False, **extra)
@@ -210,9 +205,8 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
 
 
 def _name(label: str) -> str:
-    """Return the name of a parameter: `num_frames` for `--num-frames`, `from_` for `--from`."""
-    name = label.lstrip("-").replace("-", "_").lower()
-    return f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else name
+    """Return the name of a parameter: `num_frames_` for `--num-frames`; `from` and `list` alone are taken."""
+    return f"{label.lstrip('-').replace('-', '_').lower()}_"
 
 
 def _kind(row: Option, field: Any) -> Any:

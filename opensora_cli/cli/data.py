@@ -1,10 +1,10 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.cli import errors, options, output, train
+from opensora_cli.cli import options, train
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command, group
 from opensora_cli.core.files import require_there
 from opensora_cli.settings.flags import Option
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _TABLE = Option("table")
 
 
-def scan(settings: "ScanSettings", *, json: bool, quiet: bool) -> None:
+def scan(settings: "ScanSettings", call: Call) -> None:
     """Make the table that training reads, of a folder and all folders in it.
 
     The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. A second scan reads only new,
@@ -31,15 +31,15 @@ def scan(settings: "ScanSettings", *, json: bool, quiet: bool) -> None:
       osora data scan clips -o clips.parquet --workers 16
     """
     require_there(settings.folder)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.data import scan as engine
 
-    result = engine.scan(settings, reporter=output.make_reporter(quiet=quiet))
-    output.print_result(result, as_json=json)
+    result = engine.scan(settings, reporter=call.reporter)
+    call.show(result)
     result.require_whole()
 
 
-def shard(settings: "ShardSettings", *, json: bool, quiet: bool) -> None:
+def shard(settings: "ShardSettings", call: Call) -> None:
     """Split a table into parts of equally many rows, beside it.
 
     Examples:
@@ -47,13 +47,13 @@ def shard(settings: "ShardSettings", *, json: bool, quiet: bool) -> None:
       osora data shard clips.csv --parts 8
     """
     require_there(settings.table)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.data import scan as engine
 
-    output.print_result(engine.shard(settings), as_json=json)
+    call.show(engine.shard(settings))
 
 
-def preview(settings: "PreviewSettings", *, config: Path | None, json: bool, quiet: bool) -> None:
+def preview(settings: "PreviewSettings", call: Call) -> None:
     """Make a contact sheet of a table: frames, captions, sizes and buckets.
 
     Examples:
@@ -65,27 +65,26 @@ def preview(settings: "PreviewSettings", *, config: Path | None, json: bool, qui
     from opensora_cli.settings.train import load_train_settings
 
     require_there(settings.table)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.data import preview as engine
         from opensora_cli.engine.encode.datasets import pixel_multiple
 
-    reporter = output.make_reporter(quiet=quiet)
     data, multiple = DataSettings(), 16
-    if config is not None:
+    if call.config is not None:
         training = load_train_settings(
-            config=config,
+            config=call.config,
             # Files of the reference name no table, and are refused without one.
-            overrides={"data.table": Given(settings.table, "TABLE")} if config.suffix == ".py" else {},
+            overrides={"data.table": Given(settings.table, "TABLE")} if call.config.suffix == ".py" else {},
             environment=os.environ,
-            report=reporter.note,
+            report=call.reporter.note,
         )
         data, multiple = training.data, pixel_multiple(training)
-    result = engine.preview(settings, data, multiple=multiple, reporter=reporter)
-    output.print_result(result, as_json=json)
+    result = engine.preview(settings, data, multiple=multiple, reporter=call.reporter)
+    call.show(result)
     result.require_whole()
 
 
-def cache(given: "Layer", *, config: Path | None, set_: list[str] | None, json: bool, quiet: bool) -> None:
+def cache(given: "Layer", call: Call) -> None:
     """Precompute latents and text embeddings of all clips that a training of the transformer needs.
 
     Training with the same recipe then reads them (train_mmdit.cache), and loads neither the autoencoder nor the text
@@ -99,18 +98,14 @@ def cache(given: "Layer", *, config: Path | None, set_: list[str] | None, json: 
       osora data cache --config stage1 --table clips.csv -o clips_cache
     """
     from opensora_cli.engine.data.early import refuse_early
-    from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.train import TrainSettings, load_train_settings
 
-    overrides = collect_overrides(TrainSettings, given, set_ or [])
-    reporter = output.make_reporter(quiet=quiet)
-    settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, report=reporter.note)
+    settings = train.load_settings(given, call)
     refuse_early(settings)
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.data.cache import cache_clips
 
-    result = cache_clips(settings, reporter=reporter)
-    output.print_result(result, as_json=json)
+    result = cache_clips(settings, reporter=call.reporter)
+    call.show(result)
     result.require_whole()
 
 
@@ -120,9 +115,7 @@ _SCAN_ROWS = {
     "--workers": Option("workers", help="Files to read at a time.", default="cores"),
     "--deep": Option("deep"),
     "--overwrite": Option("overwrite"),
-    **options.PRINTED,
 }
-_SHARD_ROWS = {"TABLE": _TABLE, "--parts": Option("parts"), "--overwrite": Option("overwrite"), **options.PRINTED}
 _PREVIEW_ROWS = {
     "TABLE": _TABLE,
     "--out": Option("sheet", help="Picture to write: .png, .jpg or .webp.", metavar="FILE", short="-o"),
@@ -130,22 +123,24 @@ _PREVIEW_ROWS = {
     "--count": Option("count"),
     "--seed": Option("seed", kind=int),
     "--overwrite": Option("overwrite"),
-    **options.PRINTED,
 }
 _CACHE_ROWS = {
-    "--config": train.ROWS["--config"],
+    "--config": options.config_row(train.CONFIG_HELP, "train"),
     "--table": Option("data.table", help="Table of clips, in place of the recipe's data.", metavar="FILE"),
     "--out": Option("train_mmdit.cache", help="Cache, in place of the recipe's.", metavar="FOLDER", short="-o"),
-    "--set": train.ROWS["--set"],
+    "--set": options.set_row(train.SET_HELP),
     **options.device_rows(),
-    **options.PRINTED,
 }
-
 COMMAND = group(
     "data",
     "Make tables of pictures and videos, split them, preview them and encode them.",
     Command("scan", scan, _SCAN_ROWS, settings="data:ScanSettings"),
-    Command("shard", shard, _SHARD_ROWS, settings="data:ShardSettings"),
+    Command(
+        "shard",
+        shard,
+        {"TABLE": _TABLE, "--parts": Option("parts"), "--overwrite": Option("overwrite")},
+        settings="data:ShardSettings",
+    ),
     Command("preview", preview, _PREVIEW_ROWS, settings="data:PreviewSettings"),
     Command("cache", cache, _CACHE_ROWS, settings="train:TrainSettings", layered=True),
 )

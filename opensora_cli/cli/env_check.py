@@ -1,10 +1,11 @@
-"""`osora env-check`: whether this machine can run osora."""
+"""`osora env-check`: problems of this machine and its environment."""
 
 import os
 from typing import TYPE_CHECKING
 
-from opensora_cli.cli import errors, options, output
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
+from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import EnvProfile
 from opensora_cli.settings.flags import Option
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
 _RECOMMENDED = "Recommended settings"
 
 
-def env_check(
-    settings: "EnvCheckSettings", *, profile: EnvProfile | None, export: bool, json: bool, quiet: bool
-) -> None:
+def env_check(settings: "EnvCheckSettings", call: Call) -> None:
     """Check this machine, its environment variables, and Dockerfiles and shell files if given.
 
     Exits with 4 if something prevents a run.
@@ -30,13 +29,17 @@ def env_check(
 
       eval "$(osora env-check --profile local --export)"
     """
-    if profile is not None:
-        for label, value in (("FILE", settings.files), ("--bug-report", settings.bug_report)):
-            if value:
-                raise RequestError(
-                    f"{label} has no effect beside --profile, which checks nothing", hint="run osora env-check twice"
-                )
-        _print_profile(profile, export=export, as_json=json)
+    export = "--export" in call.given
+    if (profile := call.value("--profile", EnvProfile)) is not None:
+        call.refuse(
+            ("FILE", "--bug-report"), beside="--profile, which checks nothing", hint="run osora env-check twice"
+        )
+        from opensora_cli.engine.env_check.profiles import PROFILES
+
+        if export and not call.as_json:
+            print_lines(PROFILES[profile].export_lines())
+        else:
+            call.show(PROFILES[profile].compare(os.environ))
         return
     if export:
         raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
@@ -45,24 +48,13 @@ def env_check(
     environment = dict(os.environ)
     for name in refused_by_torch(environment):
         del os.environ[name]  # torch cannot be imported with it; the check reports it
-    with errors.uninterrupted():
+    with call.loading():
         from opensora_cli.engine.env_check.check import env_check as check
         from opensora_cli.engine.generate.planning import make_plan
 
-    reporter = output.make_reporter(quiet=quiet)
-    report = check(settings, make_plan=make_plan, environment=environment, reporter=reporter)
-    output.print_result(report, as_json=json)
+    report = check(settings, make_plan=make_plan, environment=environment, reporter=call.reporter)
+    call.show(report)
     report.require_fine()
-
-
-def _print_profile(name: EnvProfile, *, export: bool, as_json: bool) -> None:
-    from opensora_cli.engine.env_check.profiles import PROFILES
-
-    profile = PROFILES[name]
-    if export and not as_json:
-        output.print_lines(profile.export_lines())
-    else:
-        output.print_result(profile.compare(os.environ), as_json=as_json)
 
 
 _ROWS = {
@@ -76,6 +68,5 @@ _ROWS = {
         kind=EnvProfile,
     ),
     "--export": Option(panel=_RECOMMENDED, help="Print them as shell lines, for eval.", kind=bool),
-    **options.PRINTED,
 }
 COMMAND = Command("env-check", env_check, _ROWS, settings="tools:EnvCheckSettings")

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opensora_cli.cli import errors, options, output
+from opensora_cli.cli import options
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
@@ -17,28 +18,19 @@ if TYPE_CHECKING:
     from opensora_cli.settings.load import GenerateRequest
 
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
-_TABLE_ENDINGS = frozenset({".csv", ".jsonl", ".parquet", ".txt"})
-_TEXT_ENDINGS = frozenset({".md", ".tsv"})
+_TAKEN_BY = {
+    **dict.fromkeys((".csv", ".jsonl", ".parquet", ".txt"), "--prompts"),
+    **dict.fromkeys((".yaml", ".yml", ".py"), "--config"),
+    ".json": "--from",
+    ".latents.safetensors": "--from",
+    ".safetensors": "--lora",
+}
+"""Options for files, by the ending of their names; those with another ending are pictures and videos."""
+_NO_FILES = ("", ".md", ".tsv")
+"""Endings of files that no option takes."""
 
 
-def generate(
-    given: "dict[str, Given]",
-    *,
-    prompt: str | None,
-    prompt_text: str | None,
-    prompts: Path | None,
-    shard: str | None,
-    explore: int | None,
-    explore_steps: int | None,
-    dry_run: bool,
-    on: str | None,
-    config: Path | None,
-    set_: list[str] | None,
-    from_: Path | None,
-    list_presets: bool,
-    json: bool,
-    quiet: bool,
-) -> None:
+def generate(given: "dict[str, Given]", call: Call) -> None:
     """Make a video from a prompt, and from pictures or videos if given.
 
     Examples:
@@ -49,177 +41,122 @@ def generate(
 
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
-    if list_presets:
+    if "--list-presets" in call.given:
         from opensora_cli.cli.presets import presets
 
-        presets({}, json=json, quiet=quiet)
+        presets({}, call)
         return
-    if prompt is not None and prompt_text is not None:
-        raise RequestError(f"the prompt is given twice: drop {prompt!r}, or --prompt-text")
-    if prompt is not None and (hint := _hint_of_file(prompt)) is not None:
-        kind = "folder" if Path(prompt).is_dir() else "file"
-        raise RequestError(
-            f"{prompt} is a {kind}, and no prompt", hint=f"{hint}; --prompt-text {shlex.quote(prompt)} insists"
-        )
+    prompts = {label: call.value(label, str) for label in ("PROMPT", "--prompt-text") if label in call.given}
+    if len(prompts) > 1:
+        raise RequestError(f"the prompt is given twice: drop {prompts['PROMPT']!r}, or --prompt-text")
+    if (prompt := prompts.get("PROMPT")) is not None:
+        _refuse_path(prompt)
     from opensora_cli.api.request import generate_request
     from opensora_cli.engine.show import continued
     from opensora_cli.settings.explain import Given
 
-    for words, source in ((prompt, "PROMPT"), (prompt_text, "--prompt-text")):
-        if words is not None:
-            given["prompt"] = Given(words, source)
-    sidecar = None if from_ is None else continued(from_, given)
-    _refuse_combinations(given, prompts=prompts, shard=shard, explore=explore, explore_steps=explore_steps, on=on)
-    if on is not None and not dry_run:
-        raise RequestError(f"--on {on} has no effect without --dry-run, which plans for it: give both, or none")
-    if explore is not None:
+    for label, text in prompts.items():
+        given["prompt"] = Given(text, label)
+    file = call.value("--from", Path)
+    sidecar = None if file is None else continued(file, given)
+    _refuse_combinations(call, given)
+    if "--explore" in call.given:
         given["output.explore"] = Given(True, "--explore")
-        given["sampling.num_samples"] = Given(explore, "--explore")
-        given["sampling.stop_at"] = Given(explore_steps, "--explore-steps")
-    request = generate_request(given, assignments=set_ or [], sidecar=sidecar, config=config, on=on)
-    if prompts is not None:
-        files = {"--config": config, "--from": sidecar}
-        _run_rows(request, prompts, shard, files=files, dry_run=dry_run, as_json=json, quiet=quiet)
+        given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
+        given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
+    request = generate_request(
+        given, assignments=call.assignments, sidecar=sidecar, config=call.config, on=call.value("--on", str)
+    )
+    dry_run = "--dry-run" in call.given
+    if (table := call.value("--prompts", Path)) is not None:
+        _run_rows(request, call, table, dry_run=dry_run)
         return
     from opensora_cli.engine.generate.request import dry_run_named
 
     with nullcontext() if dry_run else dry_run_named(request):
-        _run(request, dry_run=dry_run, as_json=json, quiet=quiet)
+        _run(request, call, dry_run=dry_run)
 
 
-def _refuse_combinations(
-    given: "Mapping[str, Given]",
-    *,
-    prompts: Path | None,
-    shard: str | None,
-    explore: int | None,
-    explore_steps: int | None,
-    on: str | None,
-) -> None:
-    """Refuse options that have no effect together."""
-    if shard is not None and prompts is None:
-        raise RequestError("--shard has no effect without --prompts: drop it")
-    if (explore is None) is not (explore_steps is None):
-        missing, there = ("--explore", "--explore-steps") if explore is None else ("--explore-steps", "--explore")
-        raise RequestError(f"{there} needs {missing}: give both, or none")
-    sources = {key: at.source for key, at in given.items()}
-    if explore is not None:
-        excluded = [sources.get(key) for key in ("from_latents", "resume", "sampling.stop_at", "sampling.num_samples")]
-        if clash := next(filter(None, ["--prompts" if prompts else None, *excluded]), None):
-            raise RequestError(f"{clash} cannot go with --explore: drop one of them")
-    if prompts is not None:
-        excluded = [*(sources.get(key) for key in ("prompt", "from_latents", "resume")), "--on" if on else None]
-        if clash := next(filter(None, excluded), None):
-            raise RequestError(f"{clash} cannot go with --prompts: drop one of them")
-
-
-def _hint_of_file(prompt: str) -> str | None:
-    """Return the option that takes this file or folder; None for a text that is no path.
+def _refuse_path(prompt: str) -> None:
+    """Refuse a file or folder as the prompt, and name the option that takes it.
 
     A plain word is a prompt, even if a folder has that name: only a text with a separator, or `.` or `..`, is a path.
     """
-    path = Path(prompt)
+    path, quoted = Path(prompt), shlex.quote(prompt)
     try:
-        if path.is_dir() and (prompt in (".", "..") or "/" in prompt or os.sep in prompt):
-            return "give the words themselves, in quotes"
-        if not path.is_file():
-            return None
+        is_folder = path.is_dir() and (prompt in (".", "..") or "/" in prompt or os.sep in prompt)
+        if not is_folder and not path.is_file():
+            return
     except (OSError, ValueError):  # too long for a name, or a null in it
-        return None
-    name = shlex.quote(prompt)
-    ending = path.suffix.lower()
-    if prompt.endswith(".latents.safetensors"):
-        return f"saved latents are continued with --from {name}"
-    if ending == ".safetensors":
-        return f"an adapter is added with --lora {name}"
-    if ending == ".json":
-        return f"the settings beside a result are used again with --from {name}"
-    if ending in (".yaml", ".yml", ".py"):
-        return f"settings are read with --config {name}"
-    if ending in _TABLE_ENDINGS:
-        return f"many prompts are read with --prompts {name}"
-    if ending in _TEXT_ENDINGS:
-        return "give the words themselves, in quotes"
-    return f"a picture or a video is given with --ref {name}" if ending else "give the words themselves, in quotes"
+        return
+    option = next((option for ending, option in _TAKEN_BY.items() if prompt.lower().endswith(ending)), "--ref")
+    hint = f"give the file with {option} {quoted}"
+    if is_folder or path.suffix.lower() in _NO_FILES:
+        hint = "give the words themselves, in quotes"
+    raise RequestError(
+        f"{prompt} is a {'folder' if is_folder else 'file'}, and no prompt",
+        hint=f"{hint}; --prompt-text {quoted} insists",
+    )
 
 
-def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
+def _refuse_combinations(call: Call, given: "Mapping[str, Given]") -> None:
+    """Refuse options that have no effect together, or without one another."""
+    call.require("--prompts", beside="--shard")
+    call.require("--dry-run", beside="--on")
+    call.require("--explore-steps", beside="--explore")
+    call.require("--explore", beside="--explore-steps")
+    latents = {key: given[key].source for key in ("from_latents", "resume") if key in given}
+    for option, others in (
+        ("--explore", ("--prompts", "--stop-at", "--num-samples")),
+        ("--prompts", ("PROMPT", "--prompt-text", "--on")),
+    ):
+        if option in call.given:
+            call.refuse((*others, *latents.values()), beside=option)
+
+
+def _run(request: "GenerateRequest", call: Call, *, dry_run: bool) -> None:
     from opensora_cli.core.ranks import find_context
 
     context = find_context(os.environ)
-    is_main = context is None or context.is_main
-    reporter = output.make_reporter(quiet=quiet or not is_main)
     if context is None:
         from opensora_cli.engine.generate.request import refuse_early
 
-        refuse_early(request, dry_run=dry_run, reporter=reporter)
-    output.note_start(reporter)
-    with errors.uninterrupted():
+        refuse_early(request, dry_run=dry_run, reporter=call.reporter)
+    with call.loading():
         from opensora_cli.engine.generate import dry_run as planning
         from opensora_cli.engine.generate.run import generate_from_request
 
     if dry_run:
-        plan = planning.plan_from_request(request, reporter=reporter, context=context)
-        if is_main:
-            output.print_result(plan, as_json=as_json)
+        plan = planning.plan_from_request(request, reporter=call.reporter, context=context)
+        call.show(plan)
         plan.require_fit()
         return
-    flags = options.rank_words({"--json": as_json, "--quiet": quiet})
-    result = generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
-    if result is not None and is_main:
-        output.print_result(result, as_json=as_json)
+    call.show(generate_from_request(request, reporter=call.reporter, context=context, rank_flags=call.again()))
 
 
-def _run_rows(
-    request: "GenerateRequest",
-    prompts: Path,
-    part: str | None,
-    *,
-    files: Mapping[str, Path | None],
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: bool) -> None:
     from opensora_cli.core.ranks import find_context
     from opensora_cli.engine.generate.prompts import Shard, read_prompts
 
     context = find_context(os.environ)
-    is_main = context is None or context.is_main
+    part = call.value("--shard", str)
     shard = Shard() if part is None else Shard.of(part)
-    rows = read_prompts(prompts)
-    reporter = output.make_reporter(quiet=quiet or not is_main)
-    output.note_start(reporter)
-    with errors.uninterrupted():
+    rows = read_prompts(table)
+    with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
     if dry_run:
-        plan = plan_rows(request, rows, shard=shard, reporter=reporter)
-        if is_main:
-            output.print_result(plan, as_json=as_json)
+        plan = plan_rows(request, rows, shard=shard, reporter=call.reporter)
+        call.show(plan)
         plan.require_fit()
         return
-    arguments = [
-        "generate",
-        f"--prompts={prompts}",
-        *(argument for key, at in request.overrides.items() for argument in given_again(key, at.value)),
-    ]
-    arguments += options.rank_words({"--shard": part, **files, "--json": as_json, "--quiet": quiet})
-    result = generate_rows(request, rows, shard=shard, reporter=reporter, context=context, rank_arguments=arguments)
-    if result is None:
-        return
-    if is_main:
-        output.print_result(result, as_json=as_json)
-    # Every rank raises, so that all end with the same exit code.
-    result.require_whole()
-
-
-def given_again(key: str, value: object) -> list[str]:
-    """Return the arguments that give a setting of this command line to a rank."""
-    if not isinstance(value, list | tuple):
-        return [f"--set={key}={value}"]
-    # Joined to one text, a value that has the separator in it would be split.
-    [option] = [option_of(name) for name, flag in FLAGS.items() if flag.key == key]
-    return options.rank_words({option: value})
+    result = generate_rows(
+        request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words
+    )
+    if result is not None:
+        call.show(result)
+        # Every rank raises, so that all end with the same exit code.
+        result.require_whole()
 
 
 def _preset_defaults() -> Mapping[str, str]:
@@ -254,9 +191,7 @@ _OWN_ROWS = {
     "--config": options.config_row("Preset, or file of settings.", "generate")._replace(
         short="--preset", is_common=True
     ),
-    "--set": Option(
-        kind=list[str], metavar="KEY=VALUE", help="Set any setting, as in sampling.flow_shift=3. Repeatable."
-    ),
+    "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
     "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
@@ -280,7 +215,7 @@ _OWN_ROWS = {
     ),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }
-_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items()}, **options.PRINTED}
+_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items()}}
 ROWS = {
     "PROMPT": Option(help="What the video shows."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},

@@ -1,10 +1,10 @@
-"""`osora mem-profile`: where the memory goes."""
+"""`osora mem-profile`: memory of a generation or a training, predicted and measured."""
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.cli import errors, options, output
+from opensora_cli.cli import options
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
 from opensora_cli.settings.flags import Option
 
@@ -14,16 +14,7 @@ if TYPE_CHECKING:
 _FILES = "Files"
 
 
-def mem_profile(
-    settings: "MemProfileSettings",
-    *,
-    config: Path | None,
-    set_: list[str] | None,
-    device: str | None,
-    gpus: int | None,
-    json: bool,
-    quiet: bool,
-) -> None:
+def mem_profile(settings: "MemProfileSettings", call: Call) -> None:
     """Show where the memory of a generation or a training goes, predicted and measured.
 
     Needs no weights: random ones of the same sizes take the same memory. What does not fit here is only predicted.
@@ -40,12 +31,17 @@ def mem_profile(
     """
     from opensora_cli.settings.tools import profiled_settings
 
-    what = profiled_settings(config, assignments=set_ or [], device=device, gpus=gpus, environment=os.environ)
-    with errors.uninterrupted():
+    what = profiled_settings(
+        call.config,
+        assignments=call.assignments,
+        device=call.value("--device", str),
+        gpus=call.value("--gpus", int),
+        environment=os.environ,
+    )
+    with call.loading():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile
 
-    result = profile(what, settings, reporter=output.make_reporter(quiet=quiet))
-    output.print_result(result, as_json=json)
+    call.show(profile(what, settings, reporter=call.reporter))
 
 
 _ROWS = {
@@ -55,7 +51,7 @@ _ROWS = {
         "train",
         "generate",
     ),
-    "--set": Option(kind=list[str], metavar="KEY=VALUE", help="Any setting of what is profiled. Repeatable."),
+    "--set": options.set_row("Any setting of what is profiled."),
     "--device": Option(kind=str, metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", default="auto"),
     "--gpus": Option(
         kind=int, metavar="N", help="Predict for each of N devices, which need not be there; measure nothing."
@@ -69,6 +65,5 @@ _ROWS = {
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),
-    **options.PRINTED,
 }
 COMMAND = Command("mem-profile", mem_profile, _ROWS, settings="tools:MemProfileSettings")

@@ -1,15 +1,37 @@
-"""Rows of options that several commands have.
+"""Rows of options that several commands have, and names of options from elsewhere.
 
 An option that is not given is None, False or empty, so that presets and files decide.
 """
 
+import glob
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 
 _SETTINGS_FILES = (".json", ".py", ".yaml", ".yml")
+
+RENAMED = {
+    "save_dir": "--out",
+    "prompt": "--prompt-text",
+    "cond_type": "--cond",
+    "offload_model": "--offload",
+    "resolution": "--res",
+    "num_steps": "--steps",
+    "guidance": "--guidance-scale",
+    "guidance_img": "--image-guidance-scale",
+    "flow_shift": "--set",
+    "is_causal_vae": "--set",
+    "num_sample": "--num-samples",
+    "fps_save": "--fps",
+    "prompt_refine": "--refine",
+    "ckpt_path": "--weights",
+}
+"""Options that have another name in the reference implementation's scripts, by the last part of that name."""
+
+REPLACED = {"--profile": "osora bench-generate", "--profile-runs": "osora bench-generate --repeats N"}
+"""Options of earlier versions, and the command that took their place."""
 
 
 def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
@@ -18,26 +40,31 @@ def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
     def complete(incomplete: str) -> list[str]:
         from opensora_cli.settings.files import list_presets
 
-        begun = Path(incomplete)
-        inside = not incomplete or incomplete.endswith(("/", os.sep))
-        folder, start = (begun, "") if inside else (begun.parent, begun.name)
-        paths = sorted(
-            path for path in folder.glob("*") if path.name.startswith(start) and not path.name.startswith(".")
-        )
-        shown = [f"{path}/" if path.is_dir() else str(path) for path in paths if _holds_settings(path)]
         names = [name for kind in kinds for name in list_presets(kind) if name.startswith(incomplete)]
-        return [*dict.fromkeys(names), *shown]
+        paths = [
+            f"{path}/" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{glob.escape(incomplete)}*"))
+        ]
+        return [*dict.fromkeys(names), *(path for path in paths if path.endswith(("/", *_SETTINGS_FILES)))]
 
     return complete
-
-
-def _holds_settings(path: Path) -> bool:
-    return path.is_dir() or path.suffix in _SETTINGS_FILES
 
 
 def config_row(about: str, *kinds: str) -> Option:
     """Return the row of `--config`, completed with packaged settings of these kinds."""
     return Option(kind=Path, metavar="NAME|FILE", help=about, complete=completed_settings(*kinds))
+
+
+def set_row(about: str) -> Option:
+    """Return the row of `--set`."""
+    return Option(kind=list[str], metavar="KEY=VALUE", help=f"{about} Repeatable.")
+
+
+def device_rows(prefix: str = "") -> dict[str, Option]:
+    """Return the rows of device and threads, whose keys begin with `prefix`."""
+    return {
+        "--device": Option(f"{prefix}device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE"),
+        "--threads": Option(f"{prefix}threads", MACHINE, "CPU threads.", "N", default="by work, cores and load"),
+    }
 
 
 PRINTED = {
@@ -49,31 +76,4 @@ PRINTED = {
 ON = Option(
     kind=str, metavar="NxGPU|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100, and predict the time."
 )
-
-
-def rank_words(values: Mapping[str, object]) -> list[str]:
-    """Return options as words of a rank's command line, without those that are None or off."""
-    words: list[str] = []
-    for option, value in values.items():
-        if isinstance(value, bool):
-            words += [option] if value else []
-        elif value is not None:
-            words += [f"{option}={each}" for each in (value if isinstance(value, list | tuple) else [value])]
-    return words
-
-
-def device_rows(prefix: str = "") -> dict[str, Option]:
-    """Return the rows of device and threads, whose keys begin with `prefix`."""
-    return {
-        "--device": Option(f"{prefix}device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE"),
-        "--threads": Option(f"{prefix}threads", MACHINE, "CPU threads.", "N", default="by work, cores and load"),
-    }
-
-
-RANKS = {
-    "--gpus": Option(
-        "parallel.gpus", MACHINE, "GPUs of this machine that share the work; with --device cpu processes.", "N"
-    ),
-    "--devices": Option("parallel.devices", MACHINE, "GPUs to use, as in 0,2.", "LIST", str, default="the first ones"),
-}
-"""Devices of a command with several ranks."""
+DEVICES = Option("parallel.devices", MACHINE, "GPUs to use, as in 0,2.", "LIST", str, default="the first ones")

@@ -1,9 +1,9 @@
-"""`osora show`: what a file records of how it was made."""
+"""`osora show`: prompt, seed, settings and timings that a file records."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.cli import errors, options, output
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
 from opensora_cli.settings.flags import Option
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from opensora_cli.settings.ckpt import InspectSettings
 
 
-def show(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
+def show(settings: "InspectSettings", call: Call) -> None:
     """Print prompt, seed, settings and timings of a result, and what a checkpoint holds.
 
     FILE is a video or picture, its sidecar, a saved state, latents, weights, or a folder of a training run.
@@ -27,10 +27,10 @@ def show(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
     path = Path(settings.path)
     shown = show_recorded(path)
     if shown is None:
-        with errors.uninterrupted():
+        with call.loading():
             from opensora_cli.engine.ckpt.inspect import inspect
 
-        inspection = inspect(settings, reporter=output.make_reporter(quiet=quiet))
+        inspection = inspect(settings, reporter=call.reporter)
         shown = Shown(
             path=path,
             kind="checkpoint",
@@ -38,8 +38,7 @@ def show(settings: "InspectSettings", *, json: bool, quiet: bool) -> None:
             recorded={key: value for key, value in inspection.to_json().items() if key != "tensors"},
             summary=tuple(inspection.summary()),
         )
-    output.print_result(shown, as_json=json)
+    call.show(shown)
 
 
-_ROWS = {"FILE": Option("path"), **options.PRINTED}
-COMMAND = Command("show", show, _ROWS, settings="ckpt:InspectSettings")
+COMMAND = Command("show", show, {"FILE": Option("path")}, settings="ckpt:InspectSettings")

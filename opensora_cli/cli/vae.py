@@ -1,20 +1,19 @@
 """`osora vae`: reconstruct pictures and videos with an autoencoder, and measure its latents."""
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.cli import errors, options, output
+from opensora_cli.cli import options
+from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command, group
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 
 if TYPE_CHECKING:
-    from opensora_cli.core.progress import Reporter
     from opensora_cli.settings.layers import Layer
     from opensora_cli.settings.vae_reconstruct import EncodeSettingsT
 
 
-def reconstruct(given: "Layer", *, config: Path | None, set_: list[str] | None, json: bool, quiet: bool) -> None:
+def reconstruct(given: "Layer", call: Call) -> None:
     """Encode and decode files, write both side by side, and print PSNR and SSIM.
 
     The original is on the left. Sizes are cropped to multiples that the autoencoder supports.
@@ -29,17 +28,16 @@ def reconstruct(given: "Layer", *, config: Path | None, set_: list[str] | None, 
     """
     from opensora_cli.settings.vae_reconstruct import ReconstructSettings
 
-    reporter = output.make_reporter(quiet=quiet)
-    settings = _settings(ReconstructSettings, given, config, set_, reporter)
-    with errors.uninterrupted():
+    settings = _settings(ReconstructSettings, given, call)
+    with call.loading():
         from opensora_cli.engine.vae import reconstruct as engine
 
-    result = engine.reconstruct(settings, reporter=reporter)
-    output.print_result(result, as_json=json)
+    result = engine.reconstruct(settings, reporter=call.reporter)
+    call.show(result)
     result.require_whole()
 
 
-def stats(given: "Layer", *, config: Path | None, set_: list[str] | None, json: bool, quiet: bool) -> None:
+def stats(given: "Layer", call: Call) -> None:
     """Print mean and deviation of the latents of files, by channel.
 
     The last line has the scale and shift with which a transformer is trained over this autoencoder. Sizes are cropped
@@ -53,31 +51,24 @@ def stats(given: "Layer", *, config: Path | None, set_: list[str] | None, json: 
     """
     from opensora_cli.settings.vae_reconstruct import EncodeSettings
 
-    reporter = output.make_reporter(quiet=quiet)
-    settings = _settings(EncodeSettings, given, config, set_, reporter)
-    with errors.uninterrupted():
+    settings = _settings(EncodeSettings, given, call)
+    with call.loading():
         from opensora_cli.engine.vae.stats import latent_statistics
 
-    result = latent_statistics(settings, reporter=reporter)
-    output.print_result(result, as_json=json)
+    result = latent_statistics(settings, reporter=call.reporter)
+    call.show(result)
     result.require_whole()
 
 
-def _settings(
-    schema: "type[EncodeSettingsT]",
-    given: "Layer",
-    config: Path | None,
-    assignments: list[str] | None,
-    reporter: "Reporter",
-) -> "EncodeSettingsT":
+def _settings(schema: "type[EncodeSettingsT]", given: "Layer", call: Call) -> "EncodeSettingsT":
     """Return the settings of a command whose files and weights are there."""
     from opensora_cli.engine.vae.early import refuse_early
     from opensora_cli.settings.layers import collect_overrides
     from opensora_cli.settings.vae_reconstruct import load_vae_settings
 
-    overrides = collect_overrides(schema, given, assignments or [])
+    overrides = collect_overrides(schema, given, call.assignments)
     settings = load_vae_settings(
-        schema, config=config, overrides=overrides, environment=os.environ, report=reporter.note
+        schema, config=call.config, overrides=overrides, environment=os.environ, report=call.reporter.note
     )
     refuse_early(settings)
     return settings
@@ -90,9 +81,7 @@ _MODEL_ROWS = {
         "vae",
         "train",
     ),
-    "--set": Option(
-        kind=list[str], metavar="KEY=VALUE", help="Set any setting, as in vae.temporal_tiling=true. Repeatable."
-    ),
+    "--set": options.set_row("Set any setting, as in vae.temporal_tiling=true."),
     "--clip-frames": Option("clip.num_frames", kind=int),
     "--weights": Option(
         "runtime.weights", MACHINE, "Folder with the weights.", "DIR", default="./ckpts or the Hugging Face cache"
@@ -106,13 +95,8 @@ _RECONSTRUCT_ROWS = {
     "--out": Option("output.folder", OUTPUT, "Folder of the results.", "DIR", short="-o"),
     "--overwrite": Option("output.overwrite", OUTPUT),
     "--no-metadata": Option("output.metadata", OUTPUT, "Write no sidecar beside a result.", is_negated=True),
-    **options.PRINTED,
 }
-_STATS_ROWS = {
-    "FILE": Option("files", help="Pictures and videos, or folders of them."),
-    **_MODEL_ROWS,
-    **options.PRINTED,
-}
+_STATS_ROWS = {"FILE": Option("files", help="Pictures and videos, or folders of them."), **_MODEL_ROWS}
 COMMAND = group(
     "vae",
     "Reconstruct pictures and videos with an autoencoder, and measure its latents.",

@@ -1,11 +1,12 @@
-"""Requests to end a process: who sends them, what waits for them, and how the processes that it started end.
+"""Ctrl-C and requests to end a process: raised, recorded, held back or ignored.
 
-Ctrl-C is SIGINT. Schedulers, containers and `timeout` send SIGTERM, and often to all processes of a group; Slurm's
-`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. A terminal that goes away, as at a lost
-ssh connection, sends SIGHUP; nohup has it ignored. Some send twice: `timeout` signals the command and then its group,
-a shell hands SIGHUP on to its jobs, and torchrun hands on what the terminal has already sent to its ranks.
+Ctrl-C is SIGINT. Schedulers, containers and `timeout` send SIGTERM, often to all processes of a group; Slurm's
+`--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. A closed terminal, as after a lost ssh
+connection, sends SIGHUP; nohup ignores it. Some signals come twice: `timeout` signals the command and then its group,
+a shell forwards SIGHUP to its jobs, and torchrun forwards signals that the terminal has sent to its ranks already.
 """
 
+import _thread
 import ctypes
 import os
 import signal
@@ -14,16 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 END_REQUESTS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
 )
-"""What asks a process to end, besides Ctrl-C."""
+"""Signals that ask a process to end, besides Ctrl-C."""
 _TERMINAL_GONE = getattr(signal, "SIGHUP", None)
 REPEAT_S = 0.3
-"""A second Ctrl-C within so many seconds is the first one sent twice: nobody presses keys so fast."""
+"""Seconds within which a second Ctrl-C is the first one, sent twice: nobody presses keys so fast."""
 
+_MOMENT_S = 0.02
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -34,19 +37,19 @@ def end_with_parent() -> None:
 
 
 def leave_signals_to(parent: int) -> None:
-    """Ignore Ctrl-C and requests to end from now on, in a process that ends with its `parent`, a process's number."""
+    """Ignore Ctrl-C and requests to end from now on, and end with the process whose number is `parent`."""
     for number in (signal.SIGINT, *END_REQUESTS):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # it has ended already
         os._exit(0)
 
 
 @contextmanager
 def blocked_in_children() -> Iterator[None]:
-    """Block Ctrl-C and requests to end in processes that are started inside the block, from their start.
+    """Block Ctrl-C and requests to end in processes that are started inside the block, for as long as they run.
 
-    They do not unblock them. This process gets what came meanwhile at the end of the block.
+    This process gets signals of that time at the end of the block.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -60,10 +63,9 @@ def blocked_in_children() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold back Ctrl-C, and requests to end that have a handler, until the end of the block, and then send the first,
-    also where the block raises.
+    """Hold back Ctrl-C, and requests to end that have a handler, and send the first at the end of the block.
 
-    Without effect outside of the main thread, which alone gets signals.
+    A block that raises sends it, too. Without effect outside of the main thread, which alone gets signals.
     """
     held: list[int] = []
     try:
@@ -76,12 +78,11 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Only record Ctrl-C and requests to end while the block runs; a second Ctrl-C raises KeyboardInterrupt.
+    """Record Ctrl-C and requests to end while the block runs; yield a function that returns whether either came.
 
-    A request to end never does, however often it comes: who sends it sends SIGKILL later. Python handles signals in the
-    main thread alone, so that a block elsewhere is never interrupted anyway. A signal that is ignored, as Ctrl-C is in
-    the background of a script, stays ignored. `report` is called at the first one, in another thread: the main one may
-    hold any lock. Yields a function that returns whether there was one.
+    A second Ctrl-C raises KeyboardInterrupt. A request to end never does: its sender sends SIGKILL later. Ignored
+    signals, as Ctrl-C in the background of a script, stay ignored. The first signal calls `report` in another thread,
+    since the main one may hold any lock. Outside of the main thread nothing is recorded: Python interrupts it alone.
     """
     was_asked = False
     pressed_at: float | None = None
@@ -105,33 +106,56 @@ def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], boo
 
 
 @contextmanager
-def requests_as_interrupts() -> Iterator[None]:
-    """Let a request to end do what Ctrl-C does at that time, inside the block.
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Raise KeyboardInterrupt at Ctrl-C and requests to end; yield a function that returns whether either came.
 
-    Where Ctrl-C is ignored, as in the background of a script, a request to end raises KeyboardInterrupt. One that is
-    repeated at once changes nothing, nor does SIGHUP after another request. SIGTERM always counts, the others unless
-    they were ignored, or handled, before the block.
+    A signal that is repeated at once changes nothing, nor does SIGHUP after another request. SIGTERM always counts, the
+    others unless they were ignored, or handled, before the block; Ctrl-C counts unless it is ignored, as in the
+    background of a script. Python drops exceptions that a finalizer raises: the signal is sent again a moment later.
     """
-    last: float | None = None
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    hook, main = sys.unraisablehook, threading.get_ident()
+    was_asked = was_requested = was_swallowed = False
+    last_s, last_number = -REPEAT_S, signal.SIGINT
+    timers: list[threading.Timer] = []
 
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        # The terminal goes away once: a second SIGHUP comes of the end of its shell, whenever that is.
-        if last is not None and (now - last < REPEAT_S or number == _TERMINAL_GONE):
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal was_asked, was_requested, was_swallowed, last_s, last_number
+        before_s, last_s, last_number = last_s, time.monotonic(), signal.Signals(number)
+        # The terminal goes away once: its shell sends SIGHUP again when it ends, whenever that is.
+        is_repeated = last_s - before_s < REPEAT_S or (number == _TERMINAL_GONE and was_requested)
+        if is_repeated and not was_swallowed:
             return
-        last = now
-        if callable(signal.getsignal(signal.SIGINT)):
-            signal.raise_signal(signal.SIGINT)
-        else:
-            signal.default_int_handler(number, frame)
+        was_asked, was_requested, was_swallowed = True, was_requested or number in END_REQUESTS, False
+        signal.default_int_handler(number, frame)
+
+    def send_again(ignored: "sys.UnraisableHookArgs") -> None:
+        nonlocal was_swallowed
+        if ignored.exc_type is not KeyboardInterrupt:
+            hook(ignored)
+            return
+        was_swallowed = True
+        # Sent to the main thread, a signal also ends a wait.
+        send = _thread.interrupt_main if sys.platform == "win32" else partial(signal.pthread_kill, main, last_number)
+        timers.append(threading.Timer(_MOMENT_S, send))
+        timers[-1].start()
 
     def is_wanted(number: signal.Signals) -> bool:
+        if number == signal.SIGINT:
+            return _has_handler(number)
         # Nothing ignores SIGTERM for its children on purpose.
-        return number == signal.SIGTERM or (number in END_REQUESTS and signal.getsignal(number) is signal.SIG_DFL)
+        return number == signal.SIGTERM or signal.getsignal(number) is signal.SIG_DFL
 
-    with _handled(end, wanted=is_wanted):
-        yield
+    sys.unraisablehook = send_again
+    try:
+        with _handled(interrupt, wanted=is_wanted):
+            yield lambda: was_asked
+    finally:
+        for timer in timers:
+            timer.cancel()
+        sys.unraisablehook = hook
 
 
 def _has_handler(number: signal.Signals) -> bool:
@@ -142,7 +166,7 @@ def _has_handler(number: signal.Signals) -> bool:
 def _handled(
     handle: Callable[[int, FrameType | None], object], *, wanted: Callable[[signal.Signals], bool]
 ) -> Iterator[None]:
-    """Let `handle` take the signals that are `wanted`, of Ctrl-C and requests to end, inside the block."""
+    """Install a handler for those of Ctrl-C and the requests to end that are `wanted`, inside the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

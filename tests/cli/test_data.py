@@ -1,8 +1,6 @@
 """`osora data` and `osora train --check-data`: output, exit codes and schemas."""
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -44,19 +42,6 @@ def test_from_a_folder_to_checked_data(folder: Path, capsys: pytest.CaptureFixtu
     assert code == 3
     assert "64px x 9 frames" in out
     assert "bucket 64px x 9 frames is empty" in err
-
-
-def test_a_journal_that_is_a_link_is_refused_and_nothing_is_written_through_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept, journal = tmp_path / "kept", tmp_path / "clips.csv.scan.jsonl"
-    kept.write_bytes(b"kept")
-    journal.symlink_to(kept)
-    code, out, err = run(capsys, "data", "scan", folder)
-    assert (code, out) == (3, "")
-    assert f"error: cannot write {journal}: it is a link\n" in err
-    assert kept.read_bytes() == b"kept"
-    assert not folder.with_suffix(".csv").exists()
 
 
 def test_broken_files_end_with_5_after_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,33 +89,3 @@ def test_shard_and_preview(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     code, out, err = run(capsys, "data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", config)
     assert (code, json.loads(out)["shown"]) == (0, 4)
     assert "not carried over: load" in err
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (["scan", "{}/none"], 3, "does not exist"),
-        (["scan", "{}", "--out", "table.txt"], 2, "table=table.txt must end in .csv or .parquet"),
-        (["scan", "{}", "--workers", "0"], 2, "workers=0 must be at least 1"),
-        (["shard", "{}/none.csv", "--parts", "2"], 3, "does not exist"),
-        (["shard", "{}/none.csv", "--parts", "1"], 2, "parts=1 must be at least 2"),
-        (["preview", "{}/none.csv", "-o", "sheet.bmp"], 2, "sheet=sheet.bmp must end in"),
-        (["preview", "{}/none.csv", "-o", "{}/sheet.png"], 3, "does not exist"),
-    ],
-)
-def test_wrong_requests(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, message: str
-) -> None:
-    found, out, err = run(capsys, "data", *(arg.format(tmp_path) for arg in args))
-    assert (found, out) == (code, "")
-    assert message in err
-
-
-@pytest.mark.slow
-def test_help_imports_nothing_heavy() -> None:
-    program = (
-        "import sys; from opensora_cli.cli.app import main; code = main(['data', 'scan', '--help']);"
-        "sys.exit(code or any(name in sys.modules for name in ('torch', 'numpy', 'av', 'PIL', 'pyarrow')))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, "Make the table" in done.stdout) == (0, True)

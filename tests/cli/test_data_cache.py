@@ -50,12 +50,6 @@ def test_the_demos_recipe(capsys):
     assert "differs in: captions" in capsys.readouterr().err
 
 
-def test_a_recipe_without_a_cache_is_refused(capsys, tmp_path):
-    assert run("--config", "demo", "--set", "train_mmdit.cache=none") == 2
-    assert "train_mmdit.cache is not set" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_missing_library_is_reported_before_anything_is_encoded(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft", None)
     assert run("--config", "demo", *FEW, "--set", "init=demo", "--set", "lora.rank=4") == 4

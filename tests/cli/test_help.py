@@ -15,10 +15,10 @@ import opensora_cli
 from opensora_cli.cli import options
 from opensora_cli.cli.app import _wait_without_spinning, app, main
 from opensora_cli.cli.command import unwrapped
-from opensora_cli.cli.presets import NEEDS
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_from_request
+from opensora_cli.engine.listings import NEEDS
 from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.explain import Given
@@ -48,13 +48,14 @@ def modules_after(*commands: list[str]) -> list[set[str]]:
 
 
 def test_help_version_and_presets_import_nothing_heavy() -> None:
-    every = modules_after(["--version"], ["--help"], ["generate", "--help"], ["presets"])
-    assert len(every) == 4
+    light = ["--version"], ["--help"]
+    lists = ["presets"], ["train", "--list"], ["env-check", "--profile", "local", "--export"]
+    every = modules_after(*light, *([*words.split(), "--help"] for words in COMMANDS if words), *lists)
     for modules in every:
         assert "opensora_cli.cli.generate" in modules
         assert HEAVY & modules == set()
     # The help of a command has the defaults of its settings.
-    assert ["pydantic" in modules for modules in every] == [False, False, True, True]
+    assert ["pydantic" in modules for modules in (*every[:2], every[-1])] == [False, False, True]
 
 
 def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
@@ -63,20 +64,20 @@ def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None
     assert modules.isdisjoint({"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy"})
 
 
-def test_help_of_generate_fits_two_screens_and_help_all_names_every_option(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["generate", "--help"]) == 0
-    short = capsys.readouterr().out.splitlines()
+@pytest.mark.parametrize(
+    ("command", "panels"),
+    [
+        ("generate", ["Prompt", "Video", "Reference", "Sampling", "Memory and devices", "Output"]),
+        ("train", ["Options", "Checkpoints", "Checks", "Memory and devices", "Output"]),
+    ],
+)
+def test_help_fits_two_screens_and_help_all_names_every_option(command: str, panels: list[str], help_of) -> None:
+    short, full = help_of(command), "\n".join(help_of(command, option="--help-all"))
     assert len(short) <= 2 * 24
-    assert main(["generate", "--help-all"]) == 0
-    full = capsys.readouterr().out
     named = set(re.findall(r"--[a-z0-9-]+", full))
-    assert {option_of(name) for name in FLAGS} - named == set()
+    assert {name for parameter in COMMANDS[command].params for name in parameter.opts if name[:2] == "--"} <= named
     assert set(re.findall(r"--[a-z0-9-]+", "\n".join(short))) < named
-    panels = re.findall(r"╭─ (.*?) ─", full)
-    assert panels[-6:] == ["Prompt", "Video", "Reference", "Sampling", "Memory and devices", "Output"]
+    assert re.findall(r"╭─ (.*?) ─", full)[-len(panels) :] == panels
 
 
 @pytest.mark.parametrize("args", [["-h"], []], ids=" ".join)
@@ -104,29 +105,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"osora {opensora_cli.__version__}\n"
 
 
-def test_python_dash_m() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "opensora_cli", "generate", "--nonsense"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--nonsense" in done.stderr
-
-
-def test_completion_offers_modes_and_recipes() -> None:
-    def complete(words: str, position: int) -> list[str]:
-        environment = {
-            **os.environ,
-            "_OSORA_COMPLETE": "complete_bash",
-            "COMP_WORDS": words,
-            "COMP_CWORD": str(position),
-        }
-        command = [sys.executable, "-m", "opensora_cli"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        return done.stdout.split()
-
-    assert complete("osora generate --cond i2v", 3) == ["i2v_head", "i2v_tail", "i2v_loop"]
-    assert complete("osora train --config stage2", 3) == ["stage2", "stage2_i2v"]
-    assert complete("osora vae reconstruct --config hun", 4) == ["hunyuan"]
+def test_a_shell_is_offered_modes() -> None:
+    words = {"_OSORA_COMPLETE": "complete_bash", "COMP_WORDS": "osora generate --cond i2v", "COMP_CWORD": "3"}
+    command = [sys.executable, "-m", "opensora_cli"]
+    done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["i2v_head", "i2v_tail", "i2v_loop"]
 
 
 def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +118,7 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     complete_recipe = options.completed_settings("train")
-    recipes = [
-        "demo",
-        "demo_decoder",
-        "demo_lora",
-        "demo_short",
-        "demo_text",
-        "demo_vae",
-    ]
+    recipes = [name for name in list_presets("train") if name.startswith("demo")]
     assert complete_recipe("demo") == [*recipes, "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]
     assert complete_recipe("m") == ["more/"]
@@ -238,26 +214,16 @@ def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_help_reads_well_in_80_columns(words: str, help_of) -> None:
-    lines = help_of(words)
+def test_help_reads_well_in_80_columns_and_has_no_line_breaks_of_the_source(words: str, help_of) -> None:
+    lines, wide = help_of(words), "\n".join(help_of(words, columns=2000))
     assert max(map(len, lines)) <= 80
     assert not re.search(r"<\w+(\[\w+\])?>", "\n".join(lines))
-    text = unwrapped(COMMANDS[words].help)
-    examples = [line for line in text.partition("Examples:")[2].splitlines() if line]
-    for example in examples:
-        assert any(line.strip() == example for line in lines), f"{example} is broken over lines"
+    about, _, examples = unwrapped(COMMANDS[words].help).partition("Examples:")
+    assert {line for line in examples.splitlines() if line} <= {line.strip() for line in lines}
+    assert [paragraph for paragraph in about.split("\n\n") if paragraph not in wide] == []
     # Most of a row is for the meaning, not for the kind of value.
     for parameter in COMMANDS[words].params:
         assert len(parameter.metavar or "") <= 18, parameter.name
-
-
-@pytest.mark.parametrize("words", COMMANDS)
-def test_help_has_no_line_breaks_of_the_source(words: str, help_of) -> None:
-    wide = "\n".join(help_of(words, columns=2000))
-    paragraphs = unwrapped(COMMANDS[words].help).partition("Examples:")[0].split("\n\n")
-    assert [paragraph for paragraph in paragraphs if paragraph not in wide] == []
-    for command in getattr(COMMANDS[words], "commands", {}).values():
-        assert unwrapped(command.help).split("\n\n")[0] in wide
 
 
 def test_help_of_generate_has_the_defaults(help_of) -> None:

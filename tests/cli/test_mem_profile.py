@@ -8,7 +8,6 @@ import pytest
 import tiny_training
 import torch
 import yaml
-from imported_modules import modules_after
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.generate.plan import Plan
@@ -22,14 +21,6 @@ SMALL = ["mem-profile", "--device", "cpu", "--set", "video.num_frames=5", "--set
 def recipe(settings: TrainSettings, folder: Path) -> str:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude={"weights"})))
     return str(folder / "tiny.yaml")
-
-
-@pytest.mark.slow
-def test_help_and_wrong_requests_need_no_torch() -> None:
-    refused = ("--set video.num_frams=5", "--config demoo", "--memory-limit 1GiB")
-    modules = modules_after("mem-profile --help", *(f"mem-profile {flags}" for flags in refused))
-    assert "opensora_cli.cli.mem_profile" in modules
-    assert modules & {"torch", "transformers", "numpy"} == set()
 
 
 def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
@@ -87,34 +78,6 @@ def test_ranks_of_a_training_are_predicted(tmp_path: Path, capsys: pytest.Captur
     assert stage["predicted_bytes"] == document["ranks"][0]["peak_bytes"]
     assert main(["mem-profile", "--config", config, "--gpus", "2", "--compare"]) == 2
     assert "compare measures in one process, and parallel.gpus=2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (
-            ["--config", "demo", "--device", "cuda"],
-            2,
-            "--device cuda is not possible: training is profiled on the CPU",
-        ),
-        (["--config", "missing.yaml"], 3, "missing.yaml"),
-        (["--config", "demoo"], 2, "preset 'demoo' is not one of 256px, 768px, demo, "),
-        (["--memory-limit", "1GiB"], 2, "memory_limit=1073741824 has no effect without adaptive_batch"),
-        (["--adaptive-batch", "--memory-limit", "much"], 2, "memory_limit='much' is not a size"),
-        (["--snapshot", "."], 3, "is a folder"),
-        (["--plot", "x.png", "--snapshot", "./x.png"], 2, "must be two files"),
-        (["--plot", "/dev/null/memory.png"], 3, "cannot write in /dev/null"),
-        (["--snapshot", "x" * 300], 3, "File name too long"),
-        (["--plot", "memory.html"], 2, "plot=memory.html must end in .png, .svg or .pdf"),
-        (["--device", "cuda:99"], 4, "device=cuda:99 is not there"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_requests_have_exit_code_and_message(
-    args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["mem-profile", *args]) == code
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from opensora_cli.cli import output
-from opensora_cli.cli.progress import BarReporter, LineReporter
-from opensora_cli.core.formatting import duration
+from opensora_cli.cli.call import Call
+from opensora_cli.cli.progress import ConsoleReporter
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 
 
@@ -23,25 +24,23 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (0, "0.0 s"),
-        (2.44, "2.4 s"),
-        (59.94, "59.9 s"),
-        (59.96, "1 min 00 s"),
-        (245, "4 min 05 s"),
-        (3599.6, "1 h 00 min"),
-        (3725, "1 h 02 min"),
-    ],
-)
-def test_duration(seconds: float, expected: str) -> None:
-    assert duration(seconds) == expected
+def lines(clock: Clock | None = None, every_s: float = 10.0) -> ConsoleReporter:
+    return ConsoleReporter(has_bars=False, every_s=every_s, clock=clock or Clock())
+
+
+@pytest.fixture
+def text() -> io.StringIO:
+    return io.StringIO()
+
+
+def bars(text: io.StringIO, clock: Clock | None = None, *, width: int = 120) -> ConsoleReporter:
+    console = Console(file=text, force_terminal=True, color_system=None, width=width)
+    return ConsoleReporter(console, has_bars=True, clock=clock or Clock())
 
 
 def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    with LineReporter(every=5, clock=clock).stage("denoise", total=20, unit="steps") as stage:
+    with lines(clock, 5).stage("denoise", total=20, unit="steps") as stage:
         for _ in range(20):
             clock.now += 1
             stage.advance()
@@ -55,11 +54,11 @@ def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bytes_are_shown_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    with LineReporter(every=1, clock=clock).stage("write", total=24_000_000_000, unit="bytes") as stage:
+    with lines(clock, 1).stage("write", total=24_000_000_000, unit="bytes") as stage:
         for amount in (800_000_000, 2_400_000_000, 20_800_000_000):
             clock.now += 1.5
             stage.advance(amount)
-    with LineReporter(every=1, clock=clock).stage("fetch", unit="bytes") as stage:
+    with lines(clock, 1).stage("fetch", unit="bytes") as stage:
         clock.now += 2
         stage.advance(250_000)
     assert capsys.readouterr().err.splitlines() == [
@@ -71,42 +70,34 @@ def test_bytes_are_shown_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_short_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_bars", [False, True])
+def test_a_stage_that_takes_no_time_or_fails_leaves_no_line(
+    has_bars: bool, text: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = Clock()
-    with LineReporter(clock=clock).stage("load"):
-        clock.now += 0.06
-    assert capsys.readouterr().err == "load: 0.1 s\n"
-
-
-@pytest.mark.parametrize("bars", [False, True])
-def test_stage_of_no_time_is_not_printed(bars: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    clock, text = Clock(), io.StringIO()
-    reporter = BarReporter(Console(file=text), clock=clock) if bars else LineReporter(clock=clock)
-    with reporter.stage("save", total=3) as stage:
-        clock.now += 0.04
-        stage.advance(3)
-    assert "save" not in text.getvalue() + capsys.readouterr().err
-
-
-@pytest.mark.parametrize("bars", [False, True])
-def test_failed_stage_leaves_no_line(bars: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    text = io.StringIO()
-    reporter = BarReporter(Console(file=text)) if bars else LineReporter()
+    reporter = ConsoleReporter(Console(file=text) if has_bars else None, has_bars=has_bars, clock=clock)
 
     def fail() -> None:
         with reporter.stage("load", total=3) as stage:
+            clock.now += 1
             stage.advance()
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
         fail()
-    assert "load:" not in text.getvalue() + capsys.readouterr().err
+    with reporter.stage("save", total=3) as stage:
+        clock.now += 0.04
+        stage.advance(3)
+    with reporter.stage("text"):
+        clock.now += 0.06
+    reporter.warn("odd")
+    printed = text.getvalue() + capsys.readouterr().err
+    assert [line for line in printed.splitlines() if line.strip()] == ["text: 0.1 s", "warning: odd"]
 
 
-def test_bars_on_a_terminal() -> None:
-    text = io.StringIO()
+def test_bars_on_a_terminal(text: io.StringIO) -> None:
     clock = Clock()
-    reporter = BarReporter(Console(file=text, force_terminal=True, color_system=None, width=120), clock=clock)
+    reporter = bars(text, clock)
     with reporter.stage("denoise", total=3, unit="steps") as outer:
         outer.advance(2)
         reporter.note("[not markup]")
@@ -120,41 +111,32 @@ def test_bars_on_a_terminal() -> None:
     assert "denoise: 2 steps, 1.0 s" in shown
 
 
-def test_bars_take_several_stages_one_after_the_other() -> None:
-    text, clock = io.StringIO(), Clock()
-    reporter = BarReporter(Console(file=text), clock=clock)
-    for name in ("load", "text"):
-        with reporter.stage(name):
-            clock.now += 1
-    reporter.warn("odd")
-    assert [line.split(":")[0] for line in text.getvalue().splitlines() if line.strip()] == ["load", "text", "warning"]
-
-
 def test_reporter_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(output.make_reporter(quiet=True), SilentReporter)
-    assert isinstance(output.make_reporter(quiet=False), LineReporter)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert isinstance(output.make_reporter(quiet=False), BarReporter)
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        reporter = output.make_reporter(quiet=False)
+        assert isinstance(reporter, ConsoleReporter)
+        assert reporter._has_bars is is_terminal
 
 
-def test_the_first_line_on_a_terminal_comes_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = io.StringIO()
-    reporter = BarReporter(Console(file=text))
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    output.note_start(reporter)
-    assert text.getvalue() == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    output.note_start(reporter)
-    assert text.getvalue() == "loading torch ...\n"
-    monkeypatch.setitem(sys.modules, "torch", None)
-    output.note_start(reporter)
-    assert text.getvalue() == "loading torch ...\n"
+def test_the_first_line_on_a_terminal_comes_before_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_terminal, module, printed in ((False, None, ""), (True, None, "loading torch ...\n"), (True, sys, "")):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torch", raising=False)
+            if module is not None:
+                patch.setitem(sys.modules, "torch", module)
+            with Call((), {}).loading():
+                pass
+        assert capsys.readouterr().err == printed
 
 
-def test_no_colour_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_colour_on_request(text: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    text = io.StringIO()
-    BarReporter(Console(file=text, force_terminal=True)).warn("odd")
+    ConsoleReporter(Console(file=text, force_terminal=True), has_bars=True).warn("odd")
     assert text.getvalue() == "warning: odd\n"
 
 
@@ -165,37 +147,22 @@ def test_names_that_a_stream_cannot_show_are_escaped(monkeypatch: pytest.MonkeyP
     assert raw.getvalue() == b"\\xe9.mp4\n"
 
 
-def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
     output.print_lines(["a\x1b[2J\nb", "c"])
-    output.print_failure(["a\x1b[2J\rb", "c\n"], hint="d\x9b\ne")
-    LineReporter().warn("a\x1b\nb")
-    BarReporter().note("a\x1b\nb")
+    output.print_failure(RequestError("a\x1b[2J\rb\nc", hint="d\x9b\ne"))
+    lines().warn("a\x1b\nb")
     captured = capsys.readouterr()
     assert captured.out == "a\\x1b[2J\\nb\nc\n"
-    assert captured.err.splitlines() == [
-        "error: a\\x1b[2J\\rb",
-        "error: c\\n",
-        "       d\\x9b",
-        "       e",
-        "warning: a\\x1b\\nb",
-        "a\\x1b\\nb",
-    ]
-
-
-def test_the_name_of_a_stage_steers_no_terminal() -> None:
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=True, color_system=None, width=80)
-    with BarReporter(console, clock=Clock()).stage("read a\x1b]0;b\u202e.png", total=2) as stage:
+    printed = ["error: a\\x1b[2J\\rb", "error: c", "       d\\x9b", "       e", "warning: a\\x1b\\nb"]
+    assert captured.err.splitlines() == printed
+    with bars(text, width=80).stage("read a\x1b]0;b\u202e.png", total=2) as stage:
         stage.advance()
-    shown = text.getvalue()
-    assert r"read a\x1b]0;b\u202e.png" in shown
-    assert "\x1b]0" not in shown
+    assert r"read a\x1b]0;b\u202e.png" in text.getvalue()
+    assert "\x1b]0" not in text.getvalue()
 
 
-def test_figures_stand_above_the_bars() -> None:
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=True, color_system=None, width=40)
-    reporter = BarReporter(console, clock=Clock())
+def test_figures_stand_above_the_bars_and_are_no_lines(text: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = bars(text, width=40)
     reporter.figures({"loss": "dropped, since nothing runs"})
     with reporter.stage("train", total=3, unit="steps") as stage:
         reporter.figures({"loss": "0.5", "gradient norm": "1.25", "[rate]": "0.001"})
@@ -205,11 +172,8 @@ def test_figures_stand_above_the_bars() -> None:
     assert "dropped" not in shown
     # As many columns as there is room for: two, and the third below.
     assert re.search(r"loss +gradient norm *\n0.25 +1.5 *\n\[rate\] *\n0.001 *\n", shown)
-    assert "0/3 steps" in shown or "1/3 steps" in shown
-
-
-@pytest.mark.parametrize("reporter", [LineReporter(), SilentReporter()])
-def test_figures_are_no_lines(reporter: LineReporter | SilentReporter, capsys: pytest.CaptureFixture[str]) -> None:
-    with SilentReporter().stage("train"):
+    assert re.search(r"[01]/3 steps", shown)
+    reporter = lines()
+    with reporter.stage("train"):
         reporter.figures({"loss": "0.5"})
     assert capsys.readouterr() == ("", "")

@@ -107,37 +107,9 @@ def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkey
     assert len(stub.asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("more", "code", "words"),
-    [
-        (["--refine"], 2, "OSORA_REFINE_URL is not set"),
-        (["--motion-score", "auto"], 2, "OSORA_REFINE_URL is not set"),
-        (
-            ["--set", "refine.instructions=mine"],
-            2,
-            "refine.instructions=mine (from --set) has no effect without --refine",
-        ),
-        (["--set", "refine.tries=0", "--refine"], 2, "refine.tries=0 must be at least 1"),
-        (["--motion-score", "fast"], 2, "prompt_suffix.motion_score=fast must be a whole number"),
-    ],
-)
-def test_bad_requests(osora: Osora, monkeypatch: pytest.MonkeyPatch, more: list[str], code: int, words: str) -> None:
-    monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
-    found, stdout, stderr = osora("raining, sea", *more)
-    assert (found, stdout) == (code, "")
-    assert words in stderr
-
-
 def test_missing_instructions(start: Start, osora: Osora, tmp_path: Path) -> None:
     stub = start()
     code, _, stderr = osora("raining, sea", "--refine", "--set", f"refine.instructions={tmp_path}")
     assert code == 3
     assert f"{tmp_path}/t2v.txt does not exist" in stderr
     assert stub.paths == []
-
-
-def test_a_misspelled_variable_is_noticed(osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OSORA_REFINE_ULR", "http://localhost")
-    code, _, stderr = osora("raining, sea", "--refine")
-    assert code == 2
-    assert "did you mean OSORA_REFINE_URL?" in stderr

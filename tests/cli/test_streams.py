@@ -19,7 +19,7 @@ def work(*args, **kwargs):
             reporter.note(f"note {number}")
             print("of a library", file=sys.stderr)
         file.write("done")
-    output.print_json({"result": 1})
+    print("result", flush=True)
 
 if sys.argv[2:]:
     sys.exit(app.main(sys.argv[2:]))
@@ -34,13 +34,15 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its shell has n
 
 LIBRARY = """
 import sys, types, warnings
-from opensora_cli.cli import app, errors, generate
+from opensora_cli.cli import app, call, generate
+from opensora_cli.core.exceptions import OsoraWarning
 
 def work(*args, **kwargs):
-    with errors.uninterrupted():
+    with call.importing():
         import logging
     logging.getLogger("library").warning("of a server: %s", chr(27) + "[2J, https://me:pass@word@host/x")
     warnings.warn("of a file: " + chr(0x202e) + chr(0x9b))
+    warnings.warn(OsoraWarning("a.png may be lost"))
     raise AssertionError("a bug" + chr(27))
 
 generate._run = work
@@ -66,7 +68,7 @@ def run(place: Path, redirection: str, *args: str) -> tuple[int, str, str]:
 def test_a_log_that_is_lost_ends_no_run(tmp_path: Path, redirection: str) -> None:
     place = tmp_path / "result"
     code, out, _ = run(place, redirection)
-    assert (code, out) == (0, '{\n  "result": 1\n}\n')
+    assert (code, out) == (0, "result\n")
     # Nor does it go to the file that is opened next.
     assert place.read_text() == "begun, done"
 
@@ -120,15 +122,15 @@ def test_an_interrupt_that_cannot_be_printed_keeps_its_exit_code(redirection: st
 def test_an_interrupt_after_a_line_was_written_writes_it_once() -> None:
     program = (
         "import signal, sys\n"
-        "from opensora_cli.cli import streams\n"
-        "write = streams._Log.write\n"
+        "from opensora_cli.cli import output\n"
+        "write = output._Log.write\n"
         "def interrupted(self, content):\n"
         "    written = write(self, content)\n"
-        "    streams._Log.write = write\n"
+        "    output._Log.write = write\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    return written\n"
-        "streams._Log.write = interrupted\n"
-        "streams.guard_streams()\n"
+        "output._Log.write = interrupted\n"
+        "output.guard_streams()\n"
         "try:\n"
         "    print('one', file=sys.stderr, flush=True)\n"
         "except KeyboardInterrupt:\n"
@@ -145,5 +147,6 @@ def test_logs_warnings_and_tracebacks_of_libraries_steer_no_terminal_and_show_no
     assert done.returncode == 1
     assert r"of a server: \x1b[2J, https://<hidden>@host/x" in done.stderr
     assert r"UserWarning: of a file: \u202e\x9b" in done.stderr
+    assert "\nwarning: a.png may be lost\n" in done.stderr
     assert r"AssertionError: a bug\x1b" in done.stderr
     assert done.stderr.replace("\n", "").isprintable()

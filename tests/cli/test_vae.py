@@ -1,8 +1,6 @@
 """`osora vae`: what it prints, and its exit codes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,17 +17,6 @@ def picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     frame = torch.stack([100 + rows, 50 + columns, 90 + rows + columns], dim=-1).to(torch.uint8)
     write_media([frame[None]], "boat.png", fps=1, format="png")
     return "boat.png"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("args", [["--help"], ["a.mp4", "--set", "vae.kin=dc_ae"]], ids=" ".join)
-def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
-    code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"
-    command = [sys.executable, "-c", code, "vae", "reconstruct", *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    modules = set(done.stdout.splitlines()[-1].split())
-    assert "opensora_cli.cli.vae" in modules
-    assert modules & {"torch", "transformers", "numpy"} == set()
 
 
 @pytest.mark.usefixtures("every_stage_takes_time")
@@ -70,38 +57,6 @@ def test_bad_files_end_the_batch_with_5(picture: str, capsys: pytest.CaptureFixt
     assert "gone.png" in lines[2]
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (["--config", "dcae"], 2, "preset 'dcae' is not one of dc_ae, demo, "),
-        (["--set", "vae.kind=dcae"], 2, "vae.kind=dcae"),
-        (["--set", "clip.num_frames=0"], 2, "clip.num_frames=0"),
-        (["--clip-frames", "0"], 2, "clip.num_frames=0 must be over 0"),
-        (["--config", "hunyuan", "--weights", "nowhere"], 3, "hunyuan_vae.safetensors (looked in nowhere)"),
-        (["--out", "boat.png"], 3, "boat.png/boat_reconstructed.mp4: a part of this path is a file"),
-        (["--device", "cuda:99"], 4, "device=cuda:99 is not there"),
-    ],
-)
-def test_what_cannot_be_done_is_told(
-    picture: str, args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["vae", "reconstruct", picture, *args]) == code
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_existing_files_stay_without_overwrite(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["vae", "reconstruct", picture, "--device", "cpu", "--quiet"]
-    assert [main(command), main(command), main([*command, "--overwrite"])] == [0, 3, 0]
-    assert "use --overwrite" in capsys.readouterr().err
-
-
-def test_the_group_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["vae"]) == 0
-    out = capsys.readouterr().out
-    assert "reconstruct" in out
-    assert "stats" in out
-
-
 def test_statistics_are_a_table_and_one_document(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vae", "stats", picture, "--device", "cpu", "--quiet"]) == 0
     table = capsys.readouterr().out.splitlines()
@@ -118,19 +73,3 @@ def test_statistics_are_a_table_and_one_document(picture: str, capsys: pytest.Ca
     assert f"{document['channels'][3]['mean']:.6f}" == table[4].split()[1]
     assert set(document["settings"]) == {"vae.scale_factor", "vae.shift_factor"}
     assert captured.err.splitlines()[0] == "error: 1 of 2 files could not be encoded, and do not count"
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (["boat.png", "--set", "output.folder=x"], 2, "output.folder (from --set) is not a setting"),
-        (["boat.png", "--config", "hunyuan", "--weights", "nowhere"], 3, "looked in nowhere"),
-        (["empty"], 3, "empty has no pictures or videos"),
-    ],
-)
-def test_statistics_that_cannot_be_made_are_refused(
-    picture: str, args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("empty").mkdir()
-    assert main(["vae", "stats", *args]) == code
-    assert message in " ".join(capsys.readouterr().err.split())

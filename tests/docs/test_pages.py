@@ -16,7 +16,7 @@ from docs.pages import NEEDS, PAGES, ROOT, Block, blocks_of
 from small_stages import small_stages
 
 from opensora_cli.cli.app import app, main
-from opensora_cli.cli.errors import OF_REFERENCE
+from opensora_cli.cli.errors import reference_option
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.generate import fitting
 from opensora_cli.engine.train import plan as train_plan
@@ -144,7 +144,7 @@ def test_the_table_for_those_who_come_from_the_reference_names_options_that_ther
             for line in sections[section].splitlines():
                 theirs, ours = line.split("|")[1:3] if line.startswith("| `--") else ("", "")
                 for name in re.findall(r"--([a-z_.-]+)", theirs):
-                    known = f"--{name}" in there or OF_REFERENCE[name.replace("-", "_")] in ours
+                    known = f"--{name}" in there or reference_option(f"--{name}") in ours
                     assert known, name
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opensora_cli.core.formatting import escaped, first_few, format_bytes, parse_bytes, plain
+from opensora_cli.core.formatting import duration, escaped, first_few, format_bytes, parse_bytes, plain
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,19 @@ def test_names_take_one_line_and_not_too_long() -> None:
 def test_a_few_of_many() -> None:
     assert first_few(["a"]) == "a"
     assert first_few(["a", "b\n", "c", "d", "e"]) == "a, 'b\\n', c and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0.0 s"),
+        (2.44, "2.4 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (3725, "1 h 02 min"),
+    ],
+)
+def test_duration(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.cli.errors import explain_failure
+from opensora_cli.cli.errors import translate
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
 from opensora_cli.core.reading import read_bytes, read_json_object, read_text, reading, require_file
 
@@ -65,12 +65,12 @@ def test_what_the_set_has_not_in_it_stays_as_it_is(error: Exception) -> None:
     ],
 )
 def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error: OSError, code: int) -> None:
-    failure = explain_failure(error)
+    failure = translate(error)
     assert failure is not None
     assert failure.exit_code == code
-    assert len(failure.lines) == 1
-    assert os.strerror(error.errno or 0) in failure.lines[0]
-    assert error.filename is None or error.filename in failure.lines[0]
+    assert "\n" not in failure.message
+    assert os.strerror(error.errno or 0) in failure.message
+    assert error.filename is None or error.filename in failure.message
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,17 @@ def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error: OSEr
     ],
 )
 def test_a_process_that_gets_no_memory_ends_with_4(error: Exception) -> None:
-    failure = explain_failure(error)
+    failure = translate(error)
     assert failure is not None
-    assert (failure.exit_code, len(failure.lines)) == (4, 1)
-    assert failure.lines[0].startswith("there is not enough memory")
+    assert failure.exit_code == 4
+    assert failure.message.startswith("there is not enough memory")
 
 
 @pytest.mark.parametrize(
     "error", [_system(errno.ENOENT, "/root/w.pt"), _system(errno.EACCES), _system(errno.EINVAL, "w"), ValueError("a")]
 )
 def test_an_unexpected_error_of_any_other_kind_is_a_bug(error: Exception) -> None:
-    assert explain_failure(error) is None
+    assert translate(error) is None
 
 
 def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Ctrl-C and requests to end: recorded while a step runs, held back, and left to the process that trains."""
 
 import signal
+import sys
 import threading
+import time
 
 import pytest
 
 from opensora_cli.core import signals
-from opensora_cli.core.signals import END_REQUESTS, deferred_interrupts, held_back, requests_as_interrupts
+from opensora_cli.core.signals import END_REQUESTS, deferred_interrupts, held_back, interrupts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *END_REQUESTS])
@@ -58,23 +60,43 @@ def test_the_same_request_again_changes_nothing(clock, numbers, apart_s):
     assert reports in ([], ["saving"])  # from another thread
 
 
-@pytest.mark.parametrize("number", END_REQUESTS)
-def test_requests_to_end_are_ctrl_c_and_count_once(clock, number):
-    before = signal.getsignal(number)
-    pressed = []
-    handler = signal.signal(signal.SIGINT, lambda *_: pressed.append(number))
-    try:
-        with requests_as_interrupts():
+@pytest.mark.parametrize("number", [signal.SIGINT, *END_REQUESTS])
+def test_ctrl_c_and_requests_to_end_interrupt_once(clock, number):
+    before, counted = signal.getsignal(number), 0
+
+    def send() -> None:
+        nonlocal counted
+        try:
             signal.raise_signal(number)
-            signal.raise_signal(number)
-            assert pressed == [number]
-            clock[0] += 1
-            signal.raise_signal(number)
-            # The end of the shell sends SIGHUP a second time, which may come late.
-            assert pressed == [number] * (1 if number.name == "SIGHUP" else 2)
-    finally:
-        signal.signal(signal.SIGINT, handler)
+        except KeyboardInterrupt:
+            counted += 1
+
+    with interrupts() as was_asked:
+        assert not was_asked()
+        send()
+        send()
+        assert (counted, was_asked()) == (1, True)
+        clock[0] += 1
+        send()
+        # The end of the shell sends SIGHUP a second time, which may come late.
+        assert counted == (1 if number.name == "SIGHUP" else 2)
     assert signal.getsignal(number) is before
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost():
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def collect() -> None:
+        with interrupts():
+            Finalized()
+            time.sleep(30)
+
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        collect()
+    assert sys.unraisablehook is hook
 
 
 def test_what_was_held_back_is_sent_where_the_block_raises():
@@ -92,7 +114,7 @@ def test_in_the_background_a_request_to_end_waits_for_the_end_of_a_block():
     reached = []
 
     def end_while_held() -> None:
-        with requests_as_interrupts(), held_back():
+        with interrupts(), held_back():
             signal.raise_signal(signal.SIGTERM)
             reached.append("the end")
 
@@ -131,7 +153,7 @@ def test_what_is_ignored_stays_so():
 def test_with_nohup_the_end_of_the_terminal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with requests_as_interrupts(), deferred_interrupts(lambda: None) as is_interrupted:
+        with interrupts(), deferred_interrupts(lambda: None) as is_interrupted:
             signal.raise_signal(signal.SIGHUP)
             assert not is_interrupted()
             signal.raise_signal(signal.SIGTERM)

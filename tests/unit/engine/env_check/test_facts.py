@@ -26,3 +26,10 @@ def test_presets_find_weights_where_the_environment_says():
     assert facts.preset_here("768px", {"OSORA_WEIGHTS": "/w"}).runtime.weights == "/w"
     assert facts.preset_here("768px", {"OSORA_RUNTIME__WEIGHTS": "/w", "OSORA_WEIGHTS": ""}).runtime.weights == "/w"
     assert facts.preset_here("768px", {}).runtime.weights is None
+
+
+def test_libraries_before_those_of_torch_are_found(tmp_path):
+    (tmp_path / "libcudnn.so.8").touch()
+    (tmp_path / "libz.so").touch()
+    paths = f"{tmp_path}::{tmp_path / 'gone'}"
+    assert facts.read_shadowing({"LD_LIBRARY_PATH": paths}) == (str(tmp_path / "libcudnn.so.8"),)

@@ -1,0 +1,148 @@
+"""One call of a command: what was typed, where results go, and the import of the engine."""
+
+import gc
+import os
+import sys
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from opensora_cli.cli import output
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import plain
+from opensora_cli.core.progress import Reporter
+from opensora_cli.core.signals import held_back
+
+if TYPE_CHECKING:
+    from opensora_cli.core.documents import Document
+
+T = TypeVar("T")
+
+_LIBRARY_PREFIXES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")
+"""Prefixes of the variables that libraries read while they are imported."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a command: what was typed, and where results go."""
+
+    words: tuple[str, ...]
+    """Command line without the name of the program."""
+    given: Mapping[str, object]
+    """Values of options and arguments by what is typed."""
+
+    def value(self, label: str, kind: type[T]) -> T | None:
+        """Return the value of an option without a setting; None if it was not given."""
+        value = self.given.get(label)
+        assert value is None or isinstance(value, kind), label
+        return value
+
+    @property
+    def assignments(self) -> list[str]:
+        """Values of `--set`."""
+        return self.value("--set", list) or []
+
+    @property
+    def config(self) -> Path | None:
+        """Value of `--config`."""
+        return self.value("--config", Path)
+
+    @property
+    def as_json(self) -> bool:
+        """Whether results are printed as JSON."""
+        return "--json" in self.given
+
+    @cached_property
+    def reporter(self) -> Reporter:
+        """Shows progress and messages, on the first rank alone."""
+        context = output.rank_context()
+        return output.make_reporter(quiet="--quiet" in self.given or not (context is None or context.is_main))
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Import torch and the engine inside the block; report on a terminal that this takes seconds."""
+        if "torch" not in sys.modules and sys.stderr is not None and sys.stderr.isatty():
+            self.reporter.note("loading torch ...")
+        with importing():
+            yield
+
+    def show(self, result: "Document | None") -> None:
+        """Print a result, on the first rank alone; None for a result that a rank has printed."""
+        context = output.rank_context()
+        if result is not None and (context is None or context.is_main):
+            output.print_result(result, as_json=self.as_json)
+
+    def again(self, *labels: str) -> list[str]:
+        """Return the given ones of some options, and of --json and --quiet, as words of a rank's command line."""
+        words: list[str] = []
+        for label in (*labels, "--json", "--quiet"):
+            match self.given.get(label):
+                case None:
+                    continue
+                case True:
+                    words.append(label)
+                case list(values):
+                    words += [f"{label}={value}" for value in values]
+                case value:
+                    words.append(f"{label}={value}")
+        return words
+
+    def refuse(self, labels: Container[str], *, beside: str, hint: str = "drop one of them") -> None:
+        """Raise RequestError if one of some options was given that has no effect with another."""
+        if clash := next((label for label in self.given if label in labels), None):
+            raise RequestError(f"{clash} has no effect with {beside}", hint=hint)
+
+    def require(self, label: str, *, beside: str) -> None:
+        """Raise RequestError if an option was given without the one that it needs."""
+        if beside in self.given and label not in self.given:
+            raise RequestError(f"{beside} has no effect without {label}: give both, or none")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Hold back Ctrl-C while torch and the modules that need it are imported: interrupted, an import can abort.
+
+    The objects of torch stay, so garbage collection is off meanwhile and ignores them afterwards: scanning them takes a
+    tenth of a second each time. From then on, log messages of libraries are escaped.
+
+    Raises RequestError if a library refuses an environment variable.
+    """
+    is_first = "torch" not in sys.modules
+    output.escape_foreign_logs()
+    if is_first:
+        gc.disable()
+    try:
+        with held_back():
+            yield
+    except (ValueError, RuntimeError) as error:
+        if (refused := _refused_variable(str(error))) is not None:
+            raise refused from error
+        raise
+    finally:
+        if is_first:
+            gc.freeze()
+            gc.enable()
+
+
+def _refused_variable(text: str) -> RequestError | None:
+    """Return the error for the environment variables that a library's message names; None if it names none."""
+    from opensora_cli.core.redaction import shown_value
+
+    named = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_LIBRARY_PREFIXES) and (name in text or repr(value) in text)
+    }
+    if not named:
+        return None
+    shown = {name: shown_value(name, value) for name, value in named.items()}
+    for name, value in named.items():
+        text = text.replace(value, shown[name]) if value else text
+    variables = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+    return RequestError(
+        f"a library cannot be loaded with {variables}: {plain(text.strip().splitlines()[0].strip())}",
+        hint=f"unset {' '.join(named)}, or set a value that it accepts",
+    )

@@ -1,0 +1,120 @@
+"""Presets of generation with their needs and GPUs, and recipes of training. Needs no torch."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opensora_cli.core.documents import Document
+from opensora_cli.settings.files import describe_preset, list_presets, preset_path
+from opensora_cli.settings.hardware import read_machine
+from opensora_cli.settings.load import load_preset
+
+_GIB = 2**30
+
+
+class Needs(NamedTuple):
+    """Needs of a preset on one GPU, as `osora generate --dry-run --on` predicts them."""
+
+    memory_gib: float
+    least_memory_gib: float
+    disk_gib: float
+
+
+NEEDS = {
+    "256px": Needs(23.0, 15.8, 31.7),
+    "768px": Needs(24.7, 20.9, 31.7),
+    "demo": Needs(0.2, 0.2, 0.1),
+    "flux1_dev": Needs(22.5, 9.2, 31.4),
+    "high_compression": Needs(24.1, 9.2, 54.4),
+    "t2i2v_256px": Needs(23.5, 15.8, 54.0),
+    "t2i2v_768px": Needs(25.1, 20.9, 54.0),
+}
+
+
+class Preset(Document):
+    """Preset of generation."""
+
+    name: str
+    memory_gib: float
+    """GPU memory without offloading."""
+    least_memory_gib: float
+    """GPU memory with `--offload blocks --resident-blocks 1`."""
+    disk_gib: float
+    """Weights in bfloat16."""
+    fits: tuple[str, ...]
+    """GPUs that need no offloading."""
+    fits_with_offload: tuple[str, ...]
+    """GPUs that need offloading."""
+    settings: dict[str, Any]
+
+    def lines(self) -> list[str]:
+        """Return a heading, the needs and the GPUs."""
+        video, steps = self.settings["video"], self.settings["sampling"]["num_inference_steps"]
+        offloaded = f"; with offload {', '.join(self.fits_with_offload)}" if self.fits_with_offload else ""
+        return [
+            f"{self.name}: {self.settings['model']['name']}, {video['resolution']} {video['aspect_ratio']}, "
+            f"{video['num_frames']} frames at {video['fps']} fps, {steps} steps",
+            f"  needs {self.memory_gib} GiB of GPU memory ({self.least_memory_gib} GiB with --offload blocks), "
+            f"{self.disk_gib} GiB on disk",
+            f"  fits {', '.join(self.fits)}{offloaded}",
+        ]
+
+
+class Presets(Document):
+    """Presets of generation."""
+
+    SCHEMA = "osora.presets/2"
+
+    presets: tuple[Preset, ...]
+
+    def lines(self) -> list[str]:
+        """Return the lines of all presets."""
+        return [line for preset in self.presets for line in preset.lines()]
+
+
+def describe_presets() -> Presets:
+    """Return all presets of generation."""
+    gpus = sorted((read_machine(name).gpu for name in list_presets("hardware")), key=lambda gpu: gpu.memory)
+
+    def describe(name: str) -> Preset:
+        needs = NEEDS[name]
+        least, most = needs.least_memory_gib * _GIB, needs.memory_gib * _GIB
+        return Preset(
+            name=name,
+            **needs._asdict(),
+            fits=tuple(gpu.name for gpu in gpus if gpu.free_bytes >= most),
+            fits_with_offload=tuple(gpu.name for gpu in gpus if least <= gpu.free_bytes < most),
+            settings=load_preset(name, prompt="any").model_dump(mode="json", exclude={"prompt"}),
+        )
+
+    return Presets(presets=tuple(map(describe, list_presets("generate"))))
+
+
+class Recipe(Document):
+    """Recipe of training."""
+
+    name: str
+    description: str
+    file: Path
+
+
+class Recipes(Document):
+    """Recipes of training."""
+
+    SCHEMA = "osora.recipes/1"
+
+    recipes: tuple[Recipe, ...]
+
+    def lines(self) -> list[str]:
+        """Return a line for each recipe."""
+        width = max(len(recipe.name) for recipe in self.recipes)
+        return [f"{recipe.name:{width}}  {recipe.description}" for recipe in self.recipes]
+
+
+def describe_recipes() -> Recipes:
+    """Return all packaged recipes of training."""
+    return Recipes(
+        recipes=tuple(
+            Recipe(name=name, description=describe_preset("train", name), file=preset_path(name, "train"))
+            for name in list_presets("train")
+        )
+    )
