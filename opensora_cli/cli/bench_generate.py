@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from opensora_cli.cli import errors, generate, options, output
 from opensora_cli.cli.command import Command
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
+    from opensora_cli.engine.generate.request import Resolved
     from opensora_cli.settings.layers import Layer
+    from opensora_cli.settings.load import GenerateRequest
 
 _COMPARED = "Compared settings"
 
@@ -55,17 +58,17 @@ def bench_generate(
     context = find_context(os.environ)
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main)
+    exact: GenerateRequest | Resolved = request
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early, settings_early
+        from opensora_cli.engine.generate.request import refuse_early, resolve
 
-        refuse_early(request, dry_run=False, reporter=reporter)
-        exact = settings_early(request, [])
-        if exact is not None:
-            refuse_unfit(exact)
+        exact = resolve(request, reporter=reporter)
+        refuse_early(exact.settings, dry_run=False)
+        refuse_unfit(exact.settings)
         for name, changes in (tries or {}).items():
             changed = {key: Given(value, f"--try {name}") for key, value in changes.items()}
             tried = replace(request, overrides={**request.overrides, **changed})
-            refuse_early(tried, dry_run=True, reporter=reporter)
+            refuse_early(resolve(tried, reporter=SilentReporter()).settings, dry_run=True)
     output.note_start(reporter)
     with errors.uninterrupted():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
@@ -74,7 +77,7 @@ def bench_generate(
         {"--repeats": settings.repeats, "--try": try_, "--plot": plot, "--overwrite": overwrite}
         | {"--json": json, "--quiet": quiet}
     )
-    report = compare(request, tries, options=settings, reporter=reporter, context=context, rank_flags=rank_flags)
+    report = compare(exact, tries, options=settings, reporter=reporter, context=context, rank_flags=rank_flags)
     if report is not None:
         output.print_result(report, as_json=json)
 

@@ -15,6 +15,7 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 
 if TYPE_CHECKING:
+    from opensora_cli.engine.generate.request import Resolved
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.load import GenerateRequest
 
@@ -155,23 +156,25 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     context = find_context(os.environ)
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main)
+    resolved: GenerateRequest | Resolved = request
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early
+        from opensora_cli.engine.generate.request import refuse_early, resolve
 
-        refuse_early(request, dry_run=dry_run, reporter=reporter)
+        resolved = resolve(request, reporter=reporter)
+        refuse_early(resolved.settings, dry_run=dry_run)
     output.note_start(reporter)
     with errors.uninterrupted():
         from opensora_cli.engine.generate import dry_run as planning
         from opensora_cli.engine.generate.run import generate_from_request
 
     if dry_run:
-        plan = planning.plan_from_request(request, reporter=reporter, context=context)
+        plan = planning.plan_from_request(resolved, reporter=reporter, context=context)
         if is_main:
             output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
     flags = options.rank_words({"--json": as_json, "--quiet": quiet})
-    result = generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
+    result = generate_from_request(resolved, reporter=reporter, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
 

@@ -219,12 +219,6 @@ def given_for(request: GenerateRequest, key: str) -> Given | None:
     return None if given is None or given.value is None else given
 
 
-def source_of(request: GenerateRequest, key: str) -> str | None:
-    """Return the source of a setting, or None if it is not given. Errors are those of `given`."""
-    given = given_for(request, key)
-    return None if given is None else given.source
-
-
 def _refuse_sending_files(request: GenerateRequest, settings: GenerateSettings) -> None:
     """Refuse to send pictures to a server if only a file names them."""
     files = settings.condition.references

@@ -209,7 +209,7 @@ def _request_parts(plan: Plan, references: Sequence[str]) -> dict[str, Any]:
         "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
         "condition": {**used["condition"], "references": list(references)},
         "latents": None if latents is None else _sha256(latents),
-        "weights": {part: stamp_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
+        "weights": {part: stamp_of(path) for part, path in plan.weight_paths.items()},
         "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],
         "versions": versions(),
