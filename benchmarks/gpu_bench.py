@@ -17,7 +17,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.plan import Plan, alone
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.models.mmdit.model import MMDiT
@@ -80,7 +80,7 @@ class Bench:
                 **(TINY if self.tiny else {}),
             }
         )
-        return make_plan(tried_settings(settings, changes or {})).with_threads()
+        return alone(make_plan(tried_settings(settings, changes or {}))).with_threads().video
 
     def transformer(self, plan: Plan) -> MMDiT:
         """Return the transformer of a plan, random; that of the plan before if it is made of the same."""

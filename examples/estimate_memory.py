@@ -14,7 +14,7 @@ def main(preset: str = "256px", gib: str = "16") -> None:
     # A GPU of that size need not be present: nothing runs on it.
     gpu = Hardware(torch.device("cuda"), "example GPU", torch.bfloat16, free_bytes=free, total_bytes=free)
     plan = make_plan(load_preset(preset, prompt="raining, sea"), hardware=gpu)
-    print(f"{preset}: {plan.video_tokens:,} tokens, {plan.evaluations_per_sample} evaluations of the model")
+    print(f"{preset}: {plan.video_tokens:,} tokens, {plan.model_evaluations} evaluations of the model")
     for stage in plan.stages:
         print(f"  {stage.name}: {stage.total_bytes / GIB:.1f} GiB")
     for line in plan.offload.lines():

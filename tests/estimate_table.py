@@ -18,7 +18,7 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.remembered import known_needs
 from opensora_cli.engine.generate import planning
-from opensora_cli.engine.generate.room import require_fit
+from opensora_cli.engine.generate.planning import require_fit
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 

@@ -10,7 +10,7 @@ from small_stages import small_stages
 from torch import Tensor
 
 from opensora_cli.engine.components.parallelize import shard_transformer
-from opensora_cli.engine.generate import fitting, planning
+from opensora_cli.engine.generate import planning
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter
@@ -43,7 +43,7 @@ class Scheme:
 
 def plan_without_estimate(settings: GenerateSettings) -> planning.Plan:
     """Return the plan for what fits, without what its stages need, which takes seconds to find."""
-    with patch.object(fitting, "estimate_generation", small_stages):
+    with patch("opensora_cli.engine.generate.plan.estimate_generation", small_stages):
         return planning.make_plan(settings)
 
 

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from opensora_cli.cli import generate
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
+    from opensora_cli.engine.generate.request import Resolved
     from opensora_cli.settings.layers import Layer
+    from opensora_cli.settings.load import GenerateRequest
 
 _COMPARED = "Compared settings"
 _OWN = ("--repeats", "--plot", "--overwrite")
@@ -45,22 +48,22 @@ def bench_generate(given: "Layer", call: Call) -> None:
         generate_request(given, assignments=call.assignments, sidecar=sidecar, config=call.config)
     )
     context = find_context(os.environ)
+    exact: GenerateRequest | Resolved = request
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early, settings_early
+        from opensora_cli.engine.generate.request import refuse_early, resolve
 
-        refuse_early(request, dry_run=False, reporter=call.reporter)
-        exact = settings_early(request)
-        if exact is not None:
-            refuse_unfit(exact)
+        exact = resolve(request, reporter=call.reporter)
+        refuse_early(exact.settings, dry_run=False)
+        refuse_unfit(exact.settings)
         for name, changes in (tries or {}).items():
             changed = {key: Given(value, f"--try {name}") for key, value in changes.items()}
             tried = replace(request, overrides={**request.overrides, **changed})
-            refuse_early(tried, dry_run=True, reporter=call.reporter)
+            refuse_early(resolve(tried, reporter=SilentReporter()).settings, dry_run=True)
     with call.loading():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 
     flags = call.again("--try", *_OWN)
-    call.show(compare(request, tries, options=settings, reporter=call.reporter, context=context, rank_flags=flags))
+    call.show(compare(exact, tries, options=settings, reporter=call.reporter, context=context, rank_flags=flags))
 
 
 _SHARED = (

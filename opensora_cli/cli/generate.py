@@ -14,6 +14,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 
 if TYPE_CHECKING:
+    from opensora_cli.engine.generate.request import Resolved
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.load import GenerateRequest
 
@@ -118,20 +119,22 @@ def _run(request: "GenerateRequest", call: Call, *, dry_run: bool) -> None:
     from opensora_cli.core.ranks import find_context
 
     context = find_context(os.environ)
+    resolved: GenerateRequest | Resolved = request
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early
+        from opensora_cli.engine.generate.request import refuse_early, resolve
 
-        refuse_early(request, dry_run=dry_run, reporter=call.reporter)
+        resolved = resolve(request, reporter=call.reporter)
+        refuse_early(resolved.settings, dry_run=dry_run)
     with call.loading():
         from opensora_cli.engine.generate import dry_run as planning
         from opensora_cli.engine.generate.run import generate_from_request
 
     if dry_run:
-        plan = planning.plan_from_request(request, reporter=call.reporter, context=context)
+        plan = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
         call.show(plan)
         plan.require_fit()
         return
-    call.show(generate_from_request(request, reporter=call.reporter, context=context, rank_flags=call.again()))
+    call.show(generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again()))
 
 
 def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: bool) -> None:

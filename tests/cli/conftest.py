@@ -21,8 +21,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         setattr(module, attribute, replacement)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(package, name, module, raising=False)
-    # What is refused before an engine is imported is not the subject where there is none.
-    monkeypatch.setattr(generate_request, "refuse_early", lambda request, **_: None)
+    monkeypatch.setattr(generate_request, "resolve", fake.resolve)
+    # Files and weights are not the subject.
+    monkeypatch.setattr(generate_request, "refuse_early", lambda settings, **_: None)
     return fake
 
 

@@ -10,6 +10,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.generate.request import Resolved
 from opensora_cli.models.registry import AUTO, DEMO
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
@@ -42,19 +43,29 @@ class FakeEngine:
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
     def generate_from_request(
-        self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None, rank_flags: Sequence[str]
+        self,
+        request: GenerateRequest | Resolved,
+        *,
+        reporter: Reporter,
+        context: RankContext | None,
+        rank_flags: Sequence[str],
     ) -> FakeResult:
-        return self._resolve(request, reporter)
+        return self._run(request, reporter)
 
     def plan_from_request(
-        self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None
+        self, request: GenerateRequest | Resolved, *, reporter: Reporter, context: RankContext | None
     ) -> FakeResult:
         self.planned = True
-        return self._resolve(request, reporter)
+        return self._run(request, reporter)
 
-    def _resolve(self, request: GenerateRequest, reporter: Reporter) -> FakeResult:
+    def resolve(self, request: GenerateRequest, *, reporter: Reporter) -> Resolved:
         model = DEMO if request.model == AUTO else request.model
-        self.settings = load_generate_settings(request, model=model)
+        settings = load_generate_settings(request, model=model)
+        return Resolved(settings=settings, chooses_model=False, threads_source=None, on=request.on)
+
+    def _run(self, request: GenerateRequest | Resolved, reporter: Reporter) -> FakeResult:
+        resolved = request if isinstance(request, Resolved) else self.resolve(request, reporter=reporter)
+        self.settings = resolved.settings
         self.reporter = reporter
         self.while_running(reporter)
         return FakeResult(settings=self.settings, shortage=self.shortage)

@@ -65,8 +65,9 @@ def test_a_picture_is_made_first_and_is_the_first_frame(tmp_path, capsys):
     command = ["generate", "a red boat on the sea", *small, "--t2i2v", "--save-picture", "--json"]
     assert main([*command, "--dry-run"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["condition_mode"], plan["picture"]["num_frames"]) == ("i2v_head", 1)
-    assert plan["peak_gib"] >= plan["picture"]["peak_gib"]
+    picture, video = plan["jobs"]
+    assert (video["condition_mode"], picture["num_frames"]) == ("i2v_head", 1)
+    assert plan["peak_bytes"] >= max(stage["total_bytes"] for stage in picture["stages"])
     assert main(command) == 0
     [made] = json.loads(capsys.readouterr().out)["outputs"]
     assert made["picture"]["file"] == str(tmp_path / "boat.picture.png")

@@ -234,8 +234,11 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixtur
     assert " a device, whose memory is not known here\n" in out
     assert main([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["device"], document["free_gib"], document["budget_gib"], document["fits"]) == ("cuda", *3 * [None])
-    assert document["mesh"]["ulysses"] == 2
+    assert (document["device"], document["free_bytes"], document["budget_bytes"], document["fits"]) == (
+        "cuda",
+        *3 * [None],
+    )
+    assert document["jobs"][0]["mesh"]["ulysses"] == 2
     # A limit of memory is known.
     assert main([*command, "--memory-limit", "1MiB"]) == 4
     assert "memory.limit allows 1.00 MiB" in capsys.readouterr().err

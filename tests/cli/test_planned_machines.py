@@ -10,7 +10,6 @@ import yaml
 from small_stages import small_stages
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.generate import fitting
 from opensora_cli.engine.train import plan as train_plan
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.settings.train import TrainSettings
@@ -22,7 +21,7 @@ GIB = 2**30
 @pytest.fixture
 def _small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     # Estimates have tests of their own.
-    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
 
 
 @pytest.fixture
@@ -40,10 +39,11 @@ def test_a_video_is_planned_for_what_is_named(capsys: pytest.CaptureFixture[str]
     document = json.loads(out)
     # Neither weights nor a GPU are here.
     assert "warning" not in err
-    assert (document["model"], document["device"], document["dtype"]) == ("open-sora-v2", "cuda", "bfloat16")
+    [job] = document["jobs"]
+    assert (job["model"], document["device"], document["dtype"]) == ("open-sora-v2", "cuda", "bfloat16")
     assert (document["device_name"], document["fits"]) == ("NVIDIA H100 80GB HBM3", True)
-    assert document["free_gib"] == pytest.approx(81_559 / 1024 - 1)
-    assert document["mesh"]["ulysses"] == 8
+    assert document["free_bytes"] / GIB == pytest.approx(81_559 / 1024 - 1)
+    assert job["mesh"]["ulysses"] == 8
     predicted = document["predicted"]
     assert (predicted["predicted"], predicted["hardware"]) == (True, "8xH100")
     assert predicted["seconds"] == pytest.approx(sum(predicted["parts_s"].values()))

@@ -18,7 +18,6 @@ from small_stages import small_stages
 from opensora_cli.cli.app import app, main
 from opensora_cli.cli.errors import reference_option
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.generate import fitting
 from opensora_cli.engine.train import plan as train_plan
 
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
@@ -99,7 +98,7 @@ def test_a_command_is_understood_and_planned(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Estimates take most of the time and have tests of their own.
-    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
     monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: ())
     monkeypatch.setattr(train_plan, "plan_activations", lambda settings: None)
     monkeypatch.setattr(train_plan, "chooses", lambda settings: False)

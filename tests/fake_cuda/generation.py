@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import denoise, pipeline, resolve
+from opensora_cli.engine.generate import denoise, pipeline
 from opensora_cli.engine.generate import ranks as generation_ranks
+from opensora_cli.engine.generate import run as generation_run
 from opensora_cli.engine.generate.decode import SampleFrames
 from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.pipeline import computing, denoise_only, make
@@ -108,7 +109,7 @@ def rehearse(
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         reporter = LoggedReporter(turn.log)
         # Plans are made of numbers, some of them counted on tensors of another kind.
-        for module in (generation_ranks, resolve):
+        for module in (generation_ranks, generation_run):
             stack.enter_context(mock.patch.object(module, "make_chain", _planned))
         if not encodes:
             stack.enter_context(mock.patch.object(pipeline, "text_embeds", _text_embeds))
@@ -116,7 +117,7 @@ def rehearse(
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
         ranks: Ranks | None = None
         if world.size == 1:
-            chain = resolve.plan_here(resolve.completed(settings, reporter), None)
+            chain = generation_run.plan_here(generation_run.completed(settings, reporter), None)
         else:
             chain, ranks = stack.enter_context(planned_on_ranks(settings, turn.context, reporter))
         run = Run(reporter=reporter, context=turn.context if ranks else None, ranks=ranks)

@@ -13,7 +13,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import decode, denoise, fitting
+from opensora_cli.engine.generate import decode, denoise
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import encode_references, references_of
 from opensora_cli.models.mmdit.layout import converter
@@ -115,7 +115,7 @@ def spy_on(module, name, seen, monkeypatch):
 @pytest.mark.parametrize("name", ["pipeline_high_compression", "pipeline_i2v_causal"])
 @torch.inference_mode()
 def test_from_noise_to_video(name, golden, assert_close, tmp_path, monkeypatch):
-    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
     seen = {}
     for module, function in ((denoise, "restore_references"), (decode, "to_uint8")):
         spy_on(module, function, seen, monkeypatch)
@@ -158,7 +158,7 @@ def test_from_noise_to_video(name, golden, assert_close, tmp_path, monkeypatch):
 
 @torch.inference_mode()
 def test_from_noise_to_picture(golden, assert_close, monkeypatch):
-    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
     seen = {}
     spy_on(decode, "to_uint8", seen, monkeypatch)
     file = golden("pipeline_image")

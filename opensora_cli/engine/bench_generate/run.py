@@ -24,12 +24,11 @@ from opensora_cli.engine.generate.events import RunRecord
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import VIDEO, Chain, Plan
-from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.planning import make_chain, require_fit, require_room, require_weights
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.resolve import completed, refuse_data_parallel, resolve_generate_settings
-from opensora_cli.engine.generate.room import require_fit, require_room, require_weights
-from opensora_cli.engine.generate.run import Run, watched
+from opensora_cli.engine.generate.request import Resolved, resolve
+from opensora_cli.engine.generate.run import Run, completed, watched
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.plots import new_figure
@@ -57,7 +56,7 @@ _WARM_UP_STEPS = 2
 
 
 def bench_generate(
-    request: GenerateRequest,
+    request: GenerateRequest | Resolved,
     tries: Tries,
     *,
     options: BenchGenerateSettings,
@@ -71,7 +70,7 @@ def bench_generate(
     settings that differ in more than sampling. For several devices, ranks are started, and rank 0 prints the report.
 
     Args:
-        request: settings of the exact run.
+        request: settings of the exact run, as they are given, or resolved.
         tries: changed settings by name. None means the standard set, without settings that the request does not allow
             or that need no fewer evaluations.
         options: number of timed runs of each row, and a file for a chart.
@@ -89,13 +88,11 @@ def bench_generate(
     if options.plot is not None:  # report a missing library, or a file with this name, before the work
         new_figure()
         require_writable(Path(options.plot), overwrite=options.overwrite)
-    if context is not None:
-        request = generate_ranks.request_of_rank(request, context)
-    settings, choice = resolve_generate_settings(request, reporter=reporter)
-    refuse_data_parallel(settings)
+    resolved = resolve(request, reporter=reporter, context=context)
+    settings = resolved.settings
     refuse_unfit(settings)
-    if choice is not None:
-        reporter.note(choice)
+    if (model_note := resolved.model_note()) is not None:
+        reporter.note(model_note)
     if context is None and settings.parallel.world_size > 1:
         generate_ranks.require_devices(settings)
         generate_ranks.start_ranks(refined(settings, reporter=reporter), flags=rank_flags, command="bench-generate")
@@ -118,7 +115,7 @@ def bench_generate(
     if not is_main:
         return None
     report = BenchGenerateReport(
-        of=exact.what,
+        of=exact.summary,
         prompt=exact.settings.prompt,
         seed=exact.settings.sampling.seed,
         device=str(exact.hardware.device),

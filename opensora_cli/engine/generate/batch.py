@@ -27,17 +27,16 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import request_hashes
 from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.plan import Chain
+from opensora_cli.engine.generate.planning import require_fit, require_weights
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
 from opensora_cli.engine.generate.ranks import (
     device_for_rows,
     joined_for_rows,
-    request_of_rank,
     require_devices,
     start_ranks_of_rows,
 )
-from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
-from opensora_cli.engine.generate.room import require_fit, require_weights
-from opensora_cli.engine.generate.run import Run, carry_out, watched
+from opensora_cli.engine.generate.request import request_of_rank, resolve
+from opensora_cli.engine.generate.run import Run, carry_out, completed, plan_here, watched
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
@@ -109,7 +108,7 @@ class _Requests:
             # A template is valid only with a prompt: the first row lends its own.
             own = {key: Given(value, f"row {row.number}") for key, value in row.own.items()}
             request = replace(self._request, overrides={**self._request.overrides, **dict(row.shape), **own})
-            template = _one_device_each(resolve_generate_settings(request, reporter=self._reporter)[0])
+            template = _one_device_each(resolve(request, reporter=self._reporter, is_row=True).settings)
             self._templates[row.shape] = template
         changes = {**self._defaults, **row.own}
         if row.name is not None:

@@ -20,53 +20,53 @@ _LISTED_ROWS = 20
 
 
 class ExploredSeed(Document):
-    """A sample that was begun, to choose from."""
+    """A sample that `--explore` started."""
 
     seed: int
     state: Path
-    """Latents to go on from."""
+    """Latents to continue from."""
     steps: int | None
-    """Steps that the latents have been through; None for all steps."""
+    """Steps done; None means all steps."""
     preview: Path | None
-    """An animation of what was predicted last; None: there is none."""
+    """Animation of the last prediction; None without previews."""
     command: str = Field(exclude=True)
     """Command that finishes the sample."""
 
     def line(self) -> str:
-        """Return the command that finishes it, with its seed."""
+        """Return the command that finishes the sample, with its seed."""
         return f"{self.command}  # seed {self.seed}"
 
 
 class GenerateResult(Document):
-    """Results of a run, with its settings and timings; `--from` makes them again from this document."""
+    """Results of a run with settings and timings, from which `--from` makes them again."""
 
     SCHEMA = SIDECAR_SCHEMA
 
     videos: tuple[GeneratedVideo, ...] = Field(serialization_alias="outputs")
     explored: tuple[ExploredSeed, ...] | None = None
-    """Left out where no seeds were explored."""
+    """Explored seeds; absent without `--explore`."""
     sheet: Path | None = None
-    """With a preview of each of them; left out where there is none."""
+    """Sheet with a preview of each explored seed; absent without one."""
     model: str
     device: str
     model_evaluations: int
-    """Evaluations of the model for all samples."""
+    """Model evaluations for all samples."""
     timings_s: dict[str, float]
     """Seconds of each stage."""
     threads: ThreadChoice | None = None
-    """Threads that computed on the CPU, also in the settings of a run on a CPU; absent if nothing was computed."""
+    """CPU threads; absent if nothing was computed."""
     peak_allocated_gib: float | None = None
-    """The most memory in use on a CUDA device; left out on a CPU."""
+    """Peak memory of a CUDA device; absent on a CPU."""
     peak_resident_gib: float | None = None
-    """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
+    """Peak memory of the process, with mapped files of weights; absent on a CUDA device."""
     attention: AttentionPlan | None = None
     """Attention backend of the transformer, with the reason; absent if saved latents were decoded."""
     linear_products: LinearProductsReport | None = None
-    """Errors of 8-bit products; absent if there were none."""
+    """Errors of 8-bit products; absent without them."""
     settings: GenerateSettings
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document, without what was not measured or did not run, and settings that took no part."""
+        """Return the document without empty keys, and without settings that had no effect."""
         document = {key: value for key, value in super().to_json().items() if value is not None}
         return {**document, "settings": used_settings(self.settings)}
 
@@ -79,10 +79,10 @@ class GenerateResult(Document):
 
 
 class FailedRow(Document):
-    """A row that was not made."""
+    """A row that failed."""
 
     row: int
-    """From 1."""
+    """Number of the row, from 1."""
     prompt: str
     error: str
 
@@ -93,13 +93,13 @@ class BatchResult(Document):
     SCHEMA = "osora.batch/1"
 
     rows: int
-    """Requested rows; for a shard, the rows of the shard."""
+    """Number of requested rows; for a shard, the rows of the shard."""
     made: int
     kept: int
-    """Finished before."""
+    """Number of rows that an earlier run finished."""
     failed: tuple[FailedRow, ...]
     outputs: tuple[Path, ...]
-    """Results of all finished rows, in the order of the rows."""
+    """Results of all finished rows, in their order."""
     manifest: Path
 
     def lines(self) -> list[str]:

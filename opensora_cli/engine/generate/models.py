@@ -563,7 +563,7 @@ def with_room(plan: Plan, stage: str, models: LoadedModels, record: RunRecord, *
     )
     if plan.mesh.size == 1:
         room = free + models.bytes_on(plan.hardware.device)
-        smaller = plan.with_offload(plan.fitting.choose(min(room, plan.budget_bytes)))
+        smaller = plan.with_best_offload(min(room, plan.budget_bytes))
         if needs(smaller) <= free:
             record.reporter.warn(f"{problem}: going on with {'; '.join(smaller.offload.lines())}")
             return smaller

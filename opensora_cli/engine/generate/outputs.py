@@ -80,7 +80,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
         "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
         "condition": {**used["condition"], "references": references},
         "latents": None if latents is None else _sha256(latents),
-        "weights": {part: stamp_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
+        "weights": {part: stamp_of(path) for part, path in plan.weight_paths.items()},
         "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],
         "versions": versions(),

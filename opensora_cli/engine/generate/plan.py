@@ -1,29 +1,48 @@
-"""The plan of a generation: everything that is decided before it begins, and what follows from that."""
+"""Plans of the jobs of a request: sizes, steps, and the memory of each stage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.components.autoencoders import decodes_in_chunks
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import GIB, Hardware
-from opensora_cli.engine.components.loras import Lora
+from opensora_cli.engine.components.loras import Lora, lora_ranks
 from opensora_cli.engine.components.parallelize import AttentionSizes, PlannedExchange
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
-from opensora_cli.engine.estimate.offload import TEXT, OffloadPlan, StageMemory
-from opensora_cli.engine.generate.fitting import Fitting
+from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later
+from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
+from opensora_cli.engine.estimate.offload import (
+    CHUNK_TOKENS,
+    TEXT,
+    OffloadPlan,
+    StageMemory,
+    Streamable,
+    choose_offload,
+    stronger_offload,
+)
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.denoise import last_times
-from opensora_cli.sampling.guidance import Branch, Guidance, GuidanceScales, count_evaluations, guidance_scales
-from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
+from opensora_cli.sampling.guidance import (
+    Branch,
+    Guidance,
+    GuidanceScales,
+    busiest,
+    count_evaluations,
+    guidance_scales,
+)
+from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps, one_of_each_phase
+from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
-
-CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
 
 PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
 """Roles of jobs. The names of stages begin with the role of their job, except those of the video."""
@@ -38,29 +57,32 @@ class Plan:
     hardware: Hardware
     weights: WeightFiles
     mode: ConditionMode
-    lengths: ReferenceLengths
     guidance: Guidance
     height: int
     width: int
     size_note: str | None = None
-    """Note about a picture whose shape is not the requested one; None if it is."""
+    """Note about a picture whose shape is not the requested one."""
     latent_shape: tuple[int, int, int, int]
     """(C, T, H, W) of one sample."""
     timesteps: tuple[float, ...]
+    start: int = 0
+    """Steps that are skipped because the video starts from its draft."""
     mesh: MeshShape = field(default_factory=MeshShape)
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
-    fitting: Fitting = field(repr=False, compare=False)
-    """From which the offload was chosen."""
-    offload: OffloadPlan
-    stages: tuple[StageMemory, ...]
-    """With that offload, on each of the ranks; rank 0 alone encodes references."""
     loras: tuple[Lora, ...] = ()
     attention: AttentionPlan | None = None
-    """None: the transformer does not run."""
-    start: int = 0
-    """Steps that are skipped, since the video starts from its draft."""
+    """Attention backend; None if the transformer does not run."""
+    parameters: Mapping[Component, int] = field(repr=False, compare=False)
+    """Number of parameters of each component."""
+    files: Mapping[Component, FileWeights] | None = field(repr=False, compare=False)
+    """Weights that a CPU maps from their files; None on other devices."""
+    held_bytes: int = 0
+    """Host memory for frames that stay during every stage."""
+    offload: OffloadPlan = field(default_factory=OffloadPlan)
+    stages: tuple[StageMemory, ...] = ()
+    """Memory of each stage with this offload, on each rank. Only rank 0 encodes references."""
     threads: ThreadChoice | None = None
-    """Threads that compute on the CPU; None before they are chosen by the load of the machine."""
+    """Threads of the CPU; None until they are chosen."""
 
     @property
     def decodes_only(self) -> bool:
@@ -69,8 +91,47 @@ class Plan:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """The parts whose weights are read."""
+        """Components whose weights are read."""
         return needed_components(self.settings)
+
+    @property
+    def weight_paths(self) -> dict[Component, Path]:
+        """Files and folders of the weights that are read, as far as they were found."""
+        return {name: path for name, path in self.weights.paths.items() if name in self.components}
+
+    @property
+    def missing_weights(self) -> tuple[str, ...]:
+        """Names of missing files of weights."""
+        return tuple(name for component in self.components for name in self.weights.missing.get(component, ()))
+
+    @property
+    def lengths(self) -> ReferenceLengths:
+        """Latent frames that references give."""
+        return self.settings.condition.lengths
+
+    @property
+    def summary(self) -> str:
+        """Description of one sample, for people."""
+        clip = self.settings.video.num_frames
+        frames = "" if clip == 1 else f", {clip} frames"
+        return f"{self.width}x{self.height}{frames}, by {self.settings.model.name} in {self.num_steps} steps"
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the result, with all segments."""
+        return self.settings.num_frames
+
+    @property
+    def video_tokens(self) -> int:
+        """Packed tokens of one sample."""
+        return prod(self.latent_shape[1:]) // self.settings.model.patch_size**2
+
+    @property
+    def latent_bytes(self) -> int:
+        """Size of the latents of one clip."""
+        return prod(self.latent_shape) * self.hardware.dtype.itemsize
+
+    # Steps
 
     @property
     def num_steps(self) -> int:
@@ -97,7 +158,7 @@ class Plan:
         return tuple(step for step, each in enumerate(self.cache or ()) if each.is_reused)
 
     def past_times(self, steps_done: int) -> dict[Branch | Phase, float]:
-        """Return the times of what a step of a clip looks back at; see `last_times`."""
+        """Return the times of the model outputs that the next step looks back at; see `last_times`."""
         return last_times(
             self.scales,
             self.timesteps,
@@ -107,16 +168,8 @@ class Plan:
             steps_done=steps_done,
         )
 
-    @property
-    def evaluations_on_a_rank(self) -> int:
-        """Model evaluations on the rank that has the most of them."""
-        return self.evaluations_after(0, ranks=self.mesh.guidance)
-
     def evaluations_after(self, steps_done: int, *, ranks: int = 1) -> int:
-        """Return how many evaluations of the model are left after some steps, on one of `ranks`.
-
-        There are none if saved latents are decoded.
-        """
+        """Return the number of model evaluations of a sample after some steps, on the busiest of `ranks`."""
         sampling, steps_done = self.settings.sampling, max(steps_done, self.start)
 
         def left(done: int) -> int:
@@ -126,55 +179,20 @@ class Plan:
 
         if self.decodes_only:
             return 0
-        # A resumed run computes the outputs again that its cache needs.
+        # A resumed run recomputes the outputs that its cache needs.
         again = sum(-(-len(key) // ranks) for key in self.past_times(steps_done) if isinstance(key, tuple))
         return again + max(0, left(steps_done) - (0 if sampling.stop_at is None else left(sampling.stop_at)))
 
     @property
     def model_evaluations(self) -> int:
-        """Evaluations of the model for one sample."""
+        """Model evaluations for one sample."""
         return self.evaluations_after(0)
 
-    @property
-    def what(self) -> str:
-        """Description of one sample, for people."""
-        size = f"{self.width}x{self.height}"
-        settings = self.settings
-        frames = "" if settings.video.num_frames == 1 else f", {settings.video.num_frames} frames"
-        return f"{size}{frames}, by {settings.model.name} in {self.num_steps} steps"
-
-    @property
-    def num_frames(self) -> int:
-        """Frames of the result."""
-        return self.settings.num_frames
-
-    @property
-    def tokens_per_frame(self) -> int:
-        """Packed tokens of one latent frame."""
-        return self.latent_shape[2] * self.latent_shape[3] // self.settings.model.patch_size**2
-
-    @property
-    def video_tokens(self) -> int:
-        """Packed tokens of one sample."""
-        return self.tokens_per_frame * self.latent_shape[1]
-
-    @property
-    def layer_values(self) -> int:
-        """Values in a layer of what takes longest: of the transformer, for one evaluation, or of the autoencoder."""
-        settings = self.settings
-        if self.decodes_only:
-            return settings.video.num_frames * self.height * self.width * settings.vae.sizes.pixel_width
-        tokens = self.video_tokens + settings.text.t5_max_length
-        return tokens * settings.model.hidden_size * max(1, self.model_evaluations // self.num_steps)
-
-    @property
-    def latent_bytes(self) -> int:
-        """Size of the latents of one clip."""
-        return prod(self.latent_shape) * self.hardware.dtype.itemsize
+    # Ranks and memory
 
     @property
     def planned_exchange(self) -> PlannedExchange | None:
-        """Exchange of tokens for heads between the ranks; None if there is none."""
+        """Exchange of tokens for heads between ranks; None without one."""
         if self.mesh.ulysses == 1 or self.decodes_only:
             return None
         config = mmdit_config(self.settings.model)
@@ -189,9 +207,38 @@ class Plan:
         return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, sizes)
 
     @property
+    def sizes(self) -> GenerationSizes:
+        """Sizes that decide the memory of each stage."""
+        return GenerationSizes(
+            height=self.height,
+            width=self.width,
+            latent_shape=self.latent_shape,
+            mode=self.mode,
+            lengths=self.lengths,
+            scales=busiest(self.scales),
+            solver=self.settings.sampling.solver,
+            cached=one_of_each_phase(self.scales) if self.settings.sampling.step_cache else (),
+            mesh=self.mesh,
+            exchange=self.exchange,
+            loras=lora_ranks(self.loras),
+            attention="sdpa" if self.attention is None else self.attention.backend,
+            has_draft=self.start > 0,
+        )
+
+    @property
     def peak_bytes(self) -> int:
-        """Memory of the device that the largest stage needs."""
+        """Device memory of the largest stage."""
         return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Usable device memory: the free memory, or `memory.limit` if that is less."""
+        return min(self.hardware.free_bytes, self.settings.memory.limit or self.hardware.free_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits in memory."""
+        return self.peak_bytes <= self.budget_bytes
 
     @property
     def encodes_text(self) -> bool:
@@ -199,64 +246,104 @@ class Plan:
         return any(stage.name == TEXT for stage in self.stages)
 
     @property
-    def budget_bytes(self) -> int:
-        """The memory that may be used: what is free, or `memory.limit`."""
-        return self.fitting.budget_bytes
+    def streamable(self) -> Streamable:
+        """Weights and activations that can be streamed to the device."""
+        settings, dtype, frames = self.settings, self.hardware.dtype, decodes_in_chunks(self.settings.vae)
+        if self.files is None:
+            return Streamable(frames=frames)
+        in_8_bits = settings.memory.fp8_storage or settings.precision.linear is not LinearProducts.EXACT
+        return Streamable(
+            blocks=can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not in_8_bits,
+            text=can_be_cast_later(self.files[Component.T5], dtype, is_text=True),
+            frames=frames,
+            from_page_cache=True,
+            # Ranks that share the layers of T5 compute a part of each layer; ranks that stream them compute all.
+            text_first=self.mesh.size == 1,
+        )
 
-    @property
-    def budget_is_known(self) -> bool:
-        """Whether the device was asked for its memory, or a limit is set."""
-        return self.hardware.memory_is_known or self.settings.memory.limit is not None
+    def with_offload(self, offload: OffloadPlan) -> "Plan":
+        """Return the plan with another offload."""
+        return replace(self, offload=offload, stages=self._estimate(offload))
 
-    @property
-    def fits(self) -> bool:
-        """Whether every stage fits in memory."""
-        return self.peak_bytes <= self.budget_bytes
-
-    def with_picked_threads(self, by: str | None = None) -> "Plan":
-        """Return a plan with the threads that compute, and `by` what their number was set; None: not known."""
-        if self.threads is not None:
-            return self
-        runtime, ranks = self.settings.runtime, self.settings.parallel.ranks_per_node
-        return replace(self, threads=pick_threads(asked=runtime.threads, by=by, values=self.layer_values, ranks=ranks))
-
-    def with_threads(self, by: str | None = None) -> "Plan":
-        """Return the same, of a run: on a CPU the settings record the threads, since sums depend on them."""
-        plan = self.with_picked_threads(by)
-        assert plan.threads is not None
-        settings = plan.settings
-        if plan.hardware.device.type == "cpu":
-            settings = settings.replace({"runtime.threads": plan.threads.count})
-        return replace(plan, settings=settings)
+    def with_best_offload(self, budget_bytes: int) -> "Plan":
+        """Return the plan with the least offload that fits; if nothing fits, with the offload that needs least."""
+        settings, hardware = self.settings, self.hardware
+        memory = settings.memory
+        if self.files is not None:  # A copy gains nothing over the mapped file.
+            memory = memory.replace({"host_weights": None})
+        # Compiled blocks compute all tokens at once.
+        all_tokens = self.video_tokens + settings.text.t5_max_length if settings.compile else 0
+        offload = choose_offload(
+            memory,
+            self._estimate,
+            budget=budget_bytes,
+            num_blocks=self._num_blocks,
+            host_weights=self._host_weights(),
+            streamable=self.streamable,
+            linear=settings.precision.linear,
+            chunk_tokens=max(CHUNK_TOKENS, all_tokens),
+            modulation_first=computes_modulation_first(settings),
+            host_is_device=hardware.device.type == "cpu",
+        )
+        return self.with_offload(offload)
 
     def with_stronger_offload(self, stage: str) -> "Plan | None":
-        """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.
+        """Return a plan in which `stage` needs much less memory; None if there is none, or if several ranks run.
 
-        What one rank is short of the others don't know: they would wait for it.
+        The other ranks would not know that one of them changed its plan, and would wait for it.
         """
         if self.mesh.size > 1:
             return None
-        stronger = self.fitting.stronger(self.offload, stage)
+        stronger = stronger_offload(
+            self.offload,
+            stage,
+            num_blocks=self._num_blocks,
+            streamable=self.streamable,
+            modulation_first=computes_modulation_first(self.settings),
+        )
         return None if stronger is None else self.with_offload(stronger)
 
-    def with_offload(self, offload: OffloadPlan) -> "Plan":
-        """Return a plan with another offload."""
-        return replace(self, offload=offload, stages=self.fitting.estimate(offload))
+    def _estimate(self, offload: OffloadPlan) -> tuple[StageMemory, ...]:
+        on_cpu = self.hardware.device.type == "cpu"
+        stages = estimate_generation(
+            self.settings,
+            sizes=self.sizes,
+            dtype=self.hardware.dtype,
+            device_type=self.hardware.device.type,
+            offload=offload,
+            parameters=self.parameters,
+            text_folders=self.weights.paths,
+            files=self.files,
+        )
+        return tuple(replace(stage, data_bytes=stage.data_bytes + on_cpu * self.held_bytes) for stage in stages)
+
+    @property
+    def _num_blocks(self) -> int:
+        return self.settings.model.depth + self.settings.model.depth_single_blocks
+
+    def _host_weights(self) -> HostWeights:
+        """Return where offloaded blocks are kept: pinned for one GPU if the host has room for a copy, else mapped.
+
+        Each of several ranks would make a copy; they share the mapped file.
+        """
+        if self.mesh.size > 1 or self.files is not None:
+            return HostWeights.MAPPED
+        transformer_bytes = self.parameters[Component.TRANSFORMER] * self.hardware.dtype.itemsize
+        host_bytes = read_private_memory().free_bytes if self.hardware.is_here else self.hardware.host_bytes
+        return HostWeights.PINNED if 1.25 * transformer_bytes < (host_bytes or 0) else HostWeights.MAPPED
 
 
 class Job(NamedTuple):
     """One clip to make for each sample of a request."""
 
     role: str
-    """One of CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
-
-PICTURE, DRAFT, VIDEO and SEGMENT."""
+    """PICTURE, DRAFT, VIDEO or SEGMENT."""
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Jobs of one request, in their order: the output of one is the reference or the start of the next.
+    """Jobs of one request in order: the output of a job is the reference or the start of the next.
 
     A chain is a video alone, a picture and a video that shows it, a draft and a video that starts from it, or a video
     and the segments that extend it.
@@ -297,11 +384,11 @@ class Chain:
 
     @property
     def model_evaluations(self) -> int:
-        """Evaluations of the model for one sample, without those of its picture."""
+        """Model evaluations for one sample, without its picture."""
         return self.evaluations_after(0)
 
     def evaluations_after(self, steps_done: int) -> int:
-        """Return how many evaluations of a sample are left after some of `num_steps`."""
+        """Return the number of model evaluations of a sample after some of `num_steps`."""
         draft = self.find(DRAFT)
         left = draft.model_evaluations if draft is not None and not steps_done else 0
         for plan in self.segments:
@@ -317,17 +404,17 @@ class Chain:
 
     @property
     def stages(self) -> tuple[StageMemory, ...]:
-        """Stages of all jobs, named after their roles. All segments that extend a video have the same."""
+        """Stages of all jobs, named after their roles. All segments that extend a video have the same stages."""
         return tuple(
-            stage if job.role == VIDEO else replace(stage, name=f"{job.role} {stage.name}")
-            for job in {job.role: job for job in self.jobs}.values()
-            for stage in job.plan.stages
-            if not (job.role == SEGMENT and stage.name == TEXT)
+            stage if role == VIDEO else replace(stage, name=f"{role} {stage.name}")
+            for role, plan in dict(self.jobs).items()
+            for stage in plan.stages
+            if not (role == SEGMENT and stage.name == TEXT)
         )
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of the device that the largest stage needs."""
+        """Device memory of the largest stage."""
         return max(stage.total_bytes for stage in self.stages)
 
     @property
@@ -336,19 +423,39 @@ class Chain:
         return self.peak_bytes <= self.video.budget_bytes
 
     def change(self, change: Callable[[Plan], Plan], *, only: str | None = None) -> "Chain":
-        """Return a chain with every plan changed, or `only` those of one role."""
+        """Return the chain with every plan changed, or `only` the plans of one role."""
         return Chain(
             tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
         )
 
     def with_threads(self, by: str | None = None) -> "Chain":
-        """Return a chain whose jobs all compute with the threads of the video; see `Plan.with_threads`."""
-        threads = self.video.with_picked_threads(by).threads
-        return self.change(lambda plan: replace(plan, threads=threads).with_threads())
+        """Return the chain with the CPU threads of all jobs chosen for the video.
+
+        On a CPU the settings record the number, since sums depend on it. `by` is the source of the setting.
+        """
+        plan, settings = self.video, self.settings
+        if plan.threads is not None:
+            threads = plan.threads
+        else:
+            # Values in one layer of the model that takes longest.
+            values = settings.video.num_frames * plan.height * plan.width * settings.vae.sizes.pixel_width
+            if not plan.decodes_only:
+                evaluations = max(1, plan.model_evaluations // plan.num_steps)
+                values = (plan.video_tokens + settings.text.t5_max_length) * settings.model.hidden_size * evaluations
+            ranks = settings.parallel.ranks_per_node
+            threads = pick_threads(asked=settings.runtime.threads, by=by, values=values, ranks=ranks)
+
+        def change(plan: Plan) -> Plan:
+            recorded = plan.settings.runtime.threads
+            if plan.hardware.device.type == "cpu" and recorded != threads.count:
+                plan = replace(plan, settings=plan.settings.replace({"runtime.threads": threads.count}))
+            return replace(plan, threads=threads)
+
+        return self.change(change)
 
 
 def alone(plan: Plan) -> Chain:
-    """Return a chain of one job, such as the picture of a video."""
+    """Return a chain of one job."""
     return Chain((Job(VIDEO, plan),))
 
 

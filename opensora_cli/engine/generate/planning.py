@@ -1,24 +1,28 @@
-"""Plan the jobs of a request from its settings and the hardware, before any weight is read."""
+"""Plan the jobs of a request before any weight is read, and refuse requests that do not fit in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
 
+import torch
+
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONTINUING, condition_mode
-from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
+from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.attention import AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
-from opensora_cli.engine.components.loras import lora_ranks, open_loras
-from opensora_cli.engine.components.parallelize import choose_mesh, plan_exchange, require_branches
-from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights
-from opensora_cli.engine.estimate.generation import GenerationSizes
-from opensora_cli.engine.generate.fitting import Fitting, num_blocks
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, Job, Plan
+from opensora_cli.engine.components.loras import open_loras
+from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, plan_exchange, require_branches
+from opensora_cli.engine.components.weights import Component, find_weights
+from opensora_cli.engine.estimate.file_bytes import file_weights
+from opensora_cli.engine.estimate.generation import computes_modulation_first
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, Job, Plan, gib_or_less
 from opensora_cli.engine.generate.request import (
     PICTURE_MODE,
     draft_settings,
@@ -28,13 +32,15 @@ from opensora_cli.engine.generate.request import (
 )
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, GuidanceScales, busiest, guidance_scales
+from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
-from opensora_cli.sampling.step_cache import one_of_each_phase
+from opensora_cli.settings.enums import DType, HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
-_OF_CONTINUATION: Mapping[str, object] = {
+CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
+
+_CONTINUATION: Mapping[str, object] = {
     "video.extend": 0,
     "prompts_at": (),
     "condition.mode": "t2v",
@@ -56,7 +62,7 @@ def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, 
         jobs.append(Job(DRAFT, plan(draft)))
     jobs.append(Job(VIDEO, video))
     if settings.video.extend:
-        continued = plan(settings.replace(_OF_CONTINUATION), held_frames=settings.num_frames)
+        continued = plan(settings.replace(_CONTINUATION), held_frames=settings.num_frames)
         jobs += [Job(SEGMENT, continued)] * settings.video.extend
     return Chain(tuple(jobs))
 
@@ -70,11 +76,11 @@ def make_plan(
 ) -> Plan:
     """Return the plan of one job on this machine.
 
-    Neither weights nor enough memory are needed: see `WeightFiles.require` and `room.require_fit`.
+    Neither weights nor enough memory are needed; `require_weights` and `require_fit` check them.
 
     Args:
         settings: settings with a condition mode; see `references.with_mode`.
-        hardware: device of one of several ranks; None for the device of `settings`, of which each rank has a share.
+        hardware: device of one of several ranks; None means the device of `settings`, of which each rank has a share.
         tries_device: whether this process may use the device, to check attention kernels.
         held_frames: frames of the whole video, for a segment that extends it; None for any other clip.
 
@@ -85,167 +91,101 @@ def make_plan(
         HardwareError: there is no such device, or the requested attention or products do not work there.
     """
     hardware = hardware or rank_hardware(settings)
-    weights = _checked_weights(settings)
-    height, width, size_note = _pixel_size(settings)
-    latent_shape = _latent_shape(settings, height, width)
+    model, sampling, grid = settings.model, settings.sampling, settings.vae.grid
+    blocks, resident = model.depth + model.depth_single_blocks, settings.memory.resident_blocks
+    if resident is not None and resident > blocks:
+        raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
+    weights = find_weights(settings)
     samples = settings.from_latents is None
-    makes_picture, has_draft = settings.picture.first and samples, settings.draft.resolution is not None and samples
+    if samples and Component.TRANSFORMER in weights.paths:
+        require_same_scale(weights.paths[Component.TRANSFORMER], settings.vae)
+
+    height, width, size_note = _pixel_size(settings)
+    rows, columns = latent_size(
+        height, width, spatial_compression=grid.spatial_compression_ratio, patch_size=model.patch_size
+    )
+    latent_shape = grid.latent_channels, settings.num_latent_frames, rows, columns
+    makes_picture = settings.picture.first and samples
     if makes_picture:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     named = settings.condition.mode or (PICTURE_MODE if makes_picture else "t2v")
     mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
-    timesteps = _timesteps(settings, latent_shape)
+
+    timesteps = sampling.timesteps or tuple(
+        flow_timesteps(
+            sampling.num_inference_steps,
+            tokens_per_frame=rows * columns // model.patch_size**2,
+            num_latent_frames=settings.num_latent_frames,
+            flow_shift=sampling.flow_shift,
+        )
+    )
     guidance = _guidance(settings)
     scales = guidance_scales(guidance, mode=mode, timesteps=timesteps, num_latent_frames=settings.num_latent_frames)
-    mesh = _mesh(settings, latent_shape, scales)
+    mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // model.patch_size**2)
+    require_branches(mesh, scales)
+
     exchange, attention = ExchangePlan(), None
-    if settings.from_latents is None:
-        exchange = plan_exchange(
-            settings.parallel, mesh, num_heads=settings.model.num_heads, itemsize=hardware.dtype.itemsize
-        )
-        attention = _attention(settings, hardware, mesh, tries_device)
+    if samples:
+        itemsize = hardware.dtype.itemsize
+        exchange = plan_exchange(settings.parallel, mesh, num_heads=model.num_heads, itemsize=itemsize)
+        choice, setting = settings.runtime.attention, "runtime.attention"
+        # The degree of a ring that the settings leave open is known only now.
+        for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):
+            raise RequestError(problem)
+        use = attention_use(settings, hardware, mesh)
+        attention = choose_attention(choice, use, setting=setting, tries_device=tries_device)
         require_products(
             settings.precision.linear,
-            mmdit_config(settings.model),
+            mmdit_config(model),
             device=hardware.device,
             dtype=hardware.dtype,
             tensor=mesh.tensor,
             tries_device=tries_device,
         )
-    # Saved latents have gone through them already.
-    loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
-    sizes = GenerationSizes(
-        height=height,
-        width=width,
-        latent_shape=latent_shape,
-        mode=mode,
-        lengths=settings.condition.lengths,
-        scales=busiest(scales),
-        solver=settings.sampling.solver,
-        cached=one_of_each_phase(scales) if settings.sampling.step_cache else (),
-        mesh=mesh,
-        exchange=exchange,
-        loras=lora_ranks(loras),
-        attention="sdpa" if attention is None else attention.backend,
-        has_draft=has_draft,
-    )
-    held_bytes = (held_frames or 0) * height * width * 3
-    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, held_bytes=held_bytes)
-    offload = fitting.choose(fitting.budget_bytes)
+
+    parameters, files = count_parameters(settings, weights), None
+    if hardware.device.type == "cpu":
+        # Storage in 8 bits copies modulation with the blocks.
+        modulation_first = computes_modulation_first(settings) and not settings.memory.fp8_storage
+        files = file_weights(settings, weights, parameters, hardware.dtype, modulation_first=modulation_first)
     plan = Plan(
         settings=settings,
         hardware=hardware,
         weights=weights,
         mode=mode,
-        lengths=settings.condition.lengths,
         guidance=guidance,
         height=height,
         width=width,
         size_note=size_note,
         latent_shape=latent_shape,
         timesteps=timesteps,
+        start=_start(settings, timesteps) if samples and settings.draft.resolution is not None else 0,
         mesh=mesh,
         exchange=exchange,
-        fitting=fitting,
-        offload=offload,
-        stages=fitting.estimate(offload),
-        loras=loras,
+        loras=open_loras(settings.loras if samples else (), model),
         attention=attention,
-        start=_start(settings, timesteps) if has_draft else 0,
+        parameters=parameters,
+        files=files,
+        held_bytes=(held_frames or 0) * height * width * 3,
     )
-    _require_effect(plan)
-    return plan
-
-
-def _require_effect(plan: Plan) -> None:
-    """Raise RequestError if the steps are too far apart for the step cache that is asked for, other than as a part of
-    `sampling.fast`.
-    """
-    change = plan.settings.sampling.step_cache
-    if change and not plan.reused_steps and not plan.decodes_only and not plan.settings.sampling.fast:
+    change = sampling.step_cache
+    # As a part of `sampling.fast` it may have no effect.
+    if change and samples and not sampling.fast and not plan.reused_steps:
         raise RequestError(
             f"sampling.step_cache={change:g} has no effect on {plan.num_steps} steps, which are further apart",
             hint="use a larger one, or more steps",
         )
+    return plan.with_best_offload(plan.budget_bytes)
 
 
-def _checked_weights(settings: GenerateSettings) -> WeightFiles:
-    """Return where the weights are, if those that are there can go together."""
-    blocks, resident = num_blocks(settings), settings.memory.resident_blocks
-    if resident is not None and resident > blocks:
-        raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
-    weights = find_weights(settings)
-    if settings.from_latents is None and Component.TRANSFORMER in weights.paths:
-        require_same_scale(weights.paths[Component.TRANSFORMER], settings.vae)
-    return weights
-
-
-def _latent_shape(settings: GenerateSettings, height: int, width: int) -> tuple[int, int, int, int]:
-    grid = settings.vae.grid
-    rows, columns = latent_size(
-        height, width, spatial_compression=grid.spatial_compression_ratio, patch_size=settings.model.patch_size
-    )
-    return grid.latent_channels, settings.num_latent_frames, rows, columns
-
-
-def _timesteps(settings: GenerateSettings, latent_shape: tuple[int, int, int, int]) -> tuple[float, ...]:
-    sampling, (_, num_latent_frames, rows, columns) = settings.sampling, latent_shape
-    return sampling.timesteps or tuple(
-        flow_timesteps(
-            sampling.num_inference_steps,
-            tokens_per_frame=rows * columns // settings.model.patch_size**2,
-            num_latent_frames=num_latent_frames,
-            flow_shift=sampling.flow_shift,
-        )
-    )
-
-
-def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
-    """Return the step from which a video starts that has a draft."""
-    start, stop = start_step(timesteps, settings.draft.strength), settings.sampling.stop_at
-    if stop is not None and stop <= start:
-        raise RequestError(
-            f"sampling.stop_at={stop} is over where the video starts from its draft, after step {start}",
-            hint="stop later, or use a greater --draft-strength",
-        )
-    return start
-
-
-def _mesh(
-    settings: GenerateSettings, latent_shape: tuple[int, int, int, int], scales: Sequence[GuidanceScales]
-) -> MeshShape:
-    mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // settings.model.patch_size**2)
-    require_branches(mesh, scales)
-    return mesh
-
-
-def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
-    """Return the device of a rank (None: the one in `settings`); ranks on the CPU of one machine share its memory.
-
-    A HardwareError if there is no such device.
-    """
-    parallel = settings.parallel
-    if device is None and parallel.devices is not None and parallel.world_size == 1:
-        device = f"cuda:{parallel.devices[0]}"
-    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
-    if hardware.device.type == "cuda":
-        return hardware
-    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
-
-
-def attention_use(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape) -> AttentionUse:
-    """Return the requirements of one rank on its attention backend."""
-    head_dim = settings.model.hidden_size // settings.model.num_heads
-    return AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim, in_parts=mesh.ring > 1)
-
-
-def _attention(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape, tries_device: bool) -> AttentionPlan:
-    choice, setting = settings.runtime.attention, "runtime.attention"
-    # A ring that was not asked for is known only now.
-    for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):
-        raise RequestError(problem)
-    use = attention_use(settings, hardware, mesh)
-    return choose_attention(choice, use, setting=setting, tries_device=tries_device)
+def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
+    """Return height, width, and a note if the shape is not the requested one."""
+    video = settings.video
+    if video.height is not None and video.width is not None:
+        return video.height, video.width, None
+    if settings.vae.kind.makes_videos:
+        return *image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple), None
+    return size_of_picture(settings, video.resolution)
 
 
 def _guidance(settings: GenerateSettings) -> Guidance:
@@ -263,11 +203,143 @@ def _guidance(settings: GenerateSettings) -> Guidance:
     )
 
 
-def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
-    """Return height, width, and what is special about them."""
-    video = settings.video
-    if video.height is not None and video.width is not None:
-        return video.height, video.width, None
-    if settings.vae.kind.makes_videos:
-        return *image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple), None
-    return size_of_picture(settings, video.resolution)
+def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
+    """Return the step at which a video starts from its draft."""
+    start, stop = start_step(timesteps, settings.draft.strength), settings.sampling.stop_at
+    if stop is not None and stop <= start:
+        raise RequestError(
+            f"sampling.stop_at={stop} is over where the video starts from its draft, after step {start}",
+            hint="stop later, or use a greater --draft-strength",
+        )
+    return start
+
+
+def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
+    """Return the device of a rank; ranks on the CPU of one machine share its memory.
+
+    `device` None means the device of `settings`. Raises HardwareError if there is no such device.
+    """
+    parallel = settings.parallel
+    if device is None and parallel.devices is not None and parallel.world_size == 1:
+        device = f"cuda:{parallel.devices[0]}"
+    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
+    if hardware.device.type == "cuda":
+        return hardware
+    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
+
+
+def attention_use(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape) -> AttentionUse:
+    """Return the requirements of one rank on its attention backend."""
+    head_dim = settings.model.hidden_size // settings.model.num_heads
+    return AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim, in_parts=mesh.ring > 1)
+
+
+def require_weights(chain: Chain, reporter: Reporter) -> None:
+    """Raise CheckpointError if weights are missing, with a warning if they would not fit either."""
+    for _, plan in chain.jobs:
+        if plan.missing_weights and not chain.fits:
+            # The user should know before downloading 40 GB.
+            try:
+                require_fit(chain)
+            except HardwareError as error:
+                reporter.warn(f"with its weights this would not run here either: {error.message}")
+        plan.weights.require(plan.components)
+    weights = chain.video.weights
+    if borrowed := weights.borrowed():
+        folder = weights.path(Component.TRANSFORMER).parent
+        reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
+
+
+def require_room(chain: Chain, reporter: Reporter) -> None:
+    """Raise HardwareError if a stage does not fit in memory, and note how the plan saves memory."""
+    require_fit(chain)
+    plan, picture = chain.video, chain.find(PICTURE)
+    if picture is not None:
+        offloaded = ", ".join(picture.offload.lines())
+        reporter.note(f"picture: {picture.summary}" + (f"; memory: {offloaded}" if offloaded else ""))
+    if plan.mesh.size > 1:
+        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
+        if plan.planned_exchange is not None:
+            reporter.note(f"exchange: {plan.planned_exchange.line()}")
+    if plan.offload.lines():
+        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
+    if plan.size_note is not None:
+        reporter.note(plan.size_note)
+    note_ignored_offload(plan, reporter)
+    if not (plan.encodes_text or plan.decodes_only):
+        reporter.note(f"prompts: {CACHED_TEXT_LINE}")
+
+
+def note_ignored_offload(plan: Plan, reporter: Reporter) -> None:
+    """Note offload settings that have no effect on a CPU, which computes with weights mapped from their file."""
+    memory = plan.settings.memory
+    asked: dict[str, object] = {}
+    if plan.files is not None and memory.host_weights is HostWeights.PINNED:
+        asked = {"memory.host_weights": memory.host_weights}
+    if not (plan.decodes_only or plan.streamable.blocks):
+        offload = memory.offload if memory.offload is OffloadMode.BLOCKS else None
+        asked = {
+            "memory.offload": offload,
+            "memory.resident_blocks": memory.resident_blocks,
+            "memory.host_weights": memory.host_weights,
+        }
+    named = ", ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+    if named:
+        reporter.note(
+            f"memory: {named} has no effect on a CPU, which computes with weights where they are mapped from their file"
+        )
+
+
+def require_fit(chain: Chain) -> None:
+    """Raise HardwareError, with the changes that would fit, if a stage needs more memory than may be used."""
+    if chain.fits:
+        return
+    worst, plan = max(chain.stages, key=lambda stage: stage.total_bytes), chain.video
+    hardware, budget = plan.hardware, gib_or_less(plan.budget_bytes)
+    has = f"memory.limit allows {budget}" if plan.budget_bytes < hardware.free_bytes else f"has {budget} free"
+    raise HardwareError(
+        f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {hardware.device} "
+        f"({hardware.device_name}) {has}",
+        hint=_what_would_fit(plan),
+    )
+
+
+def _what_would_fit(plan: Plan) -> str:
+    """Name the changes of which each alone makes the request fit."""
+    fitting = []
+    for flag, changes in _smaller_requests(plan):
+        try:
+            changed = plan.settings.replace(changes)
+            # The same free memory: loaded models that the plan does not need count as free.
+            dtype = plan.hardware.dtype if changed.runtime.dtype is DType.AUTO else torch_dtype(changed.runtime.dtype)
+            hardware = replace(plan.hardware, dtype=dtype)
+            smaller = make_chain(changed, hardware=hardware, tries_device=plan.hardware.is_here)
+        except (OsoraError, ValueError):
+            continue  # such as a video too short for its references
+        if smaller.fits:
+            fitting.append(f"{flag} ({gib_or_less(smaller.peak_bytes)})")
+    if not fitting:
+        return "use a device with more memory, or --model demo"
+    return f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} would fit"
+
+
+def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield changes as a flag and as settings: first those that keep the result, last the smallest video."""
+    settings = plan.settings
+    if settings.memory.offload is not OffloadMode.AUTO or settings.memory.resident_blocks is not None:
+        yield "--offload auto", {"memory.offload": OffloadMode.AUTO, "memory.resident_blocks": None}
+    if plan.hardware.dtype is torch.float32:
+        yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
+    if not plan.offload.in_8_bits and not plan.decodes_only:
+        yield "--set memory.fp8_storage=true", {"memory.fp8_storage": True}
+    tiled: dict[str, object] = {f"vae.{axis}_tiling": True for axis in ("spatial", "temporal")}
+    if not (settings.vae.spatial_tiling and settings.vae.temporal_tiling):
+        yield " ".join(f"--set {key}=true" for key in tiled), tiled
+    if settings.picture.first:
+        yield "--set picture.first=false", {"picture.first": False, "condition.mode": "t2v"}
+    smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
+    if settings.video.height is None and settings.video.resolution != smallest:
+        yield f"--res {smallest}", {"video.resolution": smallest}
+    frames = settings.vae.grid.longest_clip(settings.video.num_frames // 2 + 1)
+    if frames < settings.video.num_frames:
+        yield f"--num-frames {frames}", {"video.num_frames": frames}

@@ -30,7 +30,6 @@ from opensora_cli.engine.launch.rank import (
     agreed,
     device_type,
     joined,
-    rank_counts,
     rank_device,
     settings_of_ranks,
 )
@@ -46,10 +45,9 @@ from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep
 from opensora_cli.settings.enums import DType
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import GpuSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
+from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 _HOST = torch.device("cpu")
 _LONGEST = timedelta(days=30)
@@ -313,15 +311,6 @@ def _ranks_to_start(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
         log_dir=log_dir,
         output_dir=sample_files(settings, 0).media.parent,
     )
-
-
-def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
-    """Return a request with the number of ranks, also where torchrun or Slurm has started them."""
-    given = request.overrides
-    if not {"parallel.gpus", "parallel.devices", "parallel.nnodes"}.isdisjoint(given):
-        return request
-    counted = {key: Given(value, "the number of ranks") for key, value in rank_counts(context).items()}
-    return replace(request, overrides={**counted, **given})
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Refuse wrong requests before torch is imported, and derive the settings of a picture or draft that comes first."""
+"""Resolve a request to the settings of its jobs, and refuse wrong requests before torch is imported."""
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -10,78 +12,244 @@ from pydantic import ValidationError
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.weights import choose_model_early, require_weights_of
+from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.weights import choose_model, choose_model_early, require_weights_of
 from opensora_cli.engine.generate.refinement import require_refinement
-from opensora_cli.engine.generate.targets import num_samples, read_made, sample_files
+from opensora_cli.engine.generate.targets import LATENTS_ENDING, num_samples, read_made, sample_files
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
+from opensora_cli.models.registry import AUTO
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
-from opensora_cli.settings.explain import explain
+from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+from opensora_cli.settings.hardware import PlannedMachine
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
+from opensora_cli.settings.saved import saved_format
+
+LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
+PICTURE_MODE = "i2v_head"
+"""Condition mode of a video whose picture is made first, if no mode is set."""
+
+_GPUS_PER_NODE = 8
+"""GPUs of a machine with H100s."""
+_VIDEO_ONLY: Mapping[str, object] = {
+    "draft": {},
+    "output.save_latents": False,
+    "output.save_state_every": None,
+    "output.last_frame": False,
+    "output.preview_every": None,
+    "output.explore": False,
+    "resume": None,
+    "sampling.stop_at": None,
+}
+"""Changes for the picture or draft that is made before a video: options that concern the video alone."""
 
 
-def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
-    """Return what asks for the draft of a video of this size; None where none is made.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A request whose settings are resolved."""
 
-    Seed, steps, prompt and references are those of the video. A RequestError if it is not smaller.
+    settings: GenerateSettings
+    chooses_model: bool
+    """Whether the request leaves the model to the weights and the device."""
+    threads_source: str | None
+    """Source of the number of threads; None if it is not set."""
+    on: PlannedMachine | None
+    """Machine that a dry run plans for; None means this machine."""
+
+    def model_note(self) -> str | None:
+        """Return which model was chosen and why; None for a requested model. This may import torch."""
+        if not self.chooses_model:
+            return None
+        runtime = self.settings.runtime
+        model, reason = choose_model(AUTO, weights=runtime.weights, device=runtime.device)
+        return f"model: {model} ({reason})"
+
+
+def resolve(
+    request: GenerateRequest | Resolved,
+    *,
+    reporter: Reporter,
+    context: RankContext | None = None,
+    is_row: bool = False,
+) -> Resolved:
+    """Return the settings that a request means on this machine, without torch unless the choice of the model needs it.
+
+    The model decides the preset, and saved latents bring the settings that made them. Settings of a `.py` file that
+    osora does not have are reported. A request that is resolved stays as it is.
+
+    Args:
+        request: settings as they are given.
+        reporter: gets the notes.
+        context: set in one of several ranks.
+        is_row: whether the request is a row of `--prompts`, which devices share by rows.
+
+    Raises:
+        RequestError: a key is unknown, or a value breaks a rule.
+        FileProblem: a file of settings or the saved latents are missing or broken.
     """
-    resolution = settings.draft.resolution
-    if resolution is None or settings.from_latents is not None:
-        return None
-    if settings.video.height is None:
-        size = image_size(resolution, settings.video.aspect_ratio, multiple=settings.size_multiple)
-    else:
-        size = _same_shape(num_pixels(resolution), height, width, multiple=settings.size_multiple)
-    if size[0] * size[1] >= height * width:
+    if isinstance(request, Resolved):
+        return request
+    if context is not None:
+        request = request_of_rank(request, context)
+    request = _with_saved_latents(request)
+    choice, weights = request.model, request.text("runtime.weights")
+    device = request.text("runtime.device") or "auto"
+    model = choose_model_early(choice, weights=weights, device=device)
+    if model is None:
+        if "torch" not in sys.modules:
+            reporter.note("loading torch ...")
+        model, _ = choose_model(choice, weights=weights, device=device)
+    settings = load_generate_settings(request, model=model)
+    for line in request.notes:
+        reporter.note(line)
+    degree = settings.parallel.data_parallel_degree
+    if not is_row and degree is not None and degree > 1:
         raise RequestError(
-            f"draft.resolution={resolution} makes {size[1]}x{size[0]}, which is not smaller than the video's "
-            f"{width}x{height}",
-            hint="use a smaller --draft-res, or a larger --res",
+            f"parallel.data_parallel_degree={degree} spreads the rows of --prompts, and this is one request",
+            hint="drop it: the devices share the video",
         )
-    return settings.replace(
-        {
-            "draft": {},
-            "video.height": size[0],
-            "video.width": size[1],
-            "output.save_latents": False,
-            "output.save_state_every": None,
-            "output.last_frame": False,
-            "output.preview_every": None,
-            "output.explore": False,
-            "resume": None,
-            "sampling.stop_at": None,
-        }
+    # A rank has its settings from a temporary file, which is no useful source.
+    threads = request.find("runtime.threads") if context is None else None
+    return Resolved(
+        settings=settings,
+        chooses_model=choice == AUTO,
+        threads_source=None if threads is None else threads.source,
+        on=request.on,
     )
 
 
-def _same_shape(pixels: float, height: int, width: int, *, multiple: int) -> tuple[int, int]:
-    scale = math.sqrt(pixels / (height * width))
-    return max(1, round(height * scale / multiple)) * multiple, max(1, round(width * scale / multiple)) * multiple
+def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
+    """Return the request with the number of ranks, also if torchrun or Slurm started them."""
+    from opensora_cli.engine.launch.rank import rank_counts
+
+    given = request.overrides
+    if not {"parallel.gpus", "parallel.devices", "parallel.nnodes"}.isdisjoint(given):
+        return request
+    counted = {key: Given(value, "the number of ranks") for key, value in rank_counts(context).items()}
+    return replace(request, overrides={**counted, **given})
+
+
+def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
+    """Return the request with the settings in the latents that it decodes or continues.
+
+    The result goes beside the latents, under their name.
+    """
+    decodes = "resume" not in request.overrides
+    given = request.overrides.get("from_latents" if decodes else "resume")
+    if given is None:
+        return request
+    latents = str(given.value)
+    require_latents(latents)
+    if request.saved is not None:
+        return request
+    from opensora_cli.engine.generate.saved_latents import open_latents
+
+    saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
+    try:
+        ending = saved_format(saved.layer)
+    except RequestError as error:
+        raise CheckpointError(f"{latents} holds settings that this version of osora does not know") from error
+    place = Path(latents)
+    output = place.with_name(f"{place.name.removesuffix(LATENTS_ENDING)}.{ending}")
+    return replace(request, saved=replace(saved, output=output))
+
+
+def require_latents(path: str | Path) -> None:
+    """Raise CheckpointError if a file of latents does not exist."""
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
+
+
+def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
+    """Refuse files that are missing or in conflict, as far as that is known without torch.
+
+    Raises:
+        RequestError: no server is named that refines the prompt.
+        FileProblem: a reference, an adapter or instructions are missing.
+        CheckpointError: weights are missing, and this is no dry run.
+        OutputError: a named result exists already, and this is no dry run.
+    """
+    for reference in settings.condition.references:
+        readable_file(reference)
+    for lora in settings.loras if settings.from_latents is None else ():
+        if ":" not in lora.path and not Path(lora.path).exists():
+            raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
+    if dry_run:
+        return
+    require_refinement(settings)
+    if (picture := picture_settings(settings)) is not None:
+        try:
+            require_weights_of(picture)
+        except CheckpointError as error:
+            hint = f"{error.hint}; --set picture.first=false makes no picture first"
+            raise CheckpointError(error.message, hint=hint) from error
+    require_weights_of(settings)
+    if settings.output.named_format is None or settings.output.overwrite:
+        return
+    for index in range(num_samples(settings)):
+        sample = sample_files(settings, index)
+        made = read_made(sample)
+        # The same request may have made the result before.
+        if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
+            refuse_existing(sample.media, sample.sidecar)
+
+
+@contextmanager
+def dry_run_named(request: GenerateRequest) -> Iterator[None]:
+    """Add a hint to refusals inside the block: the dry run that plans for GPUs that this machine does not have."""
+    try:
+        yield
+    except OsoraError as error:
+        gpus, device = (request.overrides.get(key) for key in ("parallel.gpus", "runtime.device"))
+        count = int(str(gpus.value)) if gpus is not None and str(gpus.value).isdigit() else 1
+        is_here = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+        if count > 1 and not is_here and (device is None or device.value != "cpu"):
+            whole = count if count <= _GPUS_PER_NODE else -(-count // _GPUS_PER_NODE) * _GPUS_PER_NODE
+            planned = f"--dry-run --on {whole}xH100 plans it for GPUs that are not here"
+            error.hint = "; ".join(filter(None, (error.hint, planned)))
+        raise
+
+
+def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
+    """Return the settings of the draft of a video of this size; None without a draft.
+
+    Seed, steps, prompt and references are those of the video. Raises RequestError if the draft is not smaller.
+    """
+    resolution, multiple = settings.draft.resolution, settings.size_multiple
+    if resolution is None or settings.from_latents is not None:
+        return None
+    if settings.video.height is None:
+        rows, columns = image_size(resolution, settings.video.aspect_ratio, multiple=multiple)
+    else:
+        scale = math.sqrt(num_pixels(resolution) / (height * width))
+        rows, columns = (max(1, round(side * scale / multiple)) * multiple for side in (height, width))
+    if rows * columns >= height * width:
+        raise RequestError(
+            f"draft.resolution={resolution} makes {columns}x{rows}, which is not smaller than the video's "
+            f"{width}x{height}",
+            hint="use a smaller --draft-res, or a larger --res",
+        )
+    return settings.replace({**_VIDEO_ONLY, "video.height": rows, "video.width": columns})
 
 
 def start_step(timesteps: Sequence[float], strength: float) -> int:
-    """Return the step at whose time, the nearest to `strength`, the video starts; the first and the last are none."""
+    """Return the step whose time is nearest to `strength`, but neither the first nor the last."""
     return min(range(1, len(timesteps) - 1), key=lambda step: abs(timesteps[step] - strength))
 
 
-PICTURE_MODE = "i2v_head"
-"""Condition mode of a picture that is made first, if no mode is set."""
-
-_CHOSEN_DEGREES = ("ulysses_degree", "ring_degree", "cfg_parallel_degree")
-
-
 def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
-    """Return what asks for the picture of a video; None where none is made first.
+    """Return the settings of the picture that is made before a video; None without one.
 
-    As in the reference, its size is of the table of the training, in multiples of a token of the video, and the prompt
-    is read without frame rate and motion score. A RequestError if something contradicts itself.
+    As in the reference, its size is a training size in multiples of a token of the video, and its prompt has no frame
+    rate and no motion score. Raises RequestError if settings contradict each other.
     """
-    if not settings.picture.first or settings.from_latents is not None:
+    picture, output = settings.picture, settings.output
+    if not picture.first or settings.from_latents is not None:
         return None
-    output = settings.output
-    height, width, _ = size_of_picture(settings, settings.picture.resolution)
+    height, width, _ = size_of_picture(settings, picture.resolution)
     changes: dict[str, object] = {
+        **_VIDEO_ONLY,
         "picture": {},
         "video.height": height,
         "video.width": width,
@@ -89,47 +257,34 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         "video.causal_lengths": False,
         "video.extend": 0,
         "prompts_at": (),
-        "draft": {},
         "condition": {"mode": "t2v"},
         "prompt_suffix": {"motion_score": None, "add_fps": False},
         "output.format": MediaFormat.PNG,
-        "output.save_latents": False,
-        "output.last_frame": False,
-        "output.save_state_every": None,
-        "output.preview_every": None,
-        "output.explore": False,
-        "resume": None,
-        "sampling.stop_at": None,
-        # Ranks share it in another way than the video: there are fewer tokens, and a distilled model has no branches.
-        **{f"parallel.{name}": None for name in _CHOSEN_DEGREES},
+        # A picture has fewer tokens than the video, and a distilled model has no branches to share.
+        **{f"parallel.{name}": None for name in ("ulysses_degree", "ring_degree", "cfg_parallel_degree")},
     }
     if output.named_format is not None:
         changes["output.path"] = str(picture_path(Path(output.path)))
-    if not settings.picture.own_model:
-        changes |= _other_model(settings)
+    if not picture.own_model:
+        changes |= {
+            "model": picture.model.model_dump(),
+            "vae": picture.vae.model_dump(),
+            **{f"files.{name}": value for name, value in picture.files.model_dump().items()},
+            "runtime.model_choice": picture.model.name,
+            "loras": (),
+        }
     try:
         return settings.replace(changes)
     except ValidationError as error:
         raise RequestError("\n".join(f"the picture: {line}" for line in explain(error))) from error
 
 
-def _other_model(settings: GenerateSettings) -> dict[str, object]:
-    picture = settings.picture
-    return {
-        "model": picture.model.model_dump(),
-        "vae": picture.vae.model_dump(),
-        **{f"files.{name}": value for name, value in picture.files.model_dump().items()},
-        "runtime.model_choice": picture.model.name,
-        "loras": (),
-    }
-
-
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:
-    """Return the height and width of a picture of the video's shape, and for people why it is another one.
+    """Return the height and width of a picture of the video's shape, and a note if that is not the requested shape.
 
     Args:
-        settings: of the video, or of a picture that is made alone.
-        resolution: of the picture.
+        settings: settings of the video, or of a picture that is made alone.
+        resolution: resolution of the picture.
     """
     video, multiple = settings.video, settings.size_multiple
     if video.height is not None and video.width is not None:
@@ -147,96 +302,5 @@ def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, i
 
 
 def picture_path(video: Path) -> Path:
-    """Return where the picture of a video is kept."""
+    """Return the path of the picture that is kept beside a video."""
     return video.with_name(f"{video.stem}.picture.png")
-
-
-_PER_NODE = 8
-"""GPUs of a machine with H100s."""
-
-LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
-
-
-def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter) -> None:
-    """Refuse a wrong request before torch is imported, with the notes of the request. Otherwise the run reports them.
-
-    Raises:
-        RequestError: A value breaks a rule, or a refined prompt has no server.
-        FileProblem: A reference, saved latents, an adapter or instructions are missing.
-        CheckpointError: Weights are missing, and this is no dry run.
-        OutputError: A named result exists already, and this is no dry run.
-    """
-    try:
-        settings = settings_early(request)
-        if settings is None:
-            return
-        for reference in settings.condition.references:
-            readable_file(reference)
-        for lora in settings.loras if settings.from_latents is None else ():
-            if ":" not in lora.path and not Path(lora.path).exists():
-                raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
-        if not dry_run:
-            require_refinement(settings)
-            _require_weights(settings)
-            _refuse_named(settings)
-    except (OsoraError, ValueError):
-        for line in request.notes:
-            reporter.note(line)
-        raise
-
-
-@contextmanager
-def dry_run_named(request: GenerateRequest) -> Iterator[None]:
-    """Name in what a request for several GPUs is refused for, where there are none, the dry run that plans for them."""
-    try:
-        yield
-    except OsoraError as error:
-        gpus, device = (request.overrides.get(key) for key in ("parallel.gpus", "runtime.device"))
-        count = int(str(gpus.value)) if gpus is not None and str(gpus.value).isdigit() else 1
-        is_here = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-        if count > 1 and not is_here and (device is None or device.value != "cpu"):
-            whole = count if count <= _PER_NODE else -(-count // _PER_NODE) * _PER_NODE
-            planned = f"--dry-run --on {whole}xH100 plans it for GPUs that are not here"
-            error.hint = "; ".join(filter(None, (error.hint, planned)))
-        raise
-
-
-def require_latents(path: str | Path) -> None:
-    """Raise CheckpointError if a file of latents is not there."""
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
-
-
-def settings_early(request: GenerateRequest) -> GenerateSettings | None:
-    """Return the settings of a request, or None if only torch can tell them. Errors are those of `refuse_early`."""
-    latents = request.overrides.get("from_latents")
-    latents = latents or request.overrides.get("resume")
-    if latents is not None:
-        require_latents(str(latents.value))
-        if request.saved is None:
-            return None  # The file has them.
-    device = request.text("runtime.device") or "auto"
-    model = choose_model_early(request.model, weights=request.text("runtime.weights"), device=device)
-    return None if model is None else load_generate_settings(request, model=model)
-
-
-def _require_weights(settings: GenerateSettings) -> None:
-    picture = picture_settings(settings)
-    if picture is not None:
-        try:
-            require_weights_of(picture)
-        except CheckpointError as error:
-            hint = f"{error.hint}; --set picture.first=false makes no picture first"
-            raise CheckpointError(error.message, hint=hint) from error
-    require_weights_of(settings)
-
-
-def _refuse_named(settings: GenerateSettings) -> None:
-    """Refuse a named result that is there, unless it may be what the same request has made before."""
-    if settings.output.named_format is None or settings.output.overwrite:
-        return
-    for index in range(num_samples(settings)):
-        sample = sample_files(settings, index)
-        made = read_made(sample)
-        if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
-            refuse_existing(sample.media, sample.sidecar)

@@ -14,6 +14,7 @@ from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import keep_attention
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import ON_DEVICE
@@ -31,22 +32,27 @@ from opensora_cli.engine.generate.outputs import (
 )
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, VIDEO, Chain
-from opensora_cli.engine.generate.planning import attention_use, make_chain
+from opensora_cli.engine.generate.planning import (
+    attention_use,
+    make_chain,
+    rank_hardware,
+    require_room,
+    require_weights,
+)
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
     planned_on_ranks,
-    request_of_rank,
     require_devices,
     start_ranks,
 )
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_data_parallel, resolve_generate_settings
-from opensora_cli.engine.generate.room import require_room, require_weights
+from opensora_cli.engine.generate.request import Resolved, resolve
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, last_frame_path, sample_files
+from opensora_cli.engine.generate.text import without_cached_text
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
@@ -85,7 +91,7 @@ class Run:
 
 
 def generate_from_request(
-    request: GenerateRequest,
+    request: GenerateRequest | Resolved,
     *,
     reporter: Reporter,
     context: RankContext | None = None,
@@ -95,19 +101,17 @@ def generate_from_request(
     """Choose the model, complete the settings, and generate, with several devices in processes of their own.
 
     Args:
-        request: settings as they are given.
+        request: settings as they are given, or resolved.
         reporter: shows progress and previews.
         context: set in one of several ranks.
         rank_flags: options of the command line for ranks that are started here.
         cancel: set by another thread to stop the run after its current step, as Ctrl-C does.
 
     Returns None if ranks were started; rank 0 prints the result. Raises RankFailure if a rank failed. Other errors are
-    those of `generate` and `resolve_generate_settings`.
+    those of `generate` and `resolve`.
     """
-    if context is not None:
-        request = request_of_rank(request, context)
-    settings, model_note = resolve_generate_settings(request, reporter=reporter)
-    refuse_data_parallel(settings)
+    resolved = resolve(request, reporter=reporter, context=context)
+    settings, model_note = resolved.settings, resolved.model_note()
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
         settings = refined(settings, reporter=reporter)
@@ -117,15 +121,9 @@ def generate_from_request(
                 reporter.note(model_note)
             start_ranks(settings, flags=rank_flags)
         return made
-    # A rank has its settings from a temporary file, which is no useful source.
-    source = _threads_source(request) if context is None else None
+    source = resolved.threads_source
     run = Run(reporter=reporter, context=context, model_note=model_note, threads_source=source, cancel=cancel)
     return _generate(settings, run)
-
-
-def _threads_source(request: GenerateRequest) -> str | None:
-    threads = request.find("runtime.threads")
-    return None if threads is None else threads.source
 
 
 def generate(
@@ -171,13 +169,13 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
 
     No file is written, not even of its picture. Errors are those of `generate_from_request`, except OutputError.
     """
-    settings, model_note = resolve_generate_settings(request, reporter=reporter)
+    resolved = resolve(request, reporter=reporter)
+    settings, model_note, source = resolved.settings, resolved.model_note(), resolved.threads_source
     if settings.resume is not None:
         raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
-    source = _threads_source(request)
     chain = plan_here(completed(settings, reporter), models, by=source)
     require_weights(chain, reporter)
     require_room(chain, reporter)
@@ -381,3 +379,44 @@ def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> Gener
     check_outputs(files, chain, create=False)
     references_of(chain.video, SilentReporter())
     return None
+
+
+def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return settings for a single process, with a refined prompt if that is wanted, and with a condition mode.
+
+    Raises RequestError if they ask for several devices, or no mode suits the references, and MediaError as `with_mode`.
+    """
+    parallel = settings.parallel
+    if parallel.world_size > (parallel.data_parallel_degree or 1):
+        raise RequestError(
+            f"{parallel.world_size} devices are asked for, and this is one process",
+            hint="start with osora generate --gpus N, torchrun or srun",
+        )
+    return with_mode(refined(settings, reporter=reporter), reporter)
+
+
+def plan_here(
+    settings: GenerateSettings,
+    models: LoadedModels | None,
+    *,
+    device: str | None = None,
+    by: str | None = None,
+    threads: ThreadChoice | None = None,
+) -> Chain:
+    """Return the jobs of a request for a process that shares no video with others; see `make_chain`.
+
+    Args:
+        settings: settings with a condition mode.
+        models: loaded models, which the plan may keep or release.
+        device: device of one of several ranks; None means the device of `settings`.
+        by: source of the number of threads.
+        threads: threads of an earlier plan; None to choose them.
+    """
+    models = LoadedModels() if models is None else models
+    hardware = rank_hardware(settings, device=device)
+    # The memory of loaded models can be released.
+    free = hardware.free_bytes + models.bytes_on(hardware.device)
+    chain = make_chain(settings, hardware=dataclasses.replace(hardware, free_bytes=free))
+    if threads is not None:
+        chain = chain.change(lambda plan: dataclasses.replace(plan, threads=threads))
+    return without_cached_text(chain, models.prompts, by=by).change(models.planned, only=VIDEO)

@@ -100,9 +100,9 @@ def profile_generation(
 
 def _waiting_bytes(plan: Plan) -> int:
     """Return the bytes of the layers of modulation that are mapped on a CPU, and read before the first step alone."""
-    if plan.fitting.files is None:
+    if plan.files is None:
         return 0
-    waiting = plan.fitting.files[Component.TRANSFORMER].modulation
+    waiting = plan.files[Component.TRANSFORMER].modulation
     return waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
 
 

@@ -11,7 +11,7 @@ from opensora_cli.engine.components.hardware import Hardware, out_of_memory_repo
 from opensora_cli.engine.components.weights import require_weights_of, warn_of_missing
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.resolve import resolve_generate_settings
+from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.mem_profile.allocator_use import allocator_use
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
@@ -64,9 +64,10 @@ def mem_profile(
     if settings.plot is not None:
         new_figure()  # without matplotlib, now and not after the measurement
     if isinstance(what, GenerateRequest):
-        what, choice = resolve_generate_settings(what, reporter=reporter)
-        if choice is not None:
-            reporter.note(choice)
+        resolved = resolve(what, reporter=reporter)
+        what = resolved.settings
+        if (model_note := resolved.model_note()) is not None:
+            reporter.note(model_note)
     with out_of_memory_reported(
         hint="profile fewer frames or a smaller batch with --set, or close what else uses the device"
     ):

@@ -26,7 +26,6 @@ from opensora_cli.api import video as api_video
 from opensora_cli.cli import app
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.threads import VARIABLES
-from opensora_cli.engine.generate import fitting
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.media.read import read_video
 
@@ -41,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module", autouse=True)
 def _without_estimates() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "estimate_generation", small_stages)
+        patch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
         yield
 
 

@@ -8,8 +8,6 @@ import torch
 from small_stages import small_stages
 from tiny_world import RecordingReporter, World, make_world
 
-from opensora_cli.engine.generate import fitting
-
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
@@ -47,4 +45,4 @@ def single_thread_of_fixtures() -> Iterator[None]:
 @pytest.fixture
 def without_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan in milliseconds: what a stage needs is found on fake tensors, which takes longer than these generations."""
-    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)

@@ -14,7 +14,7 @@ import torch
 from small_stages import small_stages
 from tiny_world import demo_settings, make_world, moving_frames
 
-from opensora_cli.engine.generate import fitting
+from opensora_cli.engine.generate import plan as generate_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.vae.reconstruct import reconstruct
 from opensora_cli.media.results import read_sidecar, result_bytes, sidecar_path
@@ -106,7 +106,7 @@ def test_what_a_kill_leaves_is_finished_by_the_same_command(tmp_path: Path, name
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    fitting.estimate_generation = small_stages
+    generate_plan.estimate_generation = small_stages
     folder, name = Path(sys.argv[1]), sys.argv[2]
     make = makers(folder)[name]
     print(json.dumps({over: states_of_killed(folder, name, make, over=over) for over in ("nothing", "old")}))

@@ -275,9 +275,9 @@ class TestOpenLoras:
 
     def test_the_plan_lists_them(self, style, everything):
         plan = plan_of(f"{style}:0.8", str(everything))
-        first, second = PlanDocument.of(alone(plan)).to_json()["loras"]
-        assert (first["path"], first["scale"], first["rank"], first["layers"]) == (str(style), 0.8, 4, 56)
-        assert (second["scale"], second["rank"], second["layers"]) == (1.0, 3, 77)
+        first, second = PlanDocument.of(alone(plan)).to_json()["jobs"][0]["loras"]
+        assert (first["path"], first["scale"], first["ranks"][-1]) == (str(style), 0.8, 4)
+        assert (second["scale"], second["ranks"][-1]) == (1.0, 3)
         assert first["sha256"] != second["sha256"]
         lines = [line for line in PlanDocument.of(alone(plan)).lines() if line.startswith("lora")]
         assert lines[0].startswith(f"lora      {style} x 0.8: rank 4 in 56 layers, ")

@@ -29,7 +29,7 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.generate.text import encode_text
+from opensora_cli.engine.generate.text import encode_prompts
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
@@ -302,7 +302,7 @@ def test_reading_the_prompts_takes_what_was_estimated():
     plan = plan_of({"text.t5_max_length": 24, "runtime.prompt_cache": False})
     record = RunRecord(SilentReporter())
     with LoadedModels(stay=True) as models, models.text_encoders(plan, record) as encoders:
-        expected = counted(lambda: encode_text(plan, models, record))
+        expected = counted(lambda: encode_prompts(plan, models, record))
     stage = estimated(plan, OffloadPlan())["text"]
     assert beside_weights(stage) == pytest.approx(expected, rel=TOLERANCE)
     assert stage.weight_bytes == sum(weight.nbytes for encoder in encoders for weight in encoder.model.parameters())

@@ -128,13 +128,13 @@ def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, 
 
 def test_each_row_has_a_picture_of_its_own(asked, rows_of, reporter, monkeypatch):
     encoded = []
-    encode = generate_text.encode_text
+    encode = generate_text.encode_prompts
 
     def watched(plan, *args):
         encoded.append((plan.settings.prompt, plan.settings.video.num_frames))
         return encode(plan, *args)
 
-    monkeypatch.setattr(generate_text, "encode_text", watched)
+    monkeypatch.setattr(generate_text, "encode_prompts", watched)
     wanted = asked(picture__first=True, video__num_frames=5, runtime__prompt_cache=False)
     run(wanted, rows_of("sea\ndesert\n", kind="txt"), reporter)
     assert sorted(encoded) == [("desert", 1), ("desert", 5), ("sea", 1), ("sea", 5)]
@@ -148,7 +148,7 @@ def test_10_000_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, 
     monkeypatch.setattr(batch, "plan_here", lambda *a, **k: planned.append(a) or plan(*a, **k))
     result = plan_rows(asked(), read_prompts(path), shard=Shard.of("2/4"), reporter=reporter)
     assert len(planned) == 1  # odd seeds alone
-    assert [(shape.rows, shape.plan.num_frames) for shape in result.shapes] == [(2500, 17)]
+    assert [(shape.rows, shape.plan.jobs[0].num_frames) for shape in result.shapes] == [(2500, 17)]
     assert result.lines()[0] == "rows      2500 of 1 shape, and 0 that would be refused"
 
 

@@ -100,8 +100,9 @@ def test_the_plan_has_both(world, tmp_path):
     assert plan.model_evaluations == 2 * (STEPS - plan.start)
     assert chain.model_evaluations == 2 * STEPS + 2 * (STEPS - plan.start)
     assert [stage.name for stage in chain.stages if stage.name.startswith("draft")]
-    document = PlanDocument.of(chain, files=())
-    assert (document.draft.height, document.skipped_steps) == (64, plan.start)
+    document = PlanDocument.of(chain)
+    drafted, video = document.jobs
+    assert (drafted.role, drafted.height, video.skipped_steps) == ("draft", 64, plan.start)
     assert any(line.startswith("draft     64x64, 5 frames") for line in document.lines())
     with pytest.raises(RequestError, match=r"sampling.stop_at=1 is over where the video starts from its draft"):
         planned(demo_settings(world, tmp_path, **DRAFT, sampling__stop_at="1"))

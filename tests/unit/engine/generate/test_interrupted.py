@@ -18,7 +18,7 @@ from tiny_world import DEMO_SIZES, RecordingReporter, demo_settings, released_se
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
-from opensora_cli.engine.generate import decode, denoise, fitting, models, outputs, references
+from opensora_cli.engine.generate import decode, denoise, models, outputs, references
 from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.run import generate, generate_from_request
@@ -169,7 +169,7 @@ class TestCtrlC:
         ]
         latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from-latents"), **weights_of(tmp_path / LATENTS)}
         planned = plan_from_request(GenerateRequest(overrides=latents), reporter=reporter)
-        assert set(planned.weights) == {"vae"}
+        assert set(planned.jobs[0].weights) == {"vae"}
 
     def test_the_same_command_goes_on(self, world, tmp_path, monkeypatch, expected):
         """With a finished sample, one with saved latents, and one that is still to be made."""
@@ -315,7 +315,7 @@ class TestFailures:
     def test_too_little_memory_is_reported_before_loading(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         large = StageMemory(DENOISE, weight_bytes=2**30, data_bytes=0)
-        monkeypatch.setattr(fitting, "estimate_generation", lambda settings, **sizes: (large,))
+        monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", lambda settings, **sizes: (large,))
         settings = released_settings(world, tmp_path / "out", memory__limit="10kB", memory__offload="none")
         with pytest.raises(HardwareError, match=r"memory\.limit allows 9\.77 KiB"):
             generate(settings, reporter=reporter)

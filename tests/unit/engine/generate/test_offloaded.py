@@ -66,7 +66,7 @@ def latents_and_frames(plan, reporter):
     """Return the latents of the one sample, and the frames of its video."""
     record = RunRecord(reporter)
     with torch.inference_mode(), LoadedModels() as models:
-        embeds = generate_text.encode_text(plan, models, record)
+        [embeds] = generate_text.encode_prompts(plan, models, record)
         sample = Sample(alone(plan), plan, sample_files(plan.settings, 0))
         sample.reference_latents = reference_latents(plan, references_of(plan, reporter), models, record)
         denoise.denoise_samples([sample], embeds, models, record)
@@ -193,8 +193,8 @@ class TestSecondAttempt:
         plan, record = make_plan(settings), RunRecord(reporter)
         assert plan.offload.stream_text
         assert plan.with_stronger_offload("text") is None
-        embeds, expected = (
-            generate_text.encode_text(replace(plan, offload=offload), LoadedModels(), record)
+        [embeds], [expected] = (
+            generate_text.encode_prompts(replace(plan, offload=offload), LoadedModels(), record)
             for offload in (plan.offload, replace(plan.offload, stream_text=False))
         )
         assert torch.equal(embeds.prompt_embeds_2LC, expected.prompt_embeds_2LC)

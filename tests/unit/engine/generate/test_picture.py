@@ -13,11 +13,9 @@ from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import decode, pipeline
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.plan import PICTURE
-from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.planning import make_chain, require_fit
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import picture_settings, refuse_early, size_of_picture
-from opensora_cli.engine.generate.resolve import resolve_generate_settings
-from opensora_cli.engine.generate.room import require_fit
+from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
@@ -85,11 +83,12 @@ def test_one_plan_has_the_memory_of_both(tmp_path):
     assert (weights["picture denoise"], weights["picture decode"]) == (2 * 11_901_408_320, 2 * 83_819_683)
     assert chain.peak_bytes == max(stage.total_bytes for stage in chain.stages)
     document = PlanDocument.of(chain)
-    assert document.picture.missing_weights[:2] == ("flux1-dev.safetensors", "flux1-dev-ae.safetensors")
+    assert [job.role for job in document.jobs] == ["picture", "video"]
+    assert document.jobs[0].missing_weights[:2] == ("flux1-dev.safetensors", "flux1-dev-ae.safetensors")
     assert "missing   flux1-dev.safetensors" in document.lines()
     assert "missing   Open_Sora_v2.safetensors" in document.lines()
     assert "first     a picture of 1024x576, by flux1-dev in 50 steps" in document.lines()
-    assert document.to_json()["picture"]["model"] == "flux1-dev"
+    assert document.to_json()["jobs"][0]["model"] == "flux1-dev"
 
 
 @pytest.mark.usefixtures("without_estimates")
@@ -113,7 +112,7 @@ def test_missing_weights_of_the_picture_are_named(world, tmp_path, reporter):
     overrides = {"prompt": "sea", "picture.first": True, "runtime.weights": str(tmp_path), "model.name": "open-sora-v2"}
     request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in overrides.items()})
     with pytest.raises(CheckpointError, match="of the flux1-dev model are missing") as caught:
-        refuse_early(request, dry_run=False, reporter=reporter)
+        refuse_early(resolve(request, reporter=reporter).settings, dry_run=False)
     assert caught.value.hint.endswith("; --set picture.first=false makes no picture first")
 
 
@@ -166,7 +165,7 @@ class TestMade:
             overrides = {"output.path": Given(str(tmp_path / "again"), "--out")}
             overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
             request = GenerateRequest(saved=read_sidecar(sidecar), overrides=overrides)
-            made, _ = resolve_generate_settings(request, reporter=reporter)
+            made = resolve(request, reporter=reporter).settings
             [same] = generate(made).videos
             original = video.path if sidecar == video.sidecar else video.picture.file
             assert same.path.read_bytes() == original.read_bytes()
@@ -207,7 +206,7 @@ class TestMade:
         latents = tmp_path / "raining-sea_seed42.latents.safetensors"
         overrides = {"from_latents": Given(str(latents), "x"), "output.path": Given(str(tmp_path / "decoded"), "x")}
         overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
-        decoded, _ = resolve_generate_settings(GenerateRequest(overrides=overrides), reporter=reporter)
+        decoded = resolve(GenerateRequest(overrides=overrides), reporter=reporter).settings
         [video] = generate(decoded).videos
         assert (video.path.read_bytes(), video.picture) == (whole, None)
         [video] = generate(ended, reporter=reporter).videos

@@ -15,7 +15,6 @@ from opensora_cli.engine.estimate.predicted_time import (
     PRODUCTS,
     TRAFFIC,
 )
-from opensora_cli.engine.generate import fitting
 from opensora_cli.engine.generate.plan import Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time
@@ -33,7 +32,7 @@ def gpu_of(name: str) -> GpuSettings:
 
 @pytest.fixture(autouse=True)
 def _estimates_are_not_the_subject(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
 
 
 def planned(name: str = "H100", **changes: object) -> Plan:
@@ -70,7 +69,7 @@ def test_ranks_share_tokens_tiles_and_branches() -> None:
     assert decoding(eight, gpu_of("H100"), shared=False) == decoding(alone, gpu_of("H100"))
     branches = planned(parallel__gpus=2, parallel__cfg_parallel_degree=2)
     # 30 steps have two branches, 20 have one.
-    assert (alone.evaluations_on_a_rank, branches.evaluations_on_a_rank) == (80, 50)
+    assert [plan.evaluations_after(0, ranks=plan.mesh.guidance) for plan in (alone, branches)] == [80, 50]
     assert evaluation(branches, gpu_of("H100"))[PRODUCTS] == one[PRODUCTS]
 
 
@@ -83,8 +82,9 @@ def test_links_between_machines_are_slower() -> None:
 
 def test_streamed_blocks_are_copied_for_each_evaluation() -> None:
     gpu = gpu_of("4090")
-    pinned = planned("4090", memory__offload="blocks", memory__resident_blocks=2, memory__host_weights="pinned")
-    mapped = planned("4090", memory__offload="blocks", memory__resident_blocks=2, memory__host_weights="mapped")
+    blocks = {"memory__offload": "blocks", "memory__resident_blocks": 2}
+    pinned = planned("4090", **blocks, memory__host_weights="pinned")
+    mapped = planned("4090", **blocks, memory__host_weights="mapped")
     resident = planned("4090", memory__offload="none")
     # The layers of modulation come once for a video.
     whole = 2 * (11_891_390_528 - 3_247_448_064)
@@ -95,14 +95,11 @@ def test_streamed_blocks_are_copied_for_each_evaluation() -> None:
     assert evaluation(pinned, gpu)[COPIES] == pytest.approx(max(0.0, waited / 2 - computed), abs=1e-9)
     assert COPIES not in evaluation(resident, gpu)
     assert loading(mapped, gpu)[COPIES] < loading(resident, gpu)[COPIES]
-    in_8_bits = planned(
-        "4090",
-        memory__offload="blocks",
-        memory__resident_blocks=2,
-        memory__host_weights="mapped",
-        memory__fp8_storage=True,
-    )
+    in_8_bits = planned("4090", **blocks, memory__host_weights="mapped", memory__fp8_storage=True)
     assert evaluation(in_8_bits, gpu)[COPIES] == pytest.approx(waited / 2, rel=0.02)
+    # Modulation, a quarter of the weights, is not quantized.
+    quantized = planned("4090", **blocks, memory__host_weights="mapped", precision__linear="int8")
+    assert 0.5 * waited < evaluation(quantized, gpu)[COPIES] < 0.65 * waited
 
 
 @pytest.mark.parametrize(("kind", "name"), [("int8", "A100-80GB"), ("fp8", "H100")])
@@ -118,15 +115,6 @@ def test_products_in_8_bits_have_their_own_peak(kind: str, name: str) -> None:
     # Rounding and scaling are kernels of their own.
     assert found[TRAFFIC] > plain[TRAFFIC]
     assert loading(planned(name, precision__linear=kind), gpu)[COPIES] < 0.8 * loading(planned(name), gpu)[COPIES]
-
-
-def test_blocks_in_8_bits_take_less_time_to_come() -> None:
-    gpu = gpu_of("4090")
-    mapped = {"memory__offload": "blocks", "memory__resident_blocks": 2, "memory__host_weights": "mapped"}
-    waited = evaluation(planned("4090", **mapped), gpu)[COPIES]
-    in_8_bits = evaluation(planned("4090", **mapped, precision__linear="int8"), gpu)[COPIES]
-    # Modulation, a quarter of the weights, stays as it is.
-    assert 0.5 * waited < in_8_bits < 0.65 * waited
 
 
 def test_what_a_gpu_cannot_multiply_is_not_predicted() -> None:

@@ -15,7 +15,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.planning import make_chain, make_plan
-from opensora_cli.engine.generate.resolve import resolve_generate_settings
+from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
@@ -133,7 +133,7 @@ def test_pictures_alone(world, tmp_path, reporter):
     saved = read_sidecar(result.videos[1].sidecar)
     overrides = {"output.path": Given(str(tmp_path / "again.png"), "--out")}
     overrides["runtime.weights"] = Given(result.settings.runtime.weights, "--weights")
-    again, _ = resolve_generate_settings(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter)
+    again = resolve(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter).settings
     [video] = generate(again).videos
     assert video.path.read_bytes() == result.videos[1].path.read_bytes()
     # What is an input of the model changes the picture, and what is none does not.
@@ -357,8 +357,9 @@ class TestRequests:
                 "runtime.weights": Given(str(world.released), "--weights"),
             }
         )
-        settings, choice = resolve_generate_settings(request, reporter=reporter)
-        assert settings.model.name == "demo"
+        resolved = resolve(request, reporter=reporter)
+        choice = resolved.model_note()
+        assert resolved.settings.model.name == "demo"
         assert choice == "model: demo (there is no CUDA device)"
         assert reporter.notes == []
         plan_from_request(request, reporter=reporter)
@@ -405,7 +406,7 @@ class TestRequests:
             },
             environment={"OSORA_WEIGHTS": str(world.released), "OSORA_OUTPUT__PATH": str(tmp_path)},
         )
-        assert plan_from_request(request, reporter=reporter).missing_weights == ()
+        assert plan_from_request(request, reporter=reporter).jobs[0].missing_weights == ()
         assert reporter.notes == []
 
 

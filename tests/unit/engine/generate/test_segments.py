@@ -13,7 +13,7 @@ from tiny_world import RecordingReporter, demo_settings, weights_of
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import denoise, fitting, text
+from opensora_cli.engine.generate import denoise, text
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.models import LoadedModels
@@ -122,7 +122,7 @@ def test_the_sidecar_has_every_segment_and_makes_the_same_again(world, tmp_path)
 def whole(world, tmp_path_factory):
     """The extended video of a run that nothing stops."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fitting, "estimate_generation", small_stages)
+        patched.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
         settings = demo_settings(world, tmp_path_factory.mktemp("whole"), **EXTENDED)
         return generate(settings).videos[0].path.read_bytes()
 
@@ -191,16 +191,11 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
 
 
 def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
-    encode, encoded = text.encode_text, []
-
-    def watched(plan, *args):
-        encoded.append(plan.settings.prompt)
-        return encode(plan, *args)
-
-    monkeypatch.setattr(text, "encode_text", watched)
+    encode, encoded = text.encode_texts, []
+    monkeypatch.setattr(text, "encode_texts", lambda texts, *args: encoded.extend(texts) or encode(texts, *args))
     one = demo_settings(world, tmp_path, **EXTENDED)
     video = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
-    assert encoded == ["raining, sea", "snow, sea"]
+    assert encoded == [*(text.full_prompt(one, prompt) for prompt in ("raining, sea", "snow, sea")), ""]
     prompts = [segment.prompt for segment in video.figures.segments]
     assert prompts == ["raining, sea", "raining, sea", "snow, sea"]
     assert [each.shown for each in video.chain.settings.prompts_at] == ["2s=snow, sea"]
@@ -244,8 +239,9 @@ def test_the_plan_has_all_segments(world, tmp_path):
     assert (plan.num_frames, chain.num_steps, chain.model_evaluations) == (33, 6, 16)
     assert [chain.evaluations_after(steps) for steps in range(7)] == [16, 14, 12, 9, 6, 3, 0]
     assert [stage.name for stage in chain.stages][-3:] == ["extend encode", "extend denoise", "extend decode"]
-    document = PlanDocument.of(chain, files=())
-    assert (document.num_frames, document.model_evaluations, document.extension.condition_mode) == (33, 16, "v2v_head")
+    document = PlanDocument.of(chain)
+    assert (document.jobs[0].num_frames, document.model_evaluations) == (33, 16)
+    assert [job.condition_mode for job in document.jobs] == ["t2v", "v2v_head", "v2v_head"]
     assert "extend    3 segments of 17 frames, the last 9 of each given to the next: 33 frames" in document.lines()
     held_bytes = 33 * plan.height * plan.width * 3
     more = next(stage for stage in chain.find(SEGMENT).stages if stage.name == DENOISE)

@@ -1,13 +1,224 @@
-"""Prompts as the text encoders read them."""
+"""Prompts: their embeddings, the cache of these, and the vocabulary of a small model."""
+
+import shutil
+from dataclasses import replace
 
 import pytest
+import torch
+from tiny_world import demo_settings, picture_first_settings, released_settings
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.generate import text
+from opensora_cli.core.files import user_cache
+from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.encode.prompt_cache import PromptCache
+from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import PICTURE, alone
+from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, make_plan
+from opensora_cli.engine.generate.run import generate
+from opensora_cli.engine.generate.text import (
+    encode_prompts,
+    name_in_cache,
+    read_vocabulary,
+    text_embeds,
+    without_cached_text,
+)
+from opensora_cli.media.read import read_video
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Return what T5 is loaded for, in time."""
+    found, load_t5 = [], generate_models.load_t5
+    monkeypatch.setattr(
+        generate_models, "load_t5", lambda plan, **options: found.append(plan) or load_t5(plan, **options)
+    )
+    return found
+
+
+@pytest.fixture
+def plan(world, tmp_path):
+    return make_plan(demo_settings(world, tmp_path))
+
+
+def encoded(plan, reporter):
+    return text_embeds(plan, LoadedModels(), RunRecord(reporter))
+
+
+def same(first, second):
+    return all(
+        torch.equal(one.prompt_embeds_2LC, other.prompt_embeds_2LC)
+        and torch.equal(one.pooled_prompt_embeds_2V, other.pooled_prompt_embeds_2V)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+def entries():
+    return sorted(user_cache("prompts").glob("*.safetensors"))
+
+
+def test_a_second_run_loads_no_encoder_and_makes_the_same(world, tmp_path, reporter, loads):
+    settings = released_settings(world, tmp_path, negative_prompt="night")
+    [first] = generate(settings, reporter=reporter).videos
+    assert len(loads) == 1
+    assert len(entries()) == 2
+    assert not any(note.startswith("prompts:") for note in reporter.notes)
+    again = settings.replace({"output.overwrite": True, "output.path": str(tmp_path / "again.mp4")})
+    result = generate(again, reporter=reporter)
+    assert len(loads) == 1
+    assert torch.equal(read_video(first.path).frames_THWC, read_video(result.videos[0].path).frames_THWC)
+    assert f"prompts: {CACHED_TEXT_LINE}" in reporter.notes
+    assert "text" in result.timings_s
+    generate(again.replace({"runtime.prompt_cache": False}), reporter=reporter)
+    assert len(loads) == 2
+
+
+def test_a_plan_says_that_prompts_are_read_and_counts_no_encoder(world, tmp_path, reporter, plan):
+    settings = demo_settings(world, tmp_path)
+    before = plan_generation(settings, reporter=reporter)
+    assert before.video.encodes_text
+    encoded(plan, reporter)
+    after = plan_generation(settings, reporter=reporter)
+    assert after.video.stages == tuple(stage for stage in before.video.stages if stage.name != "text")
+    for chain, shown in ((before, []), (after, [f"prompts   {CACHED_TEXT_LINE}"])):
+        document = PlanDocument.of(chain)
+        assert document.jobs[0].encodes_text is (shown == [])
+        assert [line for line in document.lines() if line.startswith("prompts ")] == shown
+    for changes in ({"prompt": "snow"}, {"negative_prompt": "snow"}, {"runtime.prompt_cache": False}):
+        assert plan_generation(settings.replace(changes), reporter=reporter).video.encodes_text
+    # Ranks share the encoder, and rank 0 alone looks.
+    cached = without_cached_text(alone(plan), PromptCache.of_user())
+    assert not cached.video.encodes_text
+    shared = replace(plan, mesh=replace(plan.mesh, ulysses=2))
+    assert without_cached_text(alone(shared), PromptCache.of_user()).video.encodes_text
+
+
+def test_the_plan_of_a_picture_counts_on_the_cache_by_itself(world, tmp_path, reporter):
+    chain = make_chain(picture_first_settings(world, tmp_path))
+    encoded(chain.find(PICTURE), reporter)
+    left = without_cached_text(chain, PromptCache.of_user())
+    assert left.video.encodes_text
+    assert not left.find(PICTURE).encodes_text
+
+
+def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
+    settings = plan.settings.replace({"prompt_suffix.add_fps": False, "prompt_suffix.motion_score": None})
+    pairs = [("sea", "night"), ("night", "sea"), ("sea", "sea")]
+    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    found = []
+    for prompt, negative in pairs:
+        both = settings.replace({"prompt": prompt, "negative_prompt": negative, "runtime.prompt_cache": False})
+        [embeds] = encode_prompts(replace(plan, settings=both), models, record)
+        found.append(embeds.prompt_embeds_2LC)
+    assert torch.equal(found[0], found[1].flip(0))
+    assert torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[2][0], found[2][1])
+
+
+def test_the_negative_prompt_is_encoded_once_ever(plan, reporter, monkeypatch):
+    texts, encode = [], generate_models.T5Encoder.encode
+    monkeypatch.setattr(
+        generate_models.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each)
+    )
+    for prompt in ("sea", "rain", "sea"):
+        settings = plan.settings.replace({"prompt": prompt, "prompt_suffix.add_fps": False})
+        encoded(replace(plan, settings=settings), reporter)
+    assert texts == ["sea", "", "rain"]
+
+
+def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path):
+    def name(plan=plan, text="sea", threads=1, **options):
+        return name_in_cache(plan, text, threads=threads, **options)
+
+    def changed(**changes):
+        settings = {key.replace("__", "."): value for key, value in changes.items()}
+        return make_plan(plan.settings.replace(settings))
+
+    moved = tmp_path / "moved"
+    shutil.copytree(world.demo, moved)
+    other_file = changed(runtime__weights=str(moved))
+    [config] = other_file.weights.path(Component.CLIP).glob("config.json")
+    names = [name(), name(text="rain"), name(threads=2), name(ranks=2), name(other_file)]
+    config.touch()
+    names += [name(other_file), name(changed(text__t5_max_length=12)), name(changed(text__clip_max_length=12))]
+    names += [name(changed(runtime__dtype="bfloat16"))]
+    gpu = replace(plan.hardware, device=torch.device("cuda"), device_name="a GPU")
+    names += [name(replace(plan, hardware=gpu)), name(replace(plan, hardware=replace(gpu, device_name="another")))]
+    assert len(set(names)) == len(names)
+    same_bits = changed(sampling__seed=7, video__num_frames=5, memory__offload="model", runtime__attention="math")
+    assert name(same_bits) == name()
+    # Threads of the CPU matter there alone.
+    assert name(replace(plan, hardware=gpu), threads=2) == name(replace(plan, hardware=gpu))
+    streamed = replace(plan, offload=replace(plan.offload, stream_text=True))
+    assert name(streamed, ranks=2) == name(streamed) == name()
+
+
+def test_the_plan_and_the_run_count_the_same_threads(plan, reporter, monkeypatch):
+    encoded(plan, reporter)
+    two = replace(plan, threads=ThreadChoice(count=2, reason="as set"))
+    assert without_cached_text(alone(two), PromptCache.of_user()).video.encodes_text
+    assert not without_cached_text(alone(plan), PromptCache.of_user()).video.encodes_text
+
+
+def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, reporter, loads):
+    long = " ".join(["dragon"] * 40)
+    plan = make_plan(demo_settings(world, tmp_path, prompt=long, text__known_words_warning=True))
+    encoded(plan, reporter)
+    warnings = [*reporter.warnings]
+    assert [warning.partition(":")[0].partition(" does")[0] for warning in warnings] == [
+        "the prompt is too long and is cut",
+        "the demo model",
+    ]
+    reporter.warnings.clear()
+    encoded(plan, reporter)
+    assert len(loads) == 1
+    assert reporter.warnings == warnings
+
+
+def test_what_was_there_when_it_was_planned_may_be_gone(plan, reporter, loads):
+    first = encoded(plan, reporter)
+    planned = without_cached_text(alone(plan), PromptCache.of_user()).video
+    assert not planned.encodes_text
+    for entry in entries()[:1]:
+        entry.unlink()
+    assert same(encoded(planned, reporter), first)
+    assert len(loads) == 2
+    assert loads[1].encodes_text
+    assert len(entries()) == 2
+    assert reporter.warnings == []
+
+
+def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch):
+    readers, count = [], generate_models.prompt_readers
+    monkeypatch.setattr(generate_models, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
+    encoded(plan, reporter)
+    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    for _ in range(3):
+        text_embeds(plan, models, record)
+    assert (len(loads), len(readers)) == (1, 1)
+    rain = replace(plan, settings=plan.settings.replace({"prompt": "rain"}))
+    text_embeds(rain, models, record)
+    text_embeds(rain, models, record)
+    assert (len(loads), len(readers)) == (2, 1)
+
+
+def test_an_encoder_of_another_width_is_refused(plan, reporter):
+    other = replace(plan, settings=plan.settings.replace({"model.vec_in_dim": 24}))
+    folder = plan.weights.path(Component.CLIP)
+    for _ in range(2):  # also where it is read from the cache
+        with pytest.raises(CheckpointError) as caught:
+            encoded(other, reporter)
+        assert caught.value.message == f"{folder} encodes to 16 numbers, and the transformer reads model.vec_in_dim=24"
+    assert PromptCache.of_user().folder is not None
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"places": "sea"}', '{"places": [1]}', '{"places": '])
 def test_a_broken_vocabulary_is_named(tmp_path, content):
     (tmp_path / "vocabulary.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"vocabulary\.json is broken"):
-        text.read_vocabulary(tmp_path)
+        read_vocabulary(tmp_path)
