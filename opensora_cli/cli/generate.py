@@ -205,7 +205,6 @@ def _run_rows(
         plan.require_fit()
         return
     arguments = [
-        "generate",
         f"--prompts={prompts}",
         *(argument for key, at in request.overrides.items() for argument in given_again(key, at.value)),
     ]

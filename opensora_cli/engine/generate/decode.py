@@ -16,7 +16,7 @@ from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
 from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
@@ -109,7 +109,7 @@ class SampleFrames(Protocol):
         """Its files."""
 
     @property
-    def record(self) -> RunRecord:
+    def record(self) -> Events:
         """Record of the run."""
 
     @property
@@ -130,7 +130,7 @@ class SampleFrames(Protocol):
 class Decoding:
     """A sample, or a segment of one, that is being decoded."""
 
-    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: RunRecord) -> None:
+    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: Events) -> None:
         assert sample.denoised is not None
         # With the offload that is used now, which may be stronger than planned.
         self.chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
@@ -173,7 +173,7 @@ class Decoding:
 def decode_samples(
     samples: Sequence[Sample],
     models: LoadedModels,
-    record: RunRecord,
+    record: Events,
     *,
     finish: Callable[[SampleFrames], V],
     ranks: Ranks | None = None,
@@ -212,7 +212,7 @@ def decode_samples(
     return tuple(results)
 
 
-def _decode_for_rank_0(plan: Plan, samples: Sequence[Sample], vae: Autoencoder, record: RunRecord) -> None:
+def _decode_for_rank_0(plan: Plan, samples: Sequence[Sample], vae: Autoencoder, record: Events) -> None:
     """Decode this rank's tiles of every sample; rank 0 writes the videos."""
     with record.stage(DECODE, total=len(samples), unit="samples") as progress:
         for sample in samples:

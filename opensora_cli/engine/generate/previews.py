@@ -21,7 +21,7 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path
@@ -132,7 +132,7 @@ def known_map(plan: Plan) -> PreviewMap | None:
     return found if found is not None and len(found.weights_C3) == plan.latent_shape[0] else None
 
 
-def preview_map(plan: Plan, models: LoadedModels, record: RunRecord) -> PreviewMap | None:
+def preview_map(plan: Plan, models: LoadedModels, record: Events) -> PreviewMap | None:
     """Return the map of a plan's autoencoder, fitted and kept if it is not known; None, with a warning, where there is
     no room for that. A CheckpointError if the autoencoder's weights are broken.
     """
@@ -195,7 +195,7 @@ class Previews:
     A failure is a warning once, and ends no run.
     """
 
-    def __init__(self, plan: Plan, map_: PreviewMap, record: RunRecord) -> None:
+    def __init__(self, plan: Plan, map_: PreviewMap, record: Events) -> None:
         self._plan, self._map, self._record = plan, map_, record
         self._failed: set[str] = set()
 
@@ -216,6 +216,7 @@ class Previews:
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         path = preview_path(sample.target)
         write_media([enlarged(frames_THWC, longest_side=_GIF_SIDE)], path, fps=fps, format=MediaFormat.GIF)
+        self._record.on_preview(path)
 
     def _tried(self, what: str, action: Callable[[], T]) -> T | None:
         if what in self._failed:

@@ -22,7 +22,7 @@ from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import PICTURE_MODE
@@ -227,7 +227,7 @@ def references_to(plan: Plan, picture_1HWC: torch.Tensor) -> list[Reference]:
 
 
 def reference_latents(
-    plan: Plan, references: Sequence[Reference], models: LoadedModels, record: RunRecord
+    plan: Plan, references: Sequence[Reference], models: LoadedModels, record: Events
 ) -> list[torch.Tensor] | None:
     """Return the latents_CTHW of each reference, as a stage of a run; None where nothing is given."""
     if not references:

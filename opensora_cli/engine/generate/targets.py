@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
-from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, OutputError
+from opensora_cli.core.exceptions import CheckpointError, InUseError, OsoraWarning, OutputError
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
@@ -119,10 +119,19 @@ def last_frame_path(video: Path) -> Path:
     return video.with_name(f"{video.stem}.last.png")
 
 
+def segment_path(latents: Path, segment: int) -> Path:
+    """Return the file for the latents of a finished segment, beside those of its sample."""
+    return latents.with_name(f"{latents.name.removesuffix(LATENTS_ENDING)}.segment{segment + 1}{LATENTS_ENDING}")
+
+
 def remove_latents(latents: Path) -> None:
-    """Remove the saved latents of a result that is complete; where that is not possible, that is a warning."""
+    """Remove the saved latents of a complete result and of its segments, or warn if that fails."""
     try:
         latents.unlink(missing_ok=True)
+        for segment in count():
+            if not (path := segment_path(latents, segment)).exists():
+                break
+            path.unlink()
     except OSError as error:
         message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
         warnings.warn(message, OsoraWarning, stacklevel=2)
@@ -139,15 +148,9 @@ def sheet_path(first: Path) -> Path:
 
 
 class Claims:
-    """Names and requests that this process has to itself until the block ends; one process of osora gets each.
+    """Names and requests that this process has to itself until the block ends; one process of osora gets each."""
 
-    Args:
-        repeats: whether a request that another process has is made here, too, under the next name. Several devices may
-            meet rows of one file that ask for the same.
-    """
-
-    def __init__(self, *, repeats: bool = False) -> None:
-        self._repeats = repeats
+    def __init__(self) -> None:
         self._names, self._requests = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
@@ -169,12 +172,12 @@ class Claims:
     def requesting(self, sample: SampleFiles) -> Iterator[Callable[[], object]]:
         """Yield what keeps the request of a sample, by the first of its names, beyond the block.
 
-        Raises OutputError if another process has it, unless this one repeats.
+        Raises InUseError if another process has it.
         """
         lock = lock_beside(sample.media, f"{sample.request_sha256} {sample.media.name}")
         with ExitStack() as here:
-            if not here.enter_context(locked_file(lock)) and not self._repeats:
-                raise OutputError(
+            if not here.enter_context(locked_file(lock)):
+                raise InUseError(
                     f"another run is making the same result in {sample.media.parent}: {lock_holder(lock)}",
                     hint="wait until it ends, or use another --out",
                 )
@@ -228,7 +231,7 @@ def _find_target(settings: GenerateSettings, index: int, request: str, *, claims
         with nullcontext(lambda: None) if claims is None else claims.looking_at(sample) as keep:
             if keep is None:
                 if has_one_name:
-                    raise OutputError(
+                    raise InUseError(
                         f"{sample.media} is being made by another run: {lock_holder(_name_lock(sample))}",
                         hint="wait until it ends, or use another --out",
                     )

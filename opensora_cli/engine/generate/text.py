@@ -23,8 +23,9 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.models import LoadedModels, prompt_readers, retried
+from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.loading import prompt_readers
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Chain, Plan, alone
 from opensora_cli.engine.generate.ranks import broadcast_tensors
 from opensora_cli.engine.generate.room import require_fit
@@ -127,7 +128,7 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
 _NOTHING: Mapping[str, TextEmbeds] = MappingProxyType({})
 
 
-def text_embeds(plan: Plan, models: LoadedModels, record: RunRecord) -> tuple[PromptEmbeds, ...]:
+def text_embeds(plan: Plan, models: LoadedModels, record: Events) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of each segment's prompt, inside `computing`, equal ones once.
 
     Raises:
@@ -153,7 +154,7 @@ def text_embeds(plan: Plan, models: LoadedModels, record: RunRecord) -> tuple[Pr
 
 
 def encode_text(
-    plan: Plan, models: LoadedModels, record: RunRecord, known: Mapping[str, TextEmbeds] = _NOTHING
+    plan: Plan, models: LoadedModels, record: Events, known: Mapping[str, TextEmbeds] = _NOTHING
 ) -> PromptEmbeds:
     """Return the embeddings of a prompt and the negative prompt, encoded but for those that are `known`."""
     missing = [text for text in texts_of(plan.settings) if text not in known]

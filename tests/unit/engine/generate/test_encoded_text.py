@@ -16,13 +16,14 @@ from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import CACHED_TEXT_LINE, PICTURE, alone
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.text import encode_text, name_in_cache, text_embeds, without_cached_text
 from opensora_cli.media.read import read_video
+from opensora_cli.models.text.encoders import T5Encoder
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -43,7 +44,7 @@ def plan(world, tmp_path):
 
 
 def encoded(plan, reporter):
-    return text_embeds(plan, LoadedModels(), RunRecord(reporter))
+    return text_embeds(plan, LoadedModels(), Events(reporter))
 
 
 def same(first, second):
@@ -106,7 +107,7 @@ def test_the_plan_of_a_picture_counts_on_the_cache_by_itself(world, tmp_path, re
 def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
     settings = plan.settings.replace({"prompt_suffix.add_fps": False, "prompt_suffix.motion_score": None})
     pairs = [("sea", "night"), ("night", "sea"), ("sea", "sea")]
-    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    models, record = LoadedModels(stay=True), Events(reporter)
     found = []
     for prompt, negative in pairs:
         both = settings.replace({"prompt": prompt, "negative_prompt": negative, "runtime.prompt_cache": False})
@@ -117,10 +118,8 @@ def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
 
 
 def test_the_negative_prompt_is_encoded_once_ever(plan, reporter, monkeypatch):
-    texts, encode = [], generate_models.T5Encoder.encode
-    monkeypatch.setattr(
-        generate_models.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each)
-    )
+    texts, encode = [], T5Encoder.encode
+    monkeypatch.setattr(T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each))
     for prompt in ("sea", "rain", "sea"):
         settings = plan.settings.replace({"prompt": prompt, "prompt_suffix.add_fps": False})
         encoded(replace(plan, settings=settings), reporter)
@@ -213,7 +212,7 @@ def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch)
     readers, count = [], generate_models.prompt_readers
     monkeypatch.setattr(generate_models, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
     encoded(plan, reporter)
-    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    models, record = LoadedModels(stay=True), Events(reporter)
     for _ in range(3):
         text_embeds(plan, models, record)
     assert (len(loads), len(readers)) == (1, 1)

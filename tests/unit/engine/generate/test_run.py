@@ -23,7 +23,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.outputs import choose_outputs
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
@@ -865,7 +865,7 @@ def test_a_last_frame_that_an_unfinished_run_left_is_in_nobodys_way(world, tmp_p
         video.path.unlink()
     else:
         shutil.rmtree(tmp_path)
-        monkeypatch.setattr(RunRecord, "complete", lambda *_: None)
+        monkeypatch.setattr(Events, "complete", lambda *_: None)
         [video] = generate(settings).videos
         monkeypatch.undo()
         assert (tmp_path / "a.latents.safetensors").exists()
