@@ -1,4 +1,4 @@
-"""What a run reports while it works, and how it is cancelled."""
+"""Progress, previews, cancellation and saved state of a run."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
 
 
 class Events:
-    """Progress, previews, cancellation and saved state of a run.
+    """Reports the progress of a run, and lists what it has saved if it ends early.
 
     Stages are timed, and saved files are listed if the run ends early.
 
@@ -80,7 +80,14 @@ class Events:
     @contextmanager
     def of_job(self, role: str) -> Iterator["Events"]:
         """Yield the events of another job of the chain, such as a picture, none of whose results are listed."""
-        events = Events(self.reporter, is_cancelled=self._is_cancelled, keeps_results=False, role=role)
+        events = Events(
+            self.reporter,
+            is_cancelled=self._is_cancelled,
+            on_preview=self.on_preview,
+            on_saved=self._on_saved,
+            keeps_results=False,
+            role=role,
+        )
         try:
             yield events
         finally:

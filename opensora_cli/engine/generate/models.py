@@ -1,4 +1,4 @@
-"""The loaded models of a run: lent to stages, kept while they fit, released, and retried in less memory."""
+"""The loaded models of a run: provided to stages, kept while they fit, released, and retried in less memory."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -160,7 +160,7 @@ class LoadedModels:
 
     @contextmanager
     def text_encoders(self, plan: Plan, events: Events) -> Iterator[TextEncoders]:
-        """Lend T5 and CLIP, with T5's layers streamed if the plan says so."""
+        """Provide T5 and CLIP, with T5's layers streamed if the plan says so."""
         device, dtype = plan.hardware.device, plan.hardware.dtype
 
         def load(ends: ExitStack) -> TextEncoders:
@@ -178,12 +178,12 @@ class LoadedModels:
                     ends.enter_context(text_encoders.streamed_layers(t5, device=device, dtype=dtype))
             return t5, clip
 
-        with self._lend(TEXT_ENCODERS, plan, load) as encoders:
+        with self._provide(TEXT_ENCODERS, plan, load) as encoders:
             yield encoders
 
     @contextmanager
     def transformer(self, plan: Plan, events: Events) -> Iterator[MMDiT]:
-        """Lend the transformer, ready to run, with as much of it on the device as planned."""
+        """Provide the transformer, ready to run, with as much of it on the device as planned."""
 
         def load(ends: ExitStack) -> MMDiT:
             errors: list[ProductError] = []
@@ -212,13 +212,13 @@ class LoadedModels:
                     ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
             return transformer
 
-        with self._lend(TRANSFORMER, plan, load, reuse=lambda model: prepare(model, plan)) as transformer:
+        with self._provide(TRANSFORMER, plan, load, reuse=lambda model: prepare(model, plan)) as transformer:
             events.linear_products = self._products
             yield transformer
 
     @contextmanager
     def autoencoder(self, plan: Plan, events: Events) -> Iterator[Autoencoder]:
-        """Lend the autoencoder."""
+        """Provide the autoencoder."""
 
         def load(_: ExitStack) -> Autoencoder:
             with _loading(plan, Component.VAE, events) as advance:
@@ -230,11 +230,11 @@ class LoadedModels:
                     advance=advance,
                 )
 
-        with self._lend(AUTOENCODER, plan, load) as autoencoder:
+        with self._provide(AUTOENCODER, plan, load) as autoencoder:
             yield autoencoder
 
     @contextmanager
-    def _lend(
+    def _provide(
         self,
         name: str,
         plan: Plan,
@@ -242,7 +242,7 @@ class LoadedModels:
         *,
         reuse: Callable[[T], object] = lambda model: None,
     ) -> Iterator[T]:
-        """Lend a model, loaded if it is missing or there in another form; `reuse` is called with one that is there.
+        """Provide a model, loaded if it is missing or there in another form; `reuse` is called with one that is there.
 
         Raises:
             CheckpointError: its weights are missing or broken, or do not fit the settings.

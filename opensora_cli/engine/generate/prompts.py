@@ -182,6 +182,8 @@ def _row(number: int, values: Mapping[str, object], keys: dict[str, str], path: 
         seed_number = -1
     if not 0 <= seed_number <= MAX_SEED:
         return f"seed={plain(str(seed))} must be a whole number of at least 0 and at most {MAX_SEED}"
+    if _SEED in given:
+        given[_SEED] = Given(seed_number, f"row {number}")  # parquet has 3.0 in a column with empty cells
     for file in own.get(_REFERENCES, ()):
         if not os.path.exists(file):
             return f"{file} does not exist"
