@@ -13,9 +13,7 @@ from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
 
 
 class Events:
-    """Reports the progress of a run, and lists what it has saved if it ends early.
-
-    Stages are timed, and saved files are listed if the run ends early.
+    """Report stages and their times, and list the saved files of a run that ends early.
 
     Args:
         reporter: shows messages and the progress of stages.
