@@ -12,7 +12,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.encode.clip_conditions import cut_part
 from opensora_cli.engine.generate.decode import SampleFrames, decode_latents
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import make
 from opensora_cli.engine.generate.plan import Plan, alone
@@ -30,7 +30,7 @@ def reconstruct(plan: Plan, models: LoadedModels, clips_NTHWC: Clips) -> Clips:
     """Return clips as the autoencoder gives them back: the mode of the posterior, decoded."""
     tiling = vae_tiling(plan.settings.vae)
     decoded: list[torch.Tensor] = []
-    with models.autoencoder(plan, RunRecord(SilentReporter())) as vae:
+    with models.autoencoder(plan, Events(SilentReporter())) as vae:
         for clip_THWC in clips_NTHWC:
             pixels_CTHW = as_pixels(plan, clip_THWC).to(plan.hardware.device, plan.hardware.dtype)
             [latents_CTHW] = vae.encode(pixels_CTHW[None], tiling=tiling)
@@ -67,7 +67,7 @@ def generate_clips(
         chain = alone(own)
         references = [] if filmed_NTHWC is None else given_of(own, filmed_NTHWC[index])
         sample = Sample(chain, own, dataclasses.replace(sample_files(settings, 0), latents=None), references)
-        [clip_THWC] = make(chain, [sample], models, RunRecord(SilentReporter()), finish=_frames)
+        [clip_THWC] = make(chain, [sample], models, Events(SilentReporter()), finish=_frames)
         clips.append(clip_THWC)
         on_done(len(clips))
     return torch.stack(clips).numpy()

@@ -10,12 +10,11 @@ from typing import Any, Self
 
 import torch
 
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import GIB, release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation_work import evaluation_work
-from opensora_cli.engine.generate import models
+from opensora_cli.engine.generate import loading
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import Plan, alone
 from opensora_cli.engine.generate.planning import make_plan
@@ -88,13 +87,13 @@ class Bench:
         compiled = getattr(settings, "compile", False)
         form = settings.model, settings.precision, settings.memory, offload.mode, offload.resident_blocks, compiled
         if self._kept is not None and self._kept[0] == form:
-            models.prepare(self._kept[1], plan)
+            loading.prepare(self._kept[1], plan)
             return self._kept[1]
         self.release()
         transformer = random_transformer(plan)
-        models.prepare(transformer, plan)
+        loading.prepare(transformer, plan)
         if offload.mode is OffloadMode.BLOCKS:
-            models.stream(plan, transformer, self._ends, SilentReporter())
+            self._ends.enter_context(loading.streamed_blocks(plan, transformer))
         self._kept = form, transformer
         return transformer
 

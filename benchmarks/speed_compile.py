@@ -12,7 +12,7 @@ from torch import Tensor
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.models import load_transformer
+from opensora_cli.engine.generate.loading import load_transformer
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.load import load_preset
 

@@ -11,11 +11,12 @@ from plain_vae import plain_decode
 from speed_pairs import Row, compared
 from torch import Tensor
 
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.autoencoders import load_autoencoder, new_autoencoder
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
+from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.models import load_transformer, load_vae
+from opensora_cli.engine.generate.loading import load_transformer
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -61,7 +62,10 @@ def measure_fast(options: argparse.Namespace) -> Iterator[Row]:
     """Yield the demo's denoising and decoding with `--fast` against the plain ones of all steps, from text."""
     settings = _demo("t2v", options.steps)
     plan, fast = make_plan(settings), make_plan(tried_settings(settings, {"sampling.fast": True}))
-    transformer, vae = load_transformer(plan), load_vae(plan)
+    transformer, hardware = load_transformer(plan), plan.hardware
+    vae = load_autoencoder(
+        plan.settings.vae, plan.weights.path(Component.VAE), device=hardware.device, dtype=hardware.dtype
+    )
     (plain, _), (_, ours) = _loops(plan, transformer), _loops(fast, transformer)
     plain_vae = new_autoencoder(settings.vae).requires_grad_(False).eval()
     plain_vae.load_state_dict(vae.state_dict())

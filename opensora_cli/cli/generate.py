@@ -154,7 +154,7 @@ def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: b
         plan.require_fit()
         return
     result = generate_rows(
-        request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words
+        request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
     )
     if result is not None:
         call.show(result)

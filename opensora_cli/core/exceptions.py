@@ -60,6 +60,10 @@ class OutputError(FileProblem):
     """A result cannot be written."""
 
 
+class InUseError(OutputError):
+    """Another process makes the same result."""
+
+
 class HardwareError(OsoraError):
     """This machine cannot do it: no such device, too little memory, a missing library."""
 

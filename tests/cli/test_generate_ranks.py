@@ -67,9 +67,6 @@ def test_two_processes_make_rows_of_their_own() -> None:
     assert [Path(path).name for path in document["outputs"]] == [
         "sea_seed1.png", "desert_seed2.png", "sea_seed3.png", "snow_seed5.png",
     ]  # fmt: skip
-    numbers = [[json.loads(line)["row"] for line in Path(f"two/manifest-{rank}of2.jsonl").read_text().splitlines()]
-               for rank in (1, 2)]  # fmt: skip
-    assert [sorted(each) for each in numbers] == [[1, 3, 5], [2, 4]]
     assert main([*rows, "--out", "one"]) == 5
     for path in document["outputs"]:
         assert (Path("one") / Path(path).name).read_bytes() == Path(path).read_bytes()
@@ -88,7 +85,6 @@ def test_ranks_of_torchrun_make_rows_of_their_own() -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert (document["rows"], document["made"]) == (3, 3)
-    assert sorted(path.name for path in Path("two").glob("manifest*")) == ["manifest-1of2.jsonl", "manifest-2of2.jsonl"]
     assert main([*rows, "--out", "one"]) == 0
     for path in document["outputs"]:
         assert (Path("one") / Path(path).name).read_bytes() == Path(path).read_bytes()

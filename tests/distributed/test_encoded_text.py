@@ -14,7 +14,7 @@ from tiny_world import RecordingReporter, demo_settings, make_world
 from opensora_cli.core.files import user_cache
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import models as generate_models
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.text import text_embeds
@@ -31,7 +31,7 @@ def _encode(settings: GenerateSettings) -> tuple[PromptEmbeds, int]:
     ):
         models = LoadedModels(text_group=dist.group.WORLD)
         with models, torch.inference_mode():
-            [embeds] = text_embeds(make_plan(settings), models, RunRecord(RecordingReporter()))
+            [embeds] = text_embeds(make_plan(settings), models, Events(RecordingReporter()))
     return embeds, len(loads)
 
 

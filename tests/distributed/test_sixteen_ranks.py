@@ -21,7 +21,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.models import load_transformer
+from opensora_cli.engine.generate.loading import load_transformer
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.strategy.distribution import Distribution, local

@@ -20,13 +20,13 @@ from opensora_cli.engine.generate import denoise, pipeline
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate import run as generation_run
 from opensora_cli.engine.generate.decode import SampleFrames
-from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.pipeline import computing, denoise_only, make
+from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import SEGMENT, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain
-from opensora_cli.engine.generate.ranks import Ranks, planned_on_ranks
+from opensora_cli.engine.generate.ranks import Ranks, chain_of_rank, joined_ranks
 from opensora_cli.engine.generate.references import references_of
-from opensora_cli.engine.generate.run import Run
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.models.mmdit.model import _computed_where
@@ -119,9 +119,10 @@ def rehearse(
         if world.size == 1:
             chain = generation_run.plan_here(generation_run.completed(settings, reporter), None)
         else:
-            chain, ranks = stack.enter_context(planned_on_ranks(settings, turn.context, reporter))
-        run = Run(reporter=reporter, context=turn.context if ranks else None, ranks=ranks)
-        _make(chain, run, decodes=decodes)
+            settings, device = stack.enter_context(joined_ranks(settings, turn.context, reporter))
+            chain = chain_of_rank(settings, device)
+            ranks = Ranks(chain.video.mesh, device, chain.video.exchange)
+        _make(chain, ranks, reporter, decodes=decodes)
         return Turn(turn, chain)
 
 
@@ -131,17 +132,13 @@ def _planned(settings: GenerateSettings, **options: Any) -> Chain:
         return make_chain(settings, **options | {"tries_device": False}).with_threads(by=None)
 
 
-def _make(chain: Chain, run: Run, *, decodes: bool) -> None:
+def _make(chain: Chain, ranks: Ranks | None, reporter: LoggedReporter, *, decodes: bool) -> None:
     files = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
     with _disable_current_modes():
-        references = references_of(chain.video, run.reporter) if run.is_main else []
-    with computing(chain.video, run.reporter), run.lending() as models:
+        references = references_of(chain.video, reporter) if ranks is None or ranks.is_main else []
+    with computing(chain.video, reporter), LoadedModels() if ranks is None else ranks.models() as models:
         samples = [Sample(chain, chain.video, each, references) for each in files]
-        record = RunRecord(run.reporter)
-        if decodes:
-            make(chain, samples, models, record, finish=_watched, ranks=run.ranks)
-        else:
-            denoise_only(chain, samples, models, record, ranks=run.ranks)
+        make(chain, samples, models, Events(reporter), finish=_watched if decodes else None, ranks=ranks)
 
 
 def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:

@@ -20,7 +20,7 @@ from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGener
 from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_memory
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import VIDEO, Chain, Plan
@@ -28,7 +28,7 @@ from opensora_cli.engine.generate.planning import make_chain, require_fit, requi
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import Resolved, resolve
-from opensora_cli.engine.generate.run import Run, completed, watched
+from opensora_cli.engine.generate.run import completed
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.plots import new_figure
@@ -95,7 +95,7 @@ def bench_generate(
         reporter.note(model_note)
     if context is None and settings.parallel.world_size > 1:
         generate_ranks.require_devices(settings)
-        generate_ranks.start_ranks(refined(settings, reporter=reporter), flags=rank_flags, command="bench-generate")
+        generate_ranks.start_ranks(refined(settings, reporter=reporter), "bench-generate", rank_flags)
         return None
     settings = settings.replace(_NOTHING_KEPT)
     with ExitStack() as stack:
@@ -103,8 +103,8 @@ def bench_generate(
         if context is None:
             settings = completed(settings, reporter)
         else:
-            reporter = watched(reporter)
-            settings, device = stack.enter_context(generate_ranks.joined_to_generate(settings, context, reporter))
+            reporter = generate_ranks.watched(reporter)
+            settings, device = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
         runner = _Runner(reporter, device, stack.enter_context(LoadedModels(stay=True)))
         rows, skipped = _planned(settings, tries, runner)
         exact = rows[0].chain.video
@@ -266,19 +266,20 @@ class _Runner:
             if (key := (plan.mesh, plan.exchange)) not in self._ranks:
                 self._ranks[key] = generate_ranks.Ranks(plan.mesh, self._device, plan.exchange)
             ranks = self._ranks[key]
-        record = RunRecord(self.reporter, keeps_results=False)
+        events = Events(self.reporter, keeps_results=False)
 
         def in_memory(decoded: SampleFrames) -> _Video:
             frames_THWC = torch.cat([*decoded.pieces()])
             return _Video(decoded.latents, frames_THWC)
 
-        with Run(reporter=self.reporter, ranks=ranks, models=self._models).lending() as models:
+        with ExitStack() as stack:
+            models = self._models if ranks is None else stack.enter_context(ranks.models())
             chain = chain.change(models.planned, only=VIDEO) if ranks is None else chain
             sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
-            with computing(plan, self.reporter):
-                is_measured = start_peak_memory(plan.hardware.device)
-                videos = make(chain, [sample], models, record, finish=in_memory, ranks=ranks)
-                peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
+            stack.enter_context(computing(plan, self.reporter))
+            is_measured = start_peak_memory(plan.hardware.device)
+            videos = make(chain, [sample], models, events, finish=in_memory, ranks=ranks)
+            peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
         if ranks is not None:
             peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
-        return (videos[0] if videos else None), record.timings_s, peaks
+        return (videos[0] if videos else None), events.timings_s, peaks

@@ -17,7 +17,7 @@ from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, sidecar_document
 from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
@@ -88,7 +88,7 @@ class SampleFrames(Protocol):
     chain: Chain
     """Jobs of the request."""
     sample: SampleFiles
-    record: RunRecord
+    record: Events
     """Record of the run."""
     latents: tuple[torch.Tensor, ...]
     """latents_CTHW of each segment."""
@@ -103,7 +103,7 @@ class SampleFrames(Protocol):
 class Decoding:
     """Sample, or a segment of one, that is being decoded."""
 
-    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: RunRecord) -> None:
+    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: Events) -> None:
         assert sample.denoised is not None
         # `plan` may have a stronger offload than the plan of the sample.
         self.chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
@@ -176,7 +176,7 @@ def _pieces(plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterato
 def decode_samples(
     samples: Sequence[Sample],
     models: LoadedModels,
-    record: RunRecord,
+    record: Events,
     *,
     finish: Callable[[SampleFrames], V],
     ranks: Ranks | None = None,

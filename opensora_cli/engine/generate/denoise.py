@@ -3,24 +3,26 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
-from opensora_cli.core.progress import StageProgress
+from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import sample_settings
-from opensora_cli.engine.generate.plan import Chain, Plan
-from opensora_cli.engine.generate.previews import Previews
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.previews import Previews, preview_map
 from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
+from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
-from opensora_cli.engine.generate.saved_latents import open_latents, save_latents
-from opensora_cli.engine.generate.targets import SampleFiles
+from opensora_cli.engine.generate.saved_latents import save_latents
+from opensora_cli.engine.generate.targets import segment_path
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
 from opensora_cli.sampling.guidance import Branch
@@ -32,157 +34,113 @@ OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
 """Called after each step with the number of steps done and a function that returns the predicted latents_CTHW."""
 
 
-def saved_samples(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
-    """Return the saved latents of samples, by index; rank 0 reads the files."""
-    plan = chain.video
-    samples = {}
-    for sample in files:
-        if sample.saved is None:
-            continue
-        there: Sequence[torch.Tensor] = ()
-        if ranks is None or ranks.is_main:
-            file = open_latents(sample.saved)
-            there = (*file.read_segments(), *file.read_past())
-        if ranks is not None:
-            there = broadcast_tensors(there, device=ranks.device)
-        if any(tuple(each.shape) != plan.latent_shape for each in there):
-            raise RequestError(
-                f"{sample.saved} holds latents of {tuple(there[-1].shape)}, and the settings ask for "
-                f"{plan.latent_shape}",
-                hint="change neither size, length nor model when going on from latents",
-            )
-        stop, steps = plan.settings.sampling.stop_at, sample.saved_steps
-        keeps = plan.decodes_only or plan.settings.output.explore
-        if stop is not None and not keeps and (steps is None or steps >= stop):
-            after = "all steps" if steps is None else f"step {steps}"
-            raise RequestError(
-                f"sampling.stop_at={stop} is over: {sample.saved} was saved after {after}",
-                hint="go on without --stop-at, or stop later",
-            )
-        steps = chain.num_steps if sample.saved_steps is None else sample.saved_steps
-        is_begun = 0 < steps < chain.num_steps
-        done, begun = divmod(steps, plan.num_steps)
-        past = chain.segments[done].past_times(begun) if is_begun else {}
-        count = done + bool(begun)
-        if is_begun is (sample.saved_steps is None) or len(there) != count + len(past):
-            raise CheckpointError(
-                f"{sample.saved} was saved after step {steps} of {chain.num_steps}"
-                + (f", and has {len(there)} latents, with what they look back at" if len(there) > 1 else ""),
-                hint="remove it, and start again",
-            )
-        *before, latents_CTHW = there[:count]
-        samples[sample.index] = DenoisedSample(
-            latents_CTHW, denoise_s=0.0, before=tuple(before), past=tuple(there[count:])
-        )
-    return samples
-
-
 def denoise_samples(
     samples: Sequence[Sample],
-    embeds: PromptEmbeds,
+    embeds: Sequence[PromptEmbeds],
     models: LoadedModels,
-    record: RunRecord,
-    *,
-    previews: Previews | None = None,
+    events: Events,
     ranks: Ranks | None = None,
 ) -> None:
-    """Denoise every sample of one plan that has no complete latents.
+    """Denoise every sample of one job that has no complete latents.
 
-    Latents are saved when they are complete, if the plan wants that, and in the state of the last step when the run
-    ends early. `previews` show the prediction of each step. `ranks` share the work; rank 0 owns the files.
+    Latents are saved when they are complete, if the plan wants that, and in the state of the last step if the run ends
+    early. `embeds` has the embeddings of the prompt, and may be empty if all samples have complete latents. With
+    `ranks`, which share the work, rank 0 owns the files.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
         OutputError: latents cannot be written.
         HardwareError: out of memory.
     """
-    if ranks is not None and samples[0].plan.start:
-        fresh = [sample for sample in samples if not sample.is_begun]
-        own = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None] if ranks.is_main else None
-        for sample, draft_CTHW in zip(fresh, broadcast_tensors(own, device=ranks.device), strict=True):
+    missing = unfinished(samples)
+    if not missing:
+        return
+    plan, is_main = missing[0].plan, ranks is None or ranks.is_main
+    _encode_references(missing, models, events, ranks)
+    if ranks is not None and plan.start:
+        fresh = [sample for sample in missing if sample.begun is None]
+        drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None] if is_main else None
+        for sample, draft_CTHW in zip(fresh, broadcast_tensors(drafts, device=ranks.device), strict=True):
             sample.draft_CTHW = draft_CTHW
+    colors = preview_map(plan, models, events) if is_main and plan.settings.output.makes_previews else None
+    previews = None if colors is None else Previews(plan, colors, events)
 
-    def denoise_the_rest(plan: Plan) -> None:
-        missing = unfinished(samples)
-        left = sum(plan.evaluations_after(sample.steps_done) for sample in missing)
+    def attempt(plan: Plan) -> None:
+        left = unfinished(samples)
+        evaluations = sum(plan.evaluations_after(sample.steps_done) for sample in left)
         with (
-            models.transformer(plan, record) as transformer,
-            record.stage(DENOISE, total=left, unit="evaluations") as progress,
+            models.transformer(plan, events) as transformer,
+            events.stage(DENOISE, total=evaluations, unit="evaluations") as progress,
         ):
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-            for sample in missing:
-                _denoise_sample(plan, sample, embeds, evaluate, record, progress, previews, ranks)
+            for sample in left:
+                start, saver = time.perf_counter(), _Saver(sample, plan, events, ranks)
+                with saver.saving_last_step():
+                    latents_CTHW = sample_latents(
+                        plan,
+                        evaluate,
+                        embeds[0],
+                        sample.reference_latents,
+                        seed=sample.files.noise_seed,
+                        begun=sample.begun,
+                        draft_CTHW=sample.draft_CTHW,
+                        steps_done=sample.steps_done,
+                        ranks=ranks,
+                        on_evaluation=progress.advance,
+                        on_step=saver.step,
+                        on_predicted=partial(_preview, previews, sample),
+                    ).cpu()
+                sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
+                if plan.settings.sampling.stop_at is None:
+                    with held_back():
+                        saver.save(latents_CTHW)
 
-    retried(denoise_the_rest, samples[0].plan, DENOISE, models, record)
+    retried(attempt, plan, DENOISE, models, events)
 
 
-def _denoise_sample(
-    plan: Plan,
-    sample: Sample,
-    embeds: PromptEmbeds,
-    transformer: Callable[..., torch.Tensor],
-    record: RunRecord,
-    progress: StageProgress,
-    previews: Previews | None,
-    ranks: Ranks | None,
-) -> None:
-    start = time.perf_counter()
-    saver = _Saver(sample, record, ranks)
+def _preview(previews: Previews | None, sample: Sample, steps: int, predicted: Callable[[], torch.Tensor]) -> None:
+    if previews is not None:
+        previews.step(sample.files, steps, predicted)
 
-    def save_state(step: Step) -> None:
-        past = [step.past[key].value_BND for key in plan.past_times(step.steps_done)]
-        saver.step(step.steps_done, step.packed_latents_BND, *past)
-        record.stop_if_cancelled()
 
-    def show(steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
-        if previews is not None:
-            previews.step(sample.files, steps, predicted_CTHW)
-
-    with saver.kept():
-        latents_CTHW = sample_latents(
-            plan,
-            transformer,
-            embeds,
-            sample.reference_latents,
-            seed=sample.files.noise_seed,
-            begun=sample.saved if sample.is_begun else None,
-            draft_CTHW=sample.draft_CTHW,
-            steps_done=sample.steps_done,
-            ranks=ranks,
-            on_evaluation=progress.advance,
-            on_step=save_state,
-            on_predicted=show,
-        ).cpu()
-    sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
-    if plan.settings.sampling.stop_at is None:
-        with held_back():
-            saver.save(latents_CTHW)
+def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None) -> None:
+    """Encode the references of some samples, on rank 0; samples may share theirs."""
+    encoded: dict[int, Sequence[torch.Tensor] | None] = {}
+    for sample in samples:
+        key = id(sample.references)
+        if key not in encoded:
+            latents = reference_latents(sample.plan, sample.references, models, events)
+            if ranks is not None and sample.plan.mode.needs_reference:
+                latents = broadcast_tensors(latents, device=ranks.device)
+            encoded[key] = latents
+        sample.reference_latents = encoded[key]
 
 
 class _Saver:
-    """Saves the latents of a sample: those of the end, or of a step from which they go on."""
+    """Saves the latents of a sample: those of its last step, or of a step from which a later run continues."""
 
-    def __init__(self, sample: Sample, record: RunRecord, ranks: Ranks | None) -> None:
-        self._chain, self._plan, self._before, self._sample = sample.chain, sample.plan, sample.before, sample.files
-        self._record = record
+    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks | None) -> None:
+        self._sample, self._plan, self._events = sample, plan, events
         self._path = sample.files.latents if ranks is None or ranks.is_main else None
         self._has_others = ranks is not None
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
-    def step(self, steps: int, *packed_1ND: torch.Tensor) -> None:
-        """Remember the latents after so many steps, with what the solver looks back at; save them if asked for."""
-        if self._path is None:
-            return
-        # A GPU that waits for a rank which has ended would never come to copying them.
-        self._last = steps, [each.cpu() if self._has_others else each for each in packed_1ND]
-        settings = self._chain.settings
-        every = settings.output.save_state_every
-        if steps == settings.sampling.stop_at or (every is not None and not steps % every):
-            self._save_last()
+    def step(self, step: Step) -> None:
+        """Remember the state after a step, and save it if it is due; then end the run if it is cancelled."""
+        if self._path is not None:
+            past = [step.past[key].value_BND for key in self._plan.past_times(step.steps_done)]
+            state = [step.packed_latents_BND, *past]
+            # A GPU that waits in a collective for a rank that has ended could not copy the state later.
+            self._last = step.steps_done, [each.cpu() for each in state] if self._has_others else state
+            settings = self._sample.chain.settings
+            every = settings.output.save_state_every
+            if step.steps_done == settings.sampling.stop_at or (every is not None and not step.steps_done % every):
+                self._save_last()
+        self._events.check_cancelled()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Save what the last step gave where the block ends early, also where that is an error of another rank."""
+    def saving_last_step(self) -> Iterator[None]:
+        """Save the state of the last step if the block ends early."""
         try:
             yield
         except BaseException:
@@ -190,39 +148,50 @@ class _Saver:
                 try:
                     self._save_last()
                 except (OutputError, RuntimeError) as error:
-                    self._record.reporter.warn(f"the latents of the last step cannot be saved: {error}")
+                    self._events.reporter.warn(f"the latents of the last step cannot be saved: {error}")
             raise
 
     def save(self, latents_CTHW: torch.Tensor, *, steps: int | None = None, past: Sequence[torch.Tensor] = ()) -> None:
-        """Save latents after so many steps of their segment, None: all; `past` as in `DenoisedSample`."""
+        """Save latents after so many steps of their job, None for all steps; `past` as in `DenoisedSample`."""
         if self._path is None:
             return
-        of_segment = self._plan.num_steps
-        done = len(self._before) * of_segment + (of_segment if steps is None else steps)
-        steps = None if steps is None and done == self._chain.num_steps else done
-        settings = sample_settings(self._chain.video, self._sample).replace(
-            {"sampling.stop_at": None, "output.explore": False}
-        )
-        request = self._sample.request_sha256
-        with self._record.keeping(self._path, self._sample, is_begun=steps is not None):
-            save_latents(
-                self._path,
-                latents_CTHW,
-                settings,
-                request_sha256=request,
-                steps=steps,
-                before=self._before,
-                past=past,
-                attention=None if self._plan.attention is None else self._plan.attention.backend,
-            )
+        chain, files, of_job = self._sample.chain, self._sample.files, self._plan.num_steps
+        done: int | None = files.segment * of_job + (of_job if steps is None else steps)
+        if steps is None and done == chain.num_steps:
+            done = None
+        if steps is None and done is not None:
+            save_state(self._sample, segment_path(self._path, files.segment), latents_CTHW, segment=files.segment)
+        with self._events.saving(self._path, files, is_begun=done is not None):
+            save_state(self._sample, self._path, latents_CTHW, steps=done, past=past)
 
     def _save_last(self) -> None:
-        if self._last is None:
+        if self._last is None or self._last[0] >= self._plan.num_steps:
             return
         steps, packed = self._last
-        if steps < self._plan.num_steps:
-            latents_CTHW, *past = (_unpacked(self._plan, each_1ND)[0] for each_1ND in packed)
-            self.save(latents_CTHW, steps=steps, past=past)
+        latents_CTHW, *past = (_unpacked(self._plan, each_1ND)[0] for each_1ND in packed)
+        self.save(latents_CTHW, steps=steps, past=past)
+
+
+def save_state(
+    sample: Sample,
+    path: Path,
+    latents_CTHW: torch.Tensor,
+    *,
+    steps: int | None = None,
+    segment: int | None = None,
+    past: Sequence[torch.Tensor] = (),
+) -> None:
+    """Save latents of a sample with the settings that continue it; see `save_latents`."""
+    save_latents(
+        path,
+        latents_CTHW,
+        sample_settings(sample.chain.video, sample.files).replace({"sampling.stop_at": None, "output.explore": False}),
+        request_sha256=sample.files.request_sha256,
+        steps=steps,
+        segment=segment,
+        past=past,
+        attention=None if sample.plan.attention is None else sample.plan.attention.backend,
+    )
 
 
 def sample_latents(
@@ -240,20 +209,22 @@ def sample_latents(
     on_step: OnStep = lambda step: None,
     on_predicted: OnPredicted = lambda steps, latents_CTHW: None,
 ) -> torch.Tensor:
-    """Return latents_CTHW of one sample, with given frames restored; the prediction where `sampling.stop_at` ends it.
+    """Return latents_CTHW of one sample with given frames restored, or the prediction after `sampling.stop_at`.
 
     Args:
         plan: sizes, schedule and guidance.
-        transformer: on the plan's device, called like `MMDiT`.
+        transformer: transformer on the plan's device, called like `MMDiT`.
         embeds: prompt and negative prompt.
         reference_latents: latents_CTHW of each reference; None without references.
         seed: seed of the noise.
         begun: state after `steps_done`; None for a sample that starts from noise or from a draft.
         draft_CTHW: latents of the draft. The noise is mixed with them to (1-t)·data + t·noise at the time t of the
             next step (Liu et al., arXiv 2209.03003; Meng et al., "SDEdit", arXiv 2108.01073).
+        steps_done: steps that are computed or skipped.
         ranks: processes that share the work, all of which get the latents; None for a single process.
         on_evaluation: called after each evaluation of the transformer.
-        on_step: called after each step; so is `on_predicted`.
+        on_step: called after each step.
+        on_predicted: called after each step, too.
     """
     device, settings = plan.hardware.device, plan.settings
     channels, num_latent_frames, rows, columns = plan.latent_shape
@@ -270,7 +241,7 @@ def sample_latents(
         patch_size=patch_size,
     )
     if ranks is not None:
-        # The same numbers for the same seed are promised of one kind of device only.
+        # A seed gives the same noise on one kind of device only.
         [noise_BCTHW] = broadcast_tensors([noise_BCTHW], device=device)
     mask_B1THW, given_BCTHW = prepare_inference_condition(
         noise_BCTHW,

@@ -90,7 +90,7 @@ class FailedRow(Document):
 class BatchResult(Document):
     """Results of a run over many prompts."""
 
-    SCHEMA = "osora.batch/1"
+    SCHEMA = "osora.batch/2"
 
     rows: int
     """Number of requested rows; for a shard, the rows of the shard."""
@@ -100,7 +100,6 @@ class BatchResult(Document):
     failed: tuple[FailedRow, ...]
     outputs: tuple[Path, ...]
     """Results of all finished rows, in their order."""
-    manifest: Path
 
     def lines(self) -> list[str]:
         """Return the path of every result."""
@@ -112,7 +111,7 @@ class BatchResult(Document):
             others = "the others are finished; " if self.outputs else ""
             raise BatchError(
                 "\n".join([f"{len(self.failed)} of {self.rows} rows failed", *failed_lines(self.failed)]),
-                hint=f"{others}{self.manifest} lists all, and the same command tries these again",
+                hint=f"{others}--json lists all, and the same command tries these again",
             )
 
 

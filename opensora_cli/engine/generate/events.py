@@ -1,8 +1,7 @@
-"""Progress, times, cancellation and saved state of a run."""
+"""Progress, previews, cancellation and saved state of a run."""
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,41 +12,54 @@ from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
 
 
-class RunRecord:
-    """Times and shows the stages of a run, and remembers what it has finished."""
+class Events:
+    """Report stages and their times, and list the saved files of a run that ends early.
+
+    Args:
+        reporter: shows messages and the progress of stages.
+        is_cancelled: asked after each step. The run then saves its state and raises KeyboardInterrupt, as for Ctrl-C.
+        on_preview: called with each preview that is written.
+        on_saved: called with each file of latents that is saved.
+        keeps_results: whether the videos are results of the run that are kept in files.
+        role: role of the job, which precedes the names of its stages; None for the video.
+    """
 
     def __init__(
         self,
         reporter: Reporter,
         *,
-        cancel: threading.Event | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        on_preview: Callable[[Path], None] = lambda path: None,
+        on_saved: Callable[[Path], None] = lambda path: None,
         keeps_results: bool = True,
-        of: str | None = None,
+        role: str | None = None,
     ) -> None:
         self.reporter = reporter
-        self._cancel = cancel
-        self._of = of
+        self.on_preview = on_preview
         self.keeps_results = keeps_results
-        """Whether the videos are results of the run, which are kept."""
+        self.timings_s: dict[str, float] = {}
+        """Seconds of each stage."""
         self.linear_products: LinearProductsReport | None = None
         """Errors of 8-bit products, once they are measured."""
-        self.timings_s: dict[str, float] = {}
+        self._is_cancelled = is_cancelled
+        self._on_saved = on_saved
+        self._role = role
         self._files: Sequence[SampleFiles] = ()
-        self._may_repeat = False
+        self._can_repeat = False
         self._finished: list[Path] = []
-        self._kept_latents: dict[Path, tuple[SampleFiles, bool]] = {}
+        self._latents: dict[Path, tuple[SampleFiles, bool]] = {}
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Show a stage of `total` units of work (None: unknown), and time it; may raise an OutOfMemoryError."""
+        """Show and time a stage of `total` units of work (None: unknown); may raise OutOfMemoryError."""
         with self.timed(name), self.reporter.stage(self._shown(name), total=total, unit=unit) as progress:
             yield progress
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `timings_s[name]`, but for what is timed inside it.
+        """Add the time of the block to `timings_s[name]`, without the time of other stages inside it.
 
-        Running out of memory inside is an OutOfMemoryError.
+        Raises OutOfMemoryError if the block runs out of memory.
         """
         start, timed_s = time.perf_counter(), sum(self.timings_s.values())
         hint = "ask for a smaller --res or fewer --num-frames, or close what else uses the device"
@@ -58,80 +70,89 @@ class RunRecord:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
 
-    def stop_if_cancelled(self) -> None:
-        """Raise KeyboardInterrupt, as Ctrl-C does, if the run was cancelled; called after each step."""
-        if self._cancel is not None and self._cancel.is_set():
+    def check_cancelled(self) -> None:
+        """Raise KeyboardInterrupt, as Ctrl-C does, if the run is cancelled; called after each step."""
+        if self._is_cancelled():
             raise KeyboardInterrupt
 
-    def _shown(self, name: str) -> str:
-        return name if self._of is None else f"{self._of} {name}"
-
     @contextmanager
-    def part(self, of: str) -> Iterator["RunRecord"]:
-        """Yield a record of a part of the run, whose stages are shown, and timed, under names that begin with `of`.
-
-        No result of it is one of the run.
-        """
-        record = RunRecord(self.reporter, cancel=self._cancel, keeps_results=False, of=of)
+    def of_job(self, role: str) -> Iterator["Events"]:
+        """Yield the events of another job of the chain, such as a picture, none of whose results are listed."""
+        events = Events(
+            self.reporter,
+            is_cancelled=self._is_cancelled,
+            on_preview=self.on_preview,
+            on_saved=self._on_saved,
+            keeps_results=False,
+            role=role,
+        )
         try:
-            yield record
+            yield events
         finally:
-            self.timings_s |= {record._shown(name): seconds for name, seconds in record.timings_s.items()}
+            self.timings_s |= {events._shown(name): seconds for name, seconds in events.timings_s.items()}
 
     @contextmanager
-    def keeping(self, latents: Path, sample: SampleFiles, *, is_begun: bool = False) -> Iterator[None]:
-        """Remember latents that the block saves of a sample without a result; `is_begun`: nor have they all steps."""
-        # First: an interruption may come before the call that makes the file returns.
-        self._kept_latents[latents] = sample, is_begun
+    def saving(self, latents: Path, sample: SampleFiles, *, is_begun: bool) -> Iterator[None]:
+        """List the latents of a sample that the block saves; `is_begun` says that some steps are missing."""
+        # Before the block: an interruption may come after the file is there and before the call returns.
+        self._latents[latents] = sample, is_begun
         yield
-        report_left(self._what_is_left)
+        report_left(self._left)
+        self._on_saved(latents)
 
     def complete(self, result: Path, latents: Path | None) -> None:
-        """Remember a complete result, and remove the latents that were saved for it."""
+        """List a finished result, and remove the latents that were saved for it."""
         if self.keeps_results:
             self._finished.append(result)
         if latents is not None:
             remove_latents(latents)
-            self._kept_latents.pop(latents, None)
-        report_left(self._what_is_left)
+            self._latents.pop(latents, None)
+        report_left(self._left)
 
     @contextmanager
-    def rescue(self, files: Sequence[SampleFiles], *, may_repeat: bool) -> Iterator[None]:
-        """If the block, which makes `files`, ends early, report the finished files and how to continue: in
-        KeyboardInterrupt, or as warnings. A launcher always knows it, also when this process is killed.
+    def rescue(self, files: Sequence[SampleFiles], *, can_repeat: bool) -> Iterator[None]:
+        """If the block ends early, report what is finished and how to continue.
 
-        `may_repeat` is whether the same command goes on with what is still to be made.
+        The lines are in KeyboardInterrupt, and warnings for other errors. A launcher knows them at any time, also when
+        this process is killed.
+
+        Args:
+            files: files of the samples that the block makes.
+            can_repeat: whether the same command makes the rest.
         """
-        self._files, self._may_repeat = files, may_repeat
-        self._kept_latents |= {
+        self._files, self._can_repeat = files, can_repeat
+        self._latents |= {
             sample.saved: (sample, sample.saved_steps is not None) for sample in files if sample.saved is not None
         }
-        report_left(self._what_is_left)
+        report_left(self._left)
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            left = self._what_is_left() or ["nothing was finished yet: run it again"]
+            left = self._left() or ["nothing was finished yet: run it again"]
             raise KeyboardInterrupt("\n".join(left)) from interrupt
         except Exception as error:
-            left = self._what_is_left()
+            left = self._left()
             if not report_left(lambda: left):
                 for line in left:
                     self.reporter.warn(line)
             if left:
-                # Where Ctrl-C was pressed, and a collective that is watched failed instead, this is its hint.
+                # Ctrl-C may surface as the failure of a watched collective; the lines are its hint then.
                 error.add_note("\n".join(left))
             raise
 
-    def _what_is_left(self) -> list[str]:
+    def _shown(self, name: str) -> str:
+        return name if self._role is None else f"{self._role} {name}"
+
+    def _left(self) -> list[str]:
         finished = [f"finished: {path}" for path in self._finished]
-        # Those that were being saved when the run ended may not exist.
-        there = {path: kept for path, kept in self._kept_latents.items() if path.is_file()}
-        kept = [f"go on with: {sample.command(path, is_begun=is_begun)}" for path, (sample, is_begun) in there.items()]
+        # A file that was being saved when the run ended may not exist.
+        there = {path: kept for path, kept in self._latents.items() if path.is_file()}
+        saved = [f"go on with: {sample.command(path, is_begun=is_begun)}" for path, (sample, is_begun) in there.items()]
         rest = len(self._files) - len(finished) - len(there)
-        if not (finished or kept) or rest <= 0:
-            return [*finished, *kept]
+        if not (finished or saved) or rest <= 0:
+            return [*finished, *saved]
         begun = sum(is_begun for _, is_begun in there.values())
         counts = {"finished": len(finished), "with saved latents": len(there) - begun, "begun": begun}
         states = [f"{count} {state}" for state, count in counts.items() if count or state == "finished"]
         line = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"
-        return [*finished, *kept, line + (": the same command goes on" if self._may_repeat else "")]
+        return [*finished, *saved, line + (": the same command goes on" if self._can_repeat else "")]

@@ -20,7 +20,7 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path
@@ -146,7 +146,7 @@ def fitting_line(plan: Plan) -> str:
     return f"the colors of this autoencoder's latents are not known yet: they are fitted first{kept}"
 
 
-def preview_map(plan: Plan, models: LoadedModels, record: RunRecord) -> PreviewMap | None:
+def preview_map(plan: Plan, models: LoadedModels, record: Events) -> PreviewMap | None:
     """Return the map of a plan's autoencoder, fitted and cached if necessary.
 
     Returns None, with a warning, if fitting does not fit in memory. Raises CheckpointError if the autoencoder's weights
@@ -179,8 +179,8 @@ def preview_map(plan: Plan, models: LoadedModels, record: RunRecord) -> PreviewM
 class Previews:
     """Writes previews as `output.preview_every` asks, and at the end of exploring. A failure ends only the previews."""
 
-    def __init__(self, plan: Plan, map_: PreviewMap, record: RunRecord) -> None:
-        self._settings, self._map, self._reporter = plan.settings, map_, record.reporter
+    def __init__(self, plan: Plan, map_: PreviewMap, record: Events) -> None:
+        self._settings, self._map, self._events = plan.settings, map_, record
         self._failed = False
 
     def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
@@ -193,7 +193,9 @@ class Previews:
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         try:
             frames_THWC = enlarged(self._map.frames(predicted_CTHW()), longest_side=_GIF_SIDE)
-            write_media([frames_THWC], preview_path(sample.target), fps=fps, format=MediaFormat.GIF)
+            path = preview_path(sample.target)
+            write_media([frames_THWC], path, fps=fps, format=MediaFormat.GIF)
+            self._events.on_preview(path)
         except (OsoraError, OSError, RuntimeError) as error:
             self._failed = True
-            self._reporter.warn(f"there are no more previews: {error}")
+            self._events.reporter.warn(f"there are no more previews: {error}")

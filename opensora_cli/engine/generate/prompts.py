@@ -3,9 +3,9 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import plain
@@ -18,7 +18,8 @@ from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.sampling import MAX_SEED
 
 ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
-OWN_KEYS = ("prompt", "negative_prompt", "sampling.seed", "condition.references")
+_REFERENCES = "condition.references"
+OWN_KEYS = ("prompt", "negative_prompt", "sampling.seed", _REFERENCES)
 """Settings that may differ between rows with the same plan."""
 
 _NAME, _SEED = "name", "sampling.seed"
@@ -29,14 +30,12 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a file of prompts."""
+    """Row of a file of prompts."""
 
     number: int
     """From 1, without the header and blank lines."""
-    own: Mapping[str, object]
-    """Values of `OWN_KEYS` in this row."""
-    shape: tuple[tuple[str, Given], ...] = ()
-    """Its other settings: rows that have the same are planned once."""
+    given: Mapping[str, Given] = field(default_factory=dict)
+    """Settings of the row."""
     name: str | None = None
     """Name of the result, without the folder."""
     problem: str | None = None
@@ -45,7 +44,13 @@ class Row:
     @property
     def prompt(self) -> str:
         """Prompt of the row; empty if it has none."""
-        return str(self.own.get("prompt", ""))
+        return str(self.given["prompt"].value) if "prompt" in self.given else ""
+
+    @property
+    def shape(self) -> tuple[tuple[str, Given], ...]:
+        """Settings of the row that decide its plan: rows of one shape are planned alike."""
+        own = [(key, given) for key, given in self.given.items() if key not in OWN_KEYS]
+        return tuple(sorted(own, key=lambda pair: pair[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ def read_prompts(path: Path) -> list[Row]:
     for number, values in enumerate(cells, start=1):
         row = values if isinstance(values, str) else _row(number, values, keys, path, folder)
         if isinstance(row, str):
-            row = Row(number, {}, problem=row)
+            row = Row(number, problem=row)
         elif row.name is not None and names.setdefault(row.name, number) != number:
             row = replace(row, problem=f"name={row.name} is that of row {names[row.name]}")
         rows.append(row)
@@ -115,7 +120,7 @@ def _of_text(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _of_json(path: Path) -> Iterator[dict[str, object] | str]:
-    """Yield the objects of a file, or why a line is none."""
+    """Yield the object of each line, or the reason why it has none."""
     for line in _lines(path):
         try:
             values = json.loads(line)
@@ -146,9 +151,8 @@ def _of_table(path: Path) -> Iterator[dict[str, object] | str]:
 
 
 def _row(number: int, values: Mapping[str, object], keys: dict[str, str], path: Path, folder: Path) -> Row | str:
-    """Return a row, or why it is none; `keys` are the settings of the columns that were seen so far."""
-    own: dict[str, object] = {}
-    shape: list[tuple[str, Given]] = []
+    """Return a row, or the reason why it cannot be used; `keys` collects the setting of each column."""
+    given: dict[str, Given] = {}
     name: str | None = None
     for column, value in values.items():
         if column not in keys:
@@ -158,20 +162,40 @@ def _row(number: int, values: Mapping[str, object], keys: dict[str, str], path: 
             continue
         if key == _NAME:
             name = str(value)
-        elif key == "condition.references":
-            own[key] = _references(value, folder)
+        elif key == _REFERENCES:
+            listed = value.split(";") if isinstance(value, str) else value if isinstance(value, list) else [value]
+            files = map(str, listed)
+            given[key] = Given(tuple(str(folder / file.strip()) for file in files if file.strip()), f"row {number}")
         elif key in OWN_KEYS:
-            own[key] = value
+            given[key] = Given(value, f"row {number}")
         else:
-            shape.append((key, Given(_plain(value), f"column {column}")))
+            # A value that can be compared, and is read like a typed one.
+            typed = value if isinstance(value, str | int | float | bool) else ",".join(map(str, cast(list[Any], value)))
+            given[key] = Given(typed, f"column {column}")
+    own: dict[str, Any] = {key: at.value for key, at in given.items()}
     if not str(own.get("prompt", "")).strip():
         return "prompt is empty"
-    problem = _problem(own, name)
-    return problem or Row(number, own, tuple(sorted(shape, key=lambda pair: pair[0])), name)
+    seed = own.get(_SEED, 0)
+    try:
+        seed_number = int(seed) if isinstance(seed, float) and seed.is_integer() else int(str(seed))
+    except ValueError:
+        seed_number = -1
+    if not 0 <= seed_number <= MAX_SEED:
+        return f"seed={plain(str(seed))} must be a whole number of at least 0 and at most {MAX_SEED}"
+    if _SEED in given:
+        given[_SEED] = Given(seed_number, f"row {number}")  # parquet has 3.0 in a column with empty cells
+    for file in own.get(_REFERENCES, ()):
+        if not os.path.exists(file):
+            return f"{file} does not exist"
+    if name is not None and (
+        name.startswith(".") or {"/", "\\", "\0"} & set(name) or len(os.fsencode(name)) > _LONGEST_NAME
+    ):
+        return f"name={plain(name)} must be the name of a file, without a folder, of at most {_LONGEST_NAME} bytes"
+    return Row(number, given, name)
 
 
 def _key(column: str, path: Path) -> str:
-    """Return what a column gives; a RequestError if it is nothing, or of all rows together."""
+    """Return the setting of a column; raise RequestError if it has none, or one that all rows share."""
     known = {**_SHORT, **{name: flag.key for name, flag in FLAGS.items() if not flag.is_negated}}
     key = known.get(column) or (column if column in all_keys(GenerateSettings) else None)
     if key is None:
@@ -183,32 +207,3 @@ def _key(column: str, path: Path) -> str:
     if key.startswith(_OF_ALL_ROWS):
         raise RequestError(f"{path}: {column} is the same for all rows", hint="give it on the command line")
     return key
-
-
-def _plain(value: Any) -> object:
-    """Return a value that can be compared and is read like a typed one."""
-    return value if isinstance(value, str | int | float | bool) else ",".join(map(str, value))
-
-
-def _references(value: Any, folder: Path) -> tuple[str, ...]:
-    files = value.split(";") if isinstance(value, str) else map(str, value if isinstance(value, list) else [value])
-    return tuple(str(folder / file.strip()) for file in files if file.strip())
-
-
-def _problem(own: Mapping[str, Any], name: str | None) -> str | None:
-    """Return what is wrong with a row as far as that is cheap to know."""
-    seed = own.get(_SEED, 0)
-    try:
-        number = int(seed) if isinstance(seed, float) and seed.is_integer() else int(str(seed))
-    except ValueError:
-        number = -1
-    if not 0 <= number <= MAX_SEED:
-        return f"seed={plain(str(seed))} must be a whole number of at least 0 and at most {MAX_SEED}"
-    missing = [file for file in own.get("condition.references", ()) if not os.path.exists(file)]
-    if missing:
-        return f"{missing[0]} does not exist"
-    if name is not None and (
-        name.startswith(".") or {"/", "\\", "\0"} & set(name) or len(os.fsencode(name)) > _LONGEST_NAME
-    ):
-        return f"name={plain(name)} must be the name of a file, without a folder, of at most {_LONGEST_NAME} bytes"
-    return None

@@ -1,4 +1,4 @@
-"""Several processes that make one video: how they are started, agree on a plan, and share the work."""
+"""Ranks of a generation: how they start, agree on a plan, and share the work."""
 
 import socket
 from collections import deque
@@ -19,7 +19,9 @@ from opensora_cli.core.rank_link import beat, device_is_gpu
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
-from opensora_cli.engine.generate.plan import Chain
+from opensora_cli.engine.estimate.offload import ON_DEVICE
+from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain
 from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
@@ -27,6 +29,7 @@ from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
     DeviceType,
+    WatchedReporter,
     agreed,
     device_type,
     joined,
@@ -51,49 +54,32 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 _HOST = torch.device("cpu")
 _LONGEST = timedelta(days=30)
-"""Time that the first finished rank waits for the last."""
+"""Longest time that a finished rank waits for the others."""
 _TILES_AHEAD = 2
-"""Decoded tiles that a rank holds until rank 0 takes them."""
+"""Decoded tiles that a rank holds until rank 0 receives them."""
 
 
 def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
-    """Return rank 0's tensors, each on the device of its rank; what the others give does not matter."""
+    """Return rank 0's tensors, each on the device of its rank; the tensors of other ranks are ignored."""
     is_main = dist.get_rank() == 0
-    outlines = broadcast_json([(tensor.shape, _dtype_name(tensor)) for tensor in tensors or ()] if is_main else [])
+    outlines = [(tensor.shape, str(tensor.dtype).removeprefix("torch.")) for tensor in tensors or ()]
+    outlines = broadcast_json(outlines if is_main else [])
     if is_main:
-        there = [tensor.to(device).contiguous() for tensor in tensors or ()]
+        received = [tensor.to(device).contiguous() for tensor in tensors or ()]
     else:
-        there = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in outlines]
-    for tensor in there:
+        received = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in outlines]
+    for tensor in received:
         dist.broadcast(tensor, src=0)
-    return there
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def least(number: int) -> int:
-    """Return the smallest of the numbers that the ranks give."""
-    return int(min(all_gather_json(number)))
-
-
-def _machine_group() -> dist.ProcessGroup:
-    hosts = all_gather_json(socket.gethostname())
-    own = dist.group.WORLD
-    assert own is not None
-    if len(set(hosts)) == 1:
-        return own
-    for host in dict.fromkeys(hosts):
-        group = new_group([rank for rank, name in enumerate(hosts) if name == host])
-        own = group if host == socket.gethostname() else own
-    return own
+    return received
 
 
 class Ranks:
     """All processes of a run, of which rank 0 alone reads references, prints and writes files.
 
-    `device` is that of this process.
+    Args:
+        shape: sizes of the mesh.
+        device: device of this process.
+        exchange: how tokens are exchanged for heads.
     """
 
     def __init__(self, shape: MeshShape, device: torch.device, exchange: ExchangePlan | None = None) -> None:
@@ -102,20 +88,23 @@ class Ranks:
         self.device = device
         self._exchange = exchange or ExchangePlan()
         self._route = open_route(self.mesh, self._exchange)
-        self.machine_group = _machine_group()
+        self._machine_group = _machine_group()
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return dist.get_rank() == 0
 
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share each block's heads and features; None: each has all of them."""
-        return self.mesh.group("tensor") if self.mesh.shape.tensor > 1 else None
+    def models(self) -> LoadedModels:
+        """Return models that the ranks load together, each its part of T5 and of the transformer's blocks."""
+        return LoadedModels(
+            text_group=dist.group.WORLD,
+            tensor_group=self.mesh.group("tensor") if self.mesh.shape.tensor > 1 else None,
+            machine_group=self._machine_group,
+        )
 
     def share_tokens(self, transformer: MMDiT) -> Callable[..., Tensor]:
-        """Return what is called like the transformer, and computes with this rank's share of the tokens."""
+        """Return a function like the transformer that computes this rank's share of the tokens."""
         if self.mesh.shape.ring * self.mesh.shape.ulysses == 1:
             return transformer
         lengths = SequenceLengths.of_mesh(self.mesh)
@@ -132,17 +121,17 @@ class Ranks:
         )
 
     def share_branches(self, velocity: VelocityFn, *, on_evaluation: Callable[[], None]) -> VelocityFn:
-        """Return the same velocity, of which this rank computes its share of the branches; see `SharedBranches`."""
+        """Return the same velocity, computed together: each rank evaluates its share of the branches."""
         if self.mesh.shape.guidance == 1:
             return velocity
         return SharedBranches(velocity, self.mesh.group("guidance"), on_evaluation=on_evaluation)
 
 
 class SharedBranches:
-    """A velocity of which each rank of a group computes some branches, and gets the others' from them.
+    """Velocity whose branches are divided among the ranks of a group; every rank gets all of them.
 
-    All ranks ask for the same. `velocity` is what one rank alone would use, and calls `on_evaluation` itself; here it
-    is called for each branch that another rank computes.
+    All ranks ask for the same branches. `velocity` is the function of a single process, and calls `on_evaluation`
+    itself; here it is called for each branch that another rank evaluates.
     """
 
     def __init__(
@@ -155,7 +144,7 @@ class SharedBranches:
     def __call__(
         self, packed_latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /, cached: CachedStep | None = None
     ) -> dict[Branch, Tensor]:
-        """Return velocity_1ND of every one of `branches` at time `t`."""
+        """Return velocity_1ND of each of `branches` at time `t`."""
         rank, count = dist.get_rank(self._group), dist.get_world_size(self._group)
         asked = packed_latents_1ND, t, branches[rank::count]
         own = self._velocity(*asked) if cached is None else self._velocity(*asked, cached)
@@ -170,10 +159,10 @@ class SharedBranches:
 
 
 class SharedDecoder(nn.Module):
-    """Takes the place of a decoder whose tiles the ranks decode in turn; rank 0 gets all of them.
+    """Replaces a decoder whose tiles the ranks decode in turn; rank 0 gets all tiles.
 
-    All ranks ask for the same tiles in the same order. One that is another's costs a rank nothing, so that it is ahead
-    of rank 0 with the next of its own. What it gets itself are outlines without pixels.
+    All ranks ask for the same tiles in the same order. A rank skips the tiles of others, and so runs ahead of rank 0
+    with its own. Ranks other than 0 get tensors without pixels.
     """
 
     def __init__(self, vae: Autoencoder) -> None:
@@ -190,7 +179,7 @@ class SharedDecoder(nn.Module):
         store: torch.device | None = None,
         canvas: torch.device | None = None,
     ) -> Tensor:
-        """Return the pixels of a tile, in the host's memory; see `Autoencoder.decode`."""
+        """Return the pixels of a tile, on the CPU; see `Autoencoder.decode`."""
         owner, rank = self._asked % dist.get_world_size(), dist.get_rank()
         self._asked += 1
         if owner == rank:
@@ -209,7 +198,7 @@ class SharedDecoder(nn.Module):
         return pixels_BCTHW
 
     def wait(self) -> None:
-        """Wait until rank 0 has what this one sent."""
+        """Wait until rank 0 has received all tiles of this rank."""
         while self._sent:
             self._sent.popleft()[0].wait()
 
@@ -223,7 +212,7 @@ class SharedDecoder(nn.Module):
 
 @contextmanager
 def shared_tiles(vae: Autoencoder) -> Iterator[SharedDecoder]:
-    """Let the ranks share the tiles of an autoencoder inside the block."""
+    """Share the tiles of an autoencoder among the ranks inside the block."""
     decoder = vae.decoder
     shared = SharedDecoder(vae)
     vae.decoder = shared
@@ -233,65 +222,68 @@ def shared_tiles(vae: Autoencoder) -> Iterator[SharedDecoder]:
         vae.decoder = decoder
 
 
-def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = (), command: str = "generate") -> None:
-    """Run a command in processes of their own, of which the first prints; return when all are done.
+def _machine_group() -> dist.ProcessGroup:
+    """Return the group of the ranks on this machine; all ranks call it."""
+    hosts = all_gather_json(socket.gethostname())
+    own = dist.group.WORLD
+    assert own is not None
+    if len(set(hosts)) == 1:
+        return own
+    for host in dict.fromkeys(hosts):
+        group = new_group([rank for rank, name in enumerate(hosts) if name == host])
+        own = group if host == socket.gethostname() else own
+    return own
 
-    The ranks read the validated settings from a file, and get the `flags` of the command line. Errors as `launch`.
+
+def start_ranks(
+    settings: GenerateSettings, command: str, arguments: Sequence[str], *, gives_settings: bool = True
+) -> None:
+    """Run a command in ranks on this machine, of which the first prints; return when all are done.
+
+    With `gives_settings` the ranks read these settings from a file. Errors are those of `launch`.
     """
     with log_folder(command) as log_dir:
-        request = _ranks_to_start(settings, log_dir)
-        values = settings.model_dump(mode="json")
-        saved = write_settings(log_dir, {"schema": SIDECAR_SCHEMA, "settings": values})
-        launch(request, [command, "--from", str(saved), *flags])
-
-
-def start_ranks_of_rows(settings: GenerateSettings, arguments: Sequence[str]) -> None:
-    """Run a command line in processes of their own, which find out that they are ranks; errors as `launch`."""
-    with log_folder("generate") as log_dir:
-        launch(_ranks_to_start(settings, log_dir), arguments)
-
-
-@contextmanager
-def joined_for_rows(context: RankContext) -> Iterator[dist.ProcessGroup]:
-    """Join the other ranks on the CPU, and yield a group in which one may wait for days until the others are done."""
-    with joined(context, device_type="cpu"):
-        group = dist.new_group(backend="gloo", timeout=_LONGEST)
-        assert group is not None
-        beat("rows")
-        yield group
-
-
-def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
-    """Return the device on which a rank makes rows of its own, the current one from here on; errors as `joined`."""
-    settings = settings_of_ranks(settings, context)
-    device = rank_device(context, device_type(settings.runtime.device))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        device_is_gpu()
-    return str(device)
+        request = _launch_request(settings, log_dir)
+        if gives_settings:
+            values = settings.model_dump(mode="json")
+            saved = write_settings(log_dir, {"schema": SIDECAR_SCHEMA, "settings": values})
+            arguments = ["--from", str(saved), *arguments]
+        launch(request, [command, *arguments])
 
 
 def require_devices(settings: GenerateSettings) -> None:
-    """Raise a RequestError if the settings are for several machines, a HardwareError if devices are too few."""
-    _ranks_to_start(settings, Path()).check()
+    """Raise RequestError if the settings are for several machines, and HardwareError if devices are too few."""
+    _launch_request(settings, Path()).check()
+
+
+def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
+    # Numbered devices are GPUs: processes on a CPU are started only if the CPU is asked for.
+    kind: DeviceType = "cpu" if settings.runtime.device == "cpu" else "cuda"
+    return LaunchRequest.of(
+        settings.parallel,
+        gpus=settings.parallel.ranks_per_node,
+        device_type=kind,
+        log_dir=log_dir,
+        output_dir=sample_files(settings, 0).media.parent,
+    )
 
 
 def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware | None:
-    """Return the kind of device that ranks are planned on where this machine has none, with a warning; None: it has."""
+    """Return the device to plan for, with a warning, if this machine lacks the devices; None if it has them."""
     if settings.parallel.world_size == 1:
         return None
     try:
         require_devices(settings)
     except HardwareError as error:
-        there = torch.cuda.is_available()
-        on = "the GPU that is here" if there else "CUDA GPUs, whose free memory is not known"
-        reporter.warn(f"this machine could not run it: {error.message}; planned on {on}")
-        return None if there else hardware_of_ranks(settings)
+        has_gpu = torch.cuda.is_available()
+        planned = "the GPU of this machine" if has_gpu else "CUDA GPUs, whose free memory is not known"
+        reporter.warn(f"this machine could not run it: {error.message}; planned on {planned}")
+        return None if has_gpu else hardware_of_ranks(settings)
     return None
 
 
 def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
-    """Return the kind of device that ranks start on, none of which is asked; `gpu`: of a machine that is not here."""
+    """Return the kind of device that ranks run on, without asking a device; `gpu` describes that of another machine."""
     kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
     dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
     dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
@@ -300,43 +292,15 @@ def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = N
     return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)
 
 
-def _ranks_to_start(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
-    parallel = settings.parallel
-    # Devices by number are GPUs: processes on a CPU are started only where the CPU is asked for.
-    kind: DeviceType = "cpu" if settings.runtime.device == "cpu" else "cuda"
-    return LaunchRequest.of(
-        parallel,
-        gpus=parallel.ranks_per_node,
-        device_type=kind,
-        log_dir=log_dir,
-        output_dir=sample_files(settings, 0).media.parent,
-    )
-
-
 @contextmanager
-def planned_on_ranks(
-    settings: GenerateSettings, context: RankContext, reporter: Reporter
-) -> Iterator[tuple[Chain, Ranks]]:
-    """Join the other ranks, and yield the jobs on which all have agreed, for this rank's device.
-
-    Errors are those of `joined_to_generate` and of `chain_of_rank`.
-    """
-    with joined_to_generate(settings, context, reporter) as (agreed_settings, device):
-        chain = chain_of_rank(agreed_settings, device)
-        yield chain, Ranks(chain.video.mesh, device, chain.video.exchange)
-
-
-@contextmanager
-def joined_to_generate(
+def joined_ranks(
     settings: GenerateSettings, context: RankContext, reporter: Reporter
 ) -> Iterator[tuple[GenerateSettings, torch.device]]:
-    """Join the other ranks, and yield the settings on which all have agreed, and this rank's device.
-
-    Rank 0's settings count; where they are not set, those of `context`.
+    """Join the other ranks, and yield the settings of rank 0 and this rank's device.
 
     Raises:
         RequestError: the settings ask for another number of ranks, or contradict themselves.
-        HardwareError: there is no such device, or the ranks don't find each other.
+        HardwareError: there is no such device, or the ranks do not find each other.
     """
     settings = settings_of_ranks(settings, context)
     if context.is_main:
@@ -354,4 +318,30 @@ def chain_of_rank(settings: GenerateSettings, device: torch.device) -> Chain:
     All ranks call it. Errors are those of `make_chain`.
     """
     hardware = rank_hardware(settings, device=str(device))
-    return make_chain(settings, hardware=replace(hardware, free_bytes=least(hardware.free_bytes)))
+    return make_chain(settings, hardware=replace(hardware, free_bytes=min(all_gather_json(hardware.free_bytes))))
+
+
+@contextmanager
+def joined_for_rows(context: RankContext) -> Iterator[dist.ProcessGroup]:
+    """Join the other ranks on the CPU, and yield a group in which a rank may wait for days for the others."""
+    with joined(context, device_type="cpu"):
+        group = dist.new_group(backend="gloo", timeout=_LONGEST)
+        assert group is not None
+        beat("rows")
+        yield group
+
+
+def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
+    """Return the device on which a rank makes its own rows, and make it the current device; errors as `joined`."""
+    settings = settings_of_ranks(settings, context)
+    device = rank_device(context, device_type(settings.runtime.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        device_is_gpu()
+    return str(device)
+
+
+def watched(reporter: Reporter) -> WatchedReporter:
+    """Return a reporter of a rank, whose stages the launcher watches."""
+    first = [f"{role} {stage}" for role in (PICTURE, DRAFT) for stage in ON_DEVICE]
+    return WatchedReporter(reporter, on_device=[*ON_DEVICE, *first])

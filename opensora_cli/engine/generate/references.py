@@ -21,7 +21,7 @@ from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import PICTURE_MODE
@@ -207,7 +207,7 @@ def encode_references(
 
 
 def reference_latents(
-    plan: Plan, references: Sequence[Reference], models: LoadedModels, record: RunRecord
+    plan: Plan, references: Sequence[Reference], models: LoadedModels, record: Events
 ) -> list[torch.Tensor] | None:
     """Return the latents_CTHW of each reference, as a stage of a run; None without references."""
     if not references:

@@ -5,12 +5,13 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, OutputError
+from opensora_cli.core.exceptions import CheckpointError, InUseError, OsoraWarning, OutputError
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
@@ -133,26 +134,26 @@ def sheet_path(first: Path) -> Path:
     return first.with_name(f"{first.stem}.explore.png")
 
 
+def segment_path(latents: Path, segment: int) -> Path:
+    """Return the file for the latents of a finished segment, beside those of its sample."""
+    return latents.with_name(f"{latents.name.removesuffix(LATENTS_ENDING)}.segment{segment + 1}{LATENTS_ENDING}")
+
+
 def remove_latents(latents: Path) -> None:
-    """Remove the saved latents of a complete result, or warn if that fails."""
+    """Remove the saved latents of a complete result and of its segments, or warn if that fails."""
     try:
         latents.unlink(missing_ok=True)
+        for segment in count():
+            if not (path := segment_path(latents, segment)).exists():
+                break
+            path.unlink()
     except OSError as error:
         message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
         warnings.warn(message, OsoraWarning, stacklevel=2)
 
 
 class Claims(ExitStack):
-    """Names and requests that no other process may use until the block ends.
-
-    Args:
-        repeats: Whether to make a request under the next name if another process is making it. Several devices may
-            meet equal rows of one file.
-    """
-
-    def __init__(self, *, repeats: bool = False) -> None:
-        super().__init__()
-        self.repeats = repeats
+    """Names and requests that no other process may use until the block ends."""
 
 
 def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, claims: Claims | None) -> SampleFiles:
@@ -164,8 +165,9 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
 
     Raises:
         CheckpointError: The latents to resume from are of another request.
-        OutputError: A named file, its sidecar, or its latents exist from another request; another process makes them;
-            or no file can have such a name.
+        OutputError: A named file, its sidecar, or its latents exist from another request; or no file can have such a
+            name.
+        InUseError: Another process makes the same result.
     """
     is_named = settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
     has_one_name = is_named or settings.output.overwrite
@@ -173,8 +175,8 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
     with ExitStack() as locks:
         if claims is not None and not is_named:
             lock = lock_beside(sample.media, f"{request_sha256} {sample.media.name}")
-            if not locks.enter_context(locked_file(lock)) and not claims.repeats:
-                raise OutputError(
+            if not locks.enter_context(locked_file(lock)):
+                raise InUseError(
                     f"another run is making the same result in {sample.media.parent}: {lock_holder(lock)}",
                     hint="wait until it ends, or use another --out",
                 )
@@ -193,7 +195,7 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
                             claims.push(locks.pop_all())
                         return found
                 elif has_one_name:
-                    raise OutputError(
+                    raise InUseError(
                         f"{sample.media} is being made by another run: {lock_holder(lock)}",
                         hint="wait until it ends, or use another --out",
                     )

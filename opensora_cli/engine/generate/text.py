@@ -23,8 +23,9 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.events import RunRecord
-from opensora_cli.engine.generate.models import LoadedModels, prompt_readers, retried
+from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.loading import prompt_readers
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Chain, Plan, alone
 from opensora_cli.engine.generate.planning import require_fit
 from opensora_cli.engine.generate.ranks import broadcast_tensors
@@ -57,7 +58,7 @@ def _texts_of(settings: GenerateSettings) -> list[str]:
     return [*dict.fromkeys((*prompts, settings.negative_prompt))]
 
 
-def text_embeds(plan: Plan, models: LoadedModels, record: RunRecord) -> tuple[PromptEmbeds, ...]:
+def text_embeds(plan: Plan, models: LoadedModels, record: Events) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment, inside `computing`, from the cache as far as it has them.
 
     Raises:
@@ -76,7 +77,7 @@ def text_embeds(plan: Plan, models: LoadedModels, record: RunRecord) -> tuple[Pr
 
 
 def encode_prompts(
-    plan: Plan, models: LoadedModels, record: RunRecord, known: Mapping[str, TextEmbeds] = _NOTHING
+    plan: Plan, models: LoadedModels, record: Events, known: Mapping[str, TextEmbeds] = _NOTHING
 ) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment; encode and cache the texts that are not `known`."""
     runtime, found = plan.settings.runtime, dict(known)

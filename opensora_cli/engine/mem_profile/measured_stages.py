@@ -23,7 +23,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.models import move_but, streamed_blocks, waiting_modulation
+from opensora_cli.engine.generate.loading import host_modulation, move_except, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
@@ -162,7 +162,7 @@ def random_transformer(plan: Plan) -> MMDiT:
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_fake_loras(transformer, lora_ranks(plan.loras))
-    for layer in waiting_modulation(transformer, offload):
+    for layer in host_modulation(transformer, offload):
         fill_randomly(layer, torch.device("cpu"))
     streams = offload.mode is OffloadMode.BLOCKS
     if streams or offload.in_8_bits:
@@ -174,7 +174,7 @@ def random_transformer(plan: Plan) -> MMDiT:
                 if offload.fp8_storage:
                     store_in_fp8(block)
                 if not streams:
-                    move_but(waiting_modulation(transformer, offload), block, device)
+                    move_except(host_modulation(transformer, offload), block, device)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))

@@ -23,9 +23,7 @@ from opensora_cli.engine.ckpt.hub import HubFile, HubRepo
 from opensora_cli.engine.ckpt.hub_records import read_listing
 from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
-from opensora_cli.engine.generate.manifest import Manifest
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
-from opensora_cli.engine.generate.prompts import Shard
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.train.running_states import read_running_states
 from opensora_cli.engine.train.state import random_states, read_update_counts, restore_random_states
@@ -107,11 +105,6 @@ def _read_cache(path: Path) -> None:
     is_cache_of(path.parent, CLIPS)
 
 
-def _read_manifest(path: Path) -> None:
-    with Manifest(path.parent, Shard()) as manifest:
-        manifest.finished("a")
-
-
 def _read_journal(path: Path) -> None:
     journal = ScanJournal(path.with_name(path.name.removesuffix(".scan.jsonl")))
     journal.read()
@@ -180,8 +173,6 @@ RUNNING = {
 FINDING = Finding(
     path="a.mp4", size=1, mtime_ns=2, facts=MediaFacts(num_frames=1, height=8, width=8, fps=1.0), is_deep=False
 )
-OUTPUT = {"path": "a.png", "seed": 1, "bytes": 3}
-LINE = {"row": 1, "key": "a", "prompt": "x", "status": "done", "outputs": [OUTPUT], "seconds": 1.0}
 SIDECAR = {
     "schema": SIDECAR_SCHEMA,
     "file": "a.png",
@@ -213,7 +204,6 @@ KINDS = {
         "a.latents.safetensors",
         _write_latents,
     ),
-    "manifest": Kind(LINE, _read_manifest, "manifest.jsonl", lambda path, text: path.write_text(text + "\n")),
     "journal": Kind(json.loads(FINDING.to_line()), _read_journal, "clips.csv.scan.jsonl"),
     "hash of a table": Kind({"table_sha256": HASH}, _read_journal, "clips.csv.scan.jsonl"),
     "index of shards": Kind(
@@ -246,7 +236,7 @@ KINDS = {
 }  # fmt: skip
 
 
-_IGNORED = ("log", "manifest", "journal", "hash of a table", "listing of the Hub", "preview map")
+_IGNORED = ("log", "journal", "hash of a table", "listing of the Hub", "preview map")
 """Lines and caches that are made again where they are wrong."""
 
 

@@ -16,8 +16,6 @@ from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
 from opensora_cli.engine.ckpt.hub_records import read_listing, read_record
 from opensora_cli.engine.data.journal import ScanJournal
-from opensora_cli.engine.generate.manifest import Manifest
-from opensora_cli.engine.generate.prompts import Shard
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
 from opensora_cli.engine.train.watching.logs import JsonLog
 from opensora_cli.engine.train.watching.samples import remove_later
@@ -25,11 +23,6 @@ from opensora_cli.engine.train.watching.samples import remove_later
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
 
 _FILE = HubFile(repo="a/b", commit="0" * 40, name="x", size=3, digest="0" * 64)
-
-
-def _manifest(folder: Path) -> None:
-    with Manifest(folder, Shard()):
-        pass
 
 
 def _journal(folder: Path) -> None:
@@ -67,9 +60,6 @@ def _checkpoint_file(folder: Path) -> None:
 
 
 PLACES = {
-    ".osora-manifest.jsonl.lock": _manifest,
-    "manifest.jsonl": _manifest,
-    "manifest-2of3.jsonl": _manifest,
     "clips.csv.scan.jsonl": _journal,
     "rank0.log": _rank_log,
     "rank0.log of itself": _log_of_this_rank,
@@ -101,8 +91,8 @@ def test_a_folder_in_place_of_a_journal_is_not_removed(tmp_path: Path) -> None:
     assert path.is_dir()
 
 
-@pytest.mark.parametrize("name", ["manifest.jsonl", "clips.csv.scan.jsonl"])
-def test_a_linked_folder_is_written_to(name: str, tmp_path: Path) -> None:
+def test_a_linked_folder_is_written_to(tmp_path: Path) -> None:
+    name = "clips.csv.scan.jsonl"
     (tmp_path / "real").mkdir()
     (tmp_path / "linked").symlink_to("real")
     PLACES[name](tmp_path / "linked")

@@ -21,10 +21,10 @@ from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.loading import load_t5
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
@@ -300,7 +300,7 @@ def test_encoding_takes_what_was_estimated(changes: dict[str, object]):
 
 def test_reading_the_prompts_takes_what_was_estimated():
     plan = plan_of({"text.t5_max_length": 24, "runtime.prompt_cache": False})
-    record = RunRecord(SilentReporter())
+    record = Events(SilentReporter())
     with LoadedModels(stay=True) as models, models.text_encoders(plan, record) as encoders:
         expected = counted(lambda: encode_prompts(plan, models, record))
     stage = estimated(plan, OffloadPlan())["text"]
@@ -310,7 +310,7 @@ def test_reading_the_prompts_takes_what_was_estimated():
 
 @SLOW
 def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
-    layers = generate_models.load_t5(plan_of({})).blocks
+    layers = load_t5(plan_of({})).blocks
     whole = sum(weight.nbytes for weight in layers.parameters())
     alone, three, four, five = (
         estimated(plan_of({"parallel.gpus": ranks}), OffloadPlan())["text"].weight_bytes for ranks in (1, 3, 4, 5)
@@ -418,7 +418,7 @@ def test_models_stay_where_nothing_is_offloaded():
 
 def test_of_the_text_encoder_only_some_layers_stay_when_it_is_streamed():
     plan = plan_of({})
-    layers = generate_models.load_t5(plan).blocks
+    layers = load_t5(plan).blocks
     whole, streamed = (estimated(plan, OffloadPlan(stream_text=chosen))["text"] for chosen in (False, True))
     saved = sum(weight.nbytes for weight in layers.parameters())
     held = streaming_bytes([slot_bytes(layer) for layer in layers], resident=2)

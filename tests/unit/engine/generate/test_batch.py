@@ -7,7 +7,7 @@ import psutil
 import pytest
 from tiny_world import DEMO_SIZES, demo_settings
 
-from opensora_cli.core.exceptions import BatchError, CheckpointError, RequestError
+from opensora_cli.core.exceptions import BatchError, CheckpointError, InUseError, RequestError
 from opensora_cli.engine.generate import batch, denoise
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
@@ -60,10 +60,6 @@ def run(request, rows, reporter, *, shard="1/1"):
     return generate_rows(request, rows, shard=Shard.of(shard), reporter=reporter)
 
 
-def lines_of(result):
-    return [json.loads(line) for line in result.manifest.read_text().splitlines()]
-
-
 def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked, rows_of, reporter, monkeypatch):
     (tmp_path / "broken.png").write_bytes(b"no picture")
     rows = rows_of(ROWS.format(picture=world.picture, broken=tmp_path / "broken.png"))
@@ -84,17 +80,10 @@ def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked
     assert video.path.read_bytes() == result.outputs[1].read_bytes()
     assert json.loads((tmp_path / "out" / "dunes.mp4.json").read_text())["given_frames_psnr_db"] is not None
 
-    written = {line["row"]: line for line in lines_of(result)}
-    assert {row: line["status"] for row, line in written.items()} == {
-        1: "done", 2: "done", 3: "failed", 4: "failed", 5: "done",
-    }  # fmt: skip
-    assert written[2]["outputs"] == [{"path": "dunes.mp4", "seed": 8, "bytes": result.outputs[1].stat().st_size}]
     assert reporter.totals["rows"] == reporter.advanced["rows"] == 5
 
-    # A rerun computes nothing but what is missing, and mends a manifest that a crash has cut off.
+    # A rerun computes only what is missing.
     result.outputs[0].unlink()
-    with result.manifest.open("a") as file:
-        file.write('{"row": 9, "key"')
     evaluated = []
     sample = denoise.sample_latents
     monkeypatch.setattr(denoise, "sample_latents", lambda *a, **k: evaluated.append(k["seed"]) or sample(*a, **k))
@@ -102,9 +91,8 @@ def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked
     assert (again.made, again.kept, len(again.failed)) == (1, 2, 2)
     assert again.outputs == result.outputs
     assert evaluated == [7]
-    assert [line["row"] for line in lines_of(again)][-3:] == [3, 4, 1]
-    assert sorted(path.suffix for path in again.manifest.parent.iterdir()) == sorted(
-        [".mp4", ".mp4", ".png", ".json", ".json", ".json", ".jsonl"]
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == sorted(
+        [".mp4", ".mp4", ".png", *[".json"] * 3]
     )
 
 
@@ -152,16 +140,33 @@ def test_10_000_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, 
     assert result.lines()[0] == "rows      2500 of 1 shape, and 0 that would be refused"
 
 
-def test_shards_have_manifests_of_their_own_and_read_all(asked, rows_of, reporter):
+def test_shards_make_different_rows(asked, rows_of, reporter):
     rows = rows_of("sea\ndesert\n", kind="txt")
     request = asked(video__num_frames=1)
     parts = [run(request, rows, reporter, shard=f"{index}/2") for index in (1, 2)]
-    assert [(part.rows, part.made, part.manifest.name) for part in parts] == [
-        (1, 1, "manifest-1of2.jsonl"),
-        (1, 1, "manifest-2of2.jsonl"),
-    ]
+    assert [(part.rows, part.made) for part in parts] == [(1, 1), (1, 1)]
     whole = run(request, rows, reporter)
     assert (whole.made, whole.kept) == (0, 2)
+
+
+def test_rows_that_another_process_makes_are_waited_for(asked, rows_of, reporter, monkeypatch):
+    rows, request = rows_of("sea\ndesert\n", kind="txt"), asked(video__num_frames=1)
+    generate_alone, busy, order = batch.generate, ["sea", "sea"], []
+
+    def generate_beside_another(settings, **options):
+        order.append(settings.prompt)
+        if settings.prompt in busy:
+            busy.remove(settings.prompt)
+            raise InUseError("another run is making the same result")
+        return generate_alone(settings, **options)
+
+    monkeypatch.setattr(batch, "generate", generate_beside_another)
+    monkeypatch.setattr(batch, "_LOOK_S", 0.0)
+    result = run(request, rows, reporter)
+    assert order == ["sea", "desert", "sea", "sea"]
+    assert (result.made, result.failed, [path.stem for path in result.outputs]) == (
+        2, (), ["sea_seed42", "desert_seed42"],
+    )  # fmt: skip
 
 
 def test_names_for_evaluation(asked, rows_of, reporter):
@@ -174,7 +179,7 @@ def test_names_for_evaluation(asked, rows_of, reporter):
         rows_of("sea\nsea\n", kind="txt"),
         reporter,
     )
-    assert (other.made, [path.name for path in other.outputs]) == (2, ["sea-0.png", "sea-0.png"])
+    assert (other.made, other.kept, [path.name for path in other.outputs]) == (1, 1, ["sea-0.png", "sea-0.png"])
 
 
 def test_what_is_wrong_with_every_row_is_wrong_with_the_request(tmp_path, asked, rows_of, reporter):
@@ -195,14 +200,14 @@ def test_what_is_wrong_with_every_row_is_wrong_with_the_request(tmp_path, asked,
 
 
 def test_ctrl_c_says_how_much_is_finished(asked, rows_of, reporter, monkeypatch):
-    carry_out = batch.carry_out
+    generate_alone = batch.generate
 
-    def interrupt(plan, *args, **options):
-        if plan.settings.prompt == "desert":
+    def interrupt(settings, **options):
+        if settings.prompt == "desert":
             raise KeyboardInterrupt
-        return carry_out(plan, *args, **options)
+        return generate_alone(settings, **options)
 
-    monkeypatch.setattr(batch, "carry_out", interrupt)
+    monkeypatch.setattr(batch, "generate", interrupt)
     with pytest.raises(KeyboardInterrupt, match="1 of 2 rows are finished: the same command goes on"):
         run(asked(video__num_frames=1), rows_of("sea\ndesert\n", kind="txt"), reporter)
 
@@ -223,7 +228,7 @@ def test_a_thousand_clips_take_no_more_memory_and_files_than_a_hundred(asked, ro
     reporter.advance = advance
     result = run(asked(video__num_frames=5, sampling__num_inference_steps=1), rows, reporter)
     assert result.made == 1000
-    assert len(os.listdir(result.manifest.parent)) == 2001
+    assert len(os.listdir(result.outputs[0].parent)) == 2000
     (first, files), *_, (last, files_at_the_end) = seen
     assert files_at_the_end == files
     assert last < first * 1.05 + 2**24

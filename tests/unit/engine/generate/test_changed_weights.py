@@ -36,7 +36,7 @@ def file_of(settings, component):
 STAGES = [
     (Component.T5, models, "load_t5", text, "encode_texts"),
     (Component.TRANSFORMER, models, "load_transformer", denoise, "sample_latents"),
-    (Component.VAE, models, "load_vae", decode, "decode_latents"),
+    (Component.VAE, models, "load_autoencoder", decode, "decode_latents"),
 ]
 
 

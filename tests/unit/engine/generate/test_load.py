@@ -8,11 +8,18 @@ from tiny_transformer import transformer
 from tiny_weights import bit_equal, converted
 from tiny_world import released_settings
 
+from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate.models import load_transformer, load_vae, move_but, waiting_modulation
+from opensora_cli.engine.generate.loading import host_modulation, load_transformer, move_except
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.memory.fp8_storage import store_in_fp8
+
+
+def load_vae(plan):
+    path, hardware = plan.weights.path(Component.VAE), plan.hardware
+    return load_autoencoder(plan.settings.vae, path, device=hardware.device, dtype=hardware.dtype)
+
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -71,9 +78,9 @@ def test_modulation_alone_stays_where_it_is(in_8_bits):
     block = model.double_blocks[0]
     if in_8_bits:
         store_in_fp8(block)
-    move_but(waiting_modulation(model, OffloadPlan(modulation_on_host=True)), block, torch.device("meta"))
+    move_except(host_modulation(model, OffloadPlan(modulation_on_host=True)), block, torch.device("meta"))
     here = {name for name, weight in block.named_parameters() if not weight.is_meta}
     kinds = ("weight", "bias", "weight_scale") if in_8_bits else ("weight", "bias")
     assert here == {f"{stream}_mod.lin.{kind}" for stream in ("img", "txt") for kind in kinds}
-    move_but([], block, torch.device("meta"))
+    move_except([], block, torch.device("meta"))
     assert all(weight.is_meta for weight in block.parameters())

@@ -8,10 +8,10 @@ from tiny_world import demo_settings
 
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRANSFORMER
-from opensora_cli.engine.generate import models as generate_models
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried, with_room
 from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -32,7 +32,7 @@ def plan(world, tmp_path):
 
 @pytest.fixture
 def record(reporter):
-    return RunRecord(reporter)
+    return Events(reporter)
 
 
 def changed(plan, **changes):
@@ -92,7 +92,7 @@ def test_only_what_changes_is_loaded_again(plan, record, changes, reloaded):
     assert {stage for stage in first if again[stage] is not first[stage]} == set(reloaded)
     weight = next(again["denoise"].parameters())
     assert weight.dtype is other.hardware.dtype
-    assert again["denoise"].attention is generate_models.attention_backend(other.attention.backend)
+    assert again["denoise"].attention is attention_backend(other.attention.backend)
 
 
 def test_weights_that_change_on_disk_are_loaded_again(world, plan, record):

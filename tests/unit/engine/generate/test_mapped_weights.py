@@ -20,6 +20,7 @@ from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.transformer import transformer_on_cpu
 from opensora_cli.engine.generate import models, planning
+from opensora_cli.engine.generate.loading import host_modulation, streamed_blocks
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
@@ -47,7 +48,7 @@ def bytes_of(*modules):
 
 def waiting_bytes(transformer, made):
     """Return the bytes of the layers of modulation, which run before the first step alone."""
-    return bytes_of(*models.waiting_modulation(transformer, made.offload))
+    return bytes_of(*host_modulation(transformer, made.offload))
 
 
 def stage(made, name="denoise"):
@@ -135,7 +136,7 @@ class TestOfAnotherDtype:
         final = bytes_of(transformer.final_layer.adaLN_modulation)
         in_blocks = bytes_of(*blocks) - (waiting - final)
         outside = bytes_of(transformer) - in_blocks - waiting
-        with TensorBytes() as counter, models.streamed_blocks(made, transformer) as figures:
+        with TensorBytes() as counter, streamed_blocks(made, transformer) as figures:
             assert figures.host_bytes == 0
             assert figures.device_bytes <= counter.live_bytes <= figures.device_bytes + 2 * 4096
         assert stage(made).weight_bytes == outside + figures.device_bytes
@@ -230,7 +231,7 @@ class TestMemoryThatOthersTake:
 
     @pytest.mark.parametrize(("until", "name"), [(0, "text"), (1, "denoise"), (2, "decode")])
     def test_the_stage_does_not_begin(self, world, tmp_path, monkeypatch, reporter, until, name):
-        message = rf"^the stage {name} needs .* of memory for itself, and by now 0\.98 KiB are free"
+        message = rf"^the stage {name} needs .* of memory, and 0\.98 KiB are free now"
         with pytest.raises(HardwareError, match=message) as caught:
             self.run(world, tmp_path, monkeypatch, reporter, until=until, left=1000)
         assert caught.value.exit_code == 4

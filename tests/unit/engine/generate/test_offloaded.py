@@ -9,18 +9,17 @@ from closeness import assert_close
 from safetensors.torch import load_file, save_file
 from tiny_world import released_settings
 
-from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import alone
 from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.engine.generate.references import reference_latents, references_of
+from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.targets import sample_files
@@ -64,12 +63,11 @@ def with_offload(plan, **offload):
 
 def latents_and_frames(plan, reporter):
     """Return the latents of the one sample, and the frames of its video."""
-    record = RunRecord(reporter)
+    record = Events(reporter)
     with torch.inference_mode(), LoadedModels() as models:
         [embeds] = generate_text.encode_prompts(plan, models, record)
-        sample = Sample(alone(plan), plan, sample_files(plan.settings, 0))
-        sample.reference_latents = reference_latents(plan, references_of(plan, reporter), models, record)
-        denoise.denoise_samples([sample], embeds, models, record)
+        sample = Sample(alone(plan), plan, sample_files(plan.settings, 0), references_of(plan, reporter))
+        denoise.denoise_samples([sample], [embeds], models, record)
         latents = sample.denoised.latents_CTHW
         with models.autoencoder(plan, record) as autoencoder:
             frames = torch.cat([*decode.decode_latents(plan, autoencoder, latents)])
@@ -190,7 +188,7 @@ class TestSecondAttempt:
         self, world, tmp_path, reporter
     ):
         settings = released_settings(with_t5_in(torch.bfloat16, world, tmp_path), tmp_path)
-        plan, record = make_plan(settings), RunRecord(reporter)
+        plan, record = make_plan(settings), Events(reporter)
         assert plan.offload.stream_text
         assert plan.with_stronger_offload("text") is None
         [embeds], [expected] = (
@@ -218,15 +216,3 @@ class TestSecondAttempt:
         result = generate(released_settings(world, tmp_path, sampling__num_samples="3"), reporter=reporter)
         assert [seed - seeds[0] for seed in seeds] == [0, 1, 1, 2]
         assert len(result.videos) == 3
-
-    def test_a_second_failure_ends_the_run(self, world, tmp_path, monkeypatch, reporter):
-        calls = []
-
-        def failing(plan, *args, **options):
-            calls.append(plan)
-            raise OUT_OF_MEMORY
-
-        monkeypatch.setattr(denoise, "sample_latents", failing)
-        with pytest.raises(HardwareError, match="out of memory in the stage denoise"):
-            generate(released_settings(world, tmp_path), reporter=reporter)
-        assert len(calls) == 2

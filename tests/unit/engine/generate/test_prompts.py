@@ -30,25 +30,22 @@ def write(folder, kind):
 def test_a_table_gives_each_row_its_settings(tmp_path, kind):
     first, second = read_prompts(write(tmp_path, kind))
     assert (first.number, first.prompt, first.name, first.problem) == (1, "raining, sea", "wet", None)
-    assert int(first.own["sampling.seed"]) == 3
+    assert int(first.given["sampling.seed"].value) == 3
     [(key, frames)] = first.shape
     assert (key, int(frames.value), frames.source) == ("video.num_frames", 5, "column num_frames")
-    assert second == Row(2, {"prompt": 'a "quoted" desert'})
+    assert second == Row(2, {"prompt": Given('a "quoted" desert', "row 2")})
 
 
 def test_a_text_has_a_prompt_a_line(tmp_path):
     (tmp_path / "p.txt").write_text("\ufeffraining, sea\n\n  desert, dry \n", "utf-8")
-    assert [row.own for row in read_prompts(tmp_path / "p.txt")] == [
-        {"prompt": "raining, sea"},
-        {"prompt": "desert, dry"},
-    ]
+    assert [row.prompt for row in read_prompts(tmp_path / "p.txt")] == ["raining, sea", "desert, dry"]
 
 
 def test_files_are_found_from_the_folder_of_the_table(tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "p.csv").write_text("prompt,ref\nsea,a.png; a.png\nsea,gone.png\n")
     here, gone = read_prompts(tmp_path / "p.csv")
-    assert here.own["condition.references"] == (str(tmp_path / "a.png"),) * 2
+    assert here.given["condition.references"].value == (str(tmp_path / "a.png"),) * 2
     assert gone.problem == f"{tmp_path / 'gone.png'} does not exist"
 
 
@@ -112,7 +109,7 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, name, text, error, mess
 
 
 def test_shards_divide_the_rows():
-    rows = [Row(number, {"prompt": "a"}) for number in range(1, 8)]
+    rows = [Row(number) for number in range(1, 8)]
     parts = [[row.number for row in Shard.of(f"{index}/3").rows(rows)] for index in (1, 2, 3)]
     divided = [[row.number for row in Shard.of("2/3").part(index, 2).rows(rows)] for index in (0, 1)]
     assert sorted([*divided[0], *divided[1]]) == parts[1]

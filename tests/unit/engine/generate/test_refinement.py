@@ -218,7 +218,7 @@ def test_of_ranks_that_others_have_started_the_first_asks(start, monkeypatch, is
     context = SimpleNamespace(is_main=is_main)
     with (
         pytest.raises(InterruptedError),
-        ranks.planned_on_ranks(settings_of(runtime__device="cpu"), context, RecordingReporter()),
+        ranks.joined_ranks(settings_of(runtime__device="cpu"), context, RecordingReporter()),
     ):
         pass
     assert met == [int(is_main)]

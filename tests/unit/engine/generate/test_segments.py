@@ -1,19 +1,21 @@
 """A video that is extended: each segment from the last frames of the one before, joined without a flash."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from small_stages import small_stages
-from stopping import stopped
+from stopping import stop_after, stopped
 from tiny_world import RecordingReporter, demo_settings, weights_of
 
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import denoise, text
+from opensora_cli.engine.generate import text
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.models import LoadedModels
@@ -21,7 +23,8 @@ from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import HeldVideo, generate, generate_from_request, hold_from_request
-from opensora_cli.engine.generate.targets import sample_files
+from opensora_cli.engine.generate.saved_latents import open_latents, read_saved, save_latents
+from opensora_cli.engine.generate.targets import sample_files, segment_path
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, read_sidecar
@@ -142,17 +145,18 @@ def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path,
         result = generate_from_request(request, reporter=RecordingReporter())
     assert result.model_evaluations == 2 * (3 * STEPS - steps)
     assert result.videos[0].path.read_bytes() == whole
-    assert not (tmp_path / STATE).exists()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".mp4"]
 
 
 @pytest.mark.slow
 def test_so_it_does_with_a_solver_that_looks_back(world, tmp_path):
-    """A step into the second segment: what it looks back at is saved with the latents of both."""
+    """A step into the second segment: the latents of the first have a file of their own."""
     settings = demo_settings(world, tmp_path / "whole", **EXTENDED, sampling__solver="ab2")
     video = generate(settings).videos[0].path.read_bytes()
     settings = settings.replace({"output.path": str(tmp_path / "out")})
     stopped(settings, STEPS + 1)
-    assert {"latents", "latents_before", "past"} == load_file(tmp_path / "out" / STATE).keys()
+    assert load_file(tmp_path / "out" / STATE).keys() == {"latents", "past"}
+    assert load_file(segment_path(tmp_path / "out" / STATE, 0)).keys() == {"latents"}
     assert generate(settings).videos[0].path.read_bytes() == video
 
 
@@ -177,17 +181,49 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
 
 def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
     chain = make_chain(with_mode(demo_settings(world, tmp_path, **EXTENDED), RecordingReporter()))
-    plan = chain.video
+    plan, path = chain.video, tmp_path / STATE
+    sample = replace(sample_files(plan.settings, 0), saved=path, saved_steps=3)
+    latents, of_request = torch.zeros(plan.latent_shape), {"request_sha256": "0"}
+    save_latents(path, latents, plan.settings, steps=3, **of_request)
+    with pytest.raises(CheckpointError, match=r"segment1\.latents\.safetensors does not exist"):
+        read_saved(chain, sample, None)
+    first = segment_path(path, 0)
+    save_latents(first, latents, plan.settings, segment=0, request_sha256="1")
+    with pytest.raises(CheckpointError, match="is of another request than"):
+        read_saved(chain, sample, None)
+    save_latents(first, latents, plan.settings, segment=0, **of_request)
+    assert [each.steps for each in read_saved(chain, sample, None)] == [None, 1]
+    with pytest.raises(CheckpointError, match="holds a finished segment alone") as caught:
+        open_latents(first)
+    assert caught.value.hint == "continue from the file without .segment in its name"
+
+
+def test_segments_that_an_earlier_version_saved_in_one_file_are_refused(world, tmp_path):
     path = tmp_path / STATE
-    latents = torch.zeros(plan.latent_shape)
-    denoise.save_latents(path, latents, plan.settings, request_sha256="0", steps=3)
-    sample = sample_files(plan.settings, 0)
-    sample = replace(sample, saved=path, saved_steps=3)
-    with pytest.raises(CheckpointError, match="was saved after step 3 of 6"):
-        denoise.saved_samples(chain, [sample], None)
-    denoise.save_latents(path, latents, plan.settings, request_sha256="0", steps=3, before=[latents])
-    [there] = denoise.saved_samples(chain, [sample], None).values()
-    assert len(there.before) == 1
+    save_latents(path, torch.zeros(1, 1, 1, 1), demo_settings(world, tmp_path), steps=3)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file({**load_file(path), "latents_before": torch.zeros(1, 1, 1, 1, 1)}, path, metadata=metadata)
+    with pytest.raises(CheckpointError, match="holds several segments in one file, as an earlier version"):
+        open_latents(path)
+
+
+def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
+    stopped(demo_settings(world, tmp_path / "a", **EXTENDED), STEPS + 1)
+    state, out = tmp_path / "a" / STATE, tmp_path / "b" / "clip.mp4"
+    overrides = {"resume": Given(str(state), "--resume"), **weights_of(state), "output.path": Given(str(out), "--out")}
+    request = GenerateRequest(overrides=overrides)
+    with pytest.MonkeyPatch.context() as patched:
+        stop_after(patched, STEPS)
+        with pytest.raises(KeyboardInterrupt):
+            generate_from_request(request, reporter=RecordingReporter())
+    shutil.rmtree(tmp_path / "a")
+    moved = out.with_name("clip.latents.safetensors")
+    overrides = {"resume": Given(str(moved), "--resume"), **weights_of(moved)}
+    result = generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
+    assert result.model_evaluations < 2 * (2 * STEPS - 1)
+    assert result.videos[0].path.read_bytes() == whole
+    assert sorted(path.name for path in out.parent.iterdir()) == ["clip.mp4", "clip.mp4.json"]
 
 
 def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
