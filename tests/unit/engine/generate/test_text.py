@@ -14,7 +14,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
-from opensora_cli.engine.generate.events import RunRecord
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import PICTURE, alone
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, make_plan
@@ -47,7 +47,7 @@ def plan(world, tmp_path):
 
 
 def encoded(plan, reporter):
-    return text_embeds(plan, LoadedModels(), RunRecord(reporter))
+    return text_embeds(plan, LoadedModels(), Events(reporter))
 
 
 def same(first, second):
@@ -109,7 +109,7 @@ def test_the_plan_of_a_picture_counts_on_the_cache_by_itself(world, tmp_path, re
 def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
     settings = plan.settings.replace({"prompt_suffix.add_fps": False, "prompt_suffix.motion_score": None})
     pairs = [("sea", "night"), ("night", "sea"), ("sea", "sea")]
-    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    models, record = LoadedModels(stay=True), Events(reporter)
     found = []
     for prompt, negative in pairs:
         both = settings.replace({"prompt": prompt, "negative_prompt": negative, "runtime.prompt_cache": False})
@@ -197,7 +197,7 @@ def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch)
     readers, count = [], generate_models.prompt_readers
     monkeypatch.setattr(generate_models, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
     encoded(plan, reporter)
-    models, record = LoadedModels(stay=True), RunRecord(reporter)
+    models, record = LoadedModels(stay=True), Events(reporter)
     for _ in range(3):
         text_embeds(plan, models, record)
     assert (len(loads), len(readers)) == (1, 1)
