@@ -88,19 +88,24 @@ class Ranks:
         self.device = device
         self._exchange = exchange or ExchangePlan()
         self._route = open_route(self.mesh, self._exchange)
-        self._machine_group = _machine_group()
+        self.machine_group = _machine_group()
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return dist.get_rank() == 0
 
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """Ranks that share each block's heads and features; None if each rank has all of them."""
+        return self.mesh.group("tensor") if self.mesh.shape.tensor > 1 else None
+
     def models(self) -> LoadedModels:
         """Return models that the ranks load together, each its part of T5 and of the transformer's blocks."""
         return LoadedModels(
             text_group=dist.group.WORLD,
-            tensor_group=self.mesh.group("tensor") if self.mesh.shape.tensor > 1 else None,
-            machine_group=self._machine_group,
+            tensor_group=self.tensor_group,
+            machine_group=self.machine_group,
         )
 
     def share_tokens(self, transformer: MMDiT) -> Callable[..., Tensor]:
