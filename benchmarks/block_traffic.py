@@ -10,7 +10,7 @@ compiled code did all the rest on the way.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ class Traffic:
 def traffic(kind: str, preset: str) -> Traffic:
     """Return that of a block, `double` or `single`: what one more of them adds to an evaluation."""
     one = MMDiTConfig(depth=1, depth_single_blocks=1)
-    work = _evaluation(replace(one, **{DEPTHS[kind]: 2}), preset) - _evaluation(one, preset)
+    work = _evaluation(one.replace({DEPTHS[kind]: 2}), preset) - _evaluation(one, preset)
     # Queries, keys and values are read, and what they attend to is written.
     attention = 4 * (VIDEO_TOKENS[preset] + TEXT_TOKENS) * one.hidden_size * _DTYPE.itemsize
     least = round(work.product_bytes) + attention

@@ -99,7 +99,7 @@ def test_a_plan_asks_nothing(start: Start, osora: Osora) -> None:
 
 def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
     stub, started = start("raining, a grey sea"), []
-    monkeypatch.setattr(run, "start_ranks", lambda settings, **_: started.append(settings))
+    monkeypatch.setattr(run, "start_ranks", lambda settings, *_: started.append(settings))
     assert osora("raining, sea", "--refine", "--gpus", "2", "--device", "cpu")[0] == 0
     [settings] = started
     assert isinstance(settings, GenerateSettings)

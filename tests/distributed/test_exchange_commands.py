@@ -221,6 +221,6 @@ def test_the_plan_shows_the_exchange(capsys: pytest.CaptureFixture[str]) -> None
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("exchange"))
     assert line.startswith("exchange  hierarchical, 2 x 2 ranks, fp8 (elements off by at most 1/16); all ranks send ")
     assert main([*words, "--json"]) == 0
-    exchange = json.loads(capsys.readouterr().out)["exchange"]
+    exchange = json.loads(capsys.readouterr().out)["jobs"][0]["exchange"]
     assert (exchange["all_to_all"], exchange["compression"], exchange["inner_ranks"]) == ("hierarchical", "fp8", 2)
     assert sorted(exchange["bytes_per_evaluation"]) == ["between", "inside"]

@@ -100,9 +100,9 @@ def resolve(
         if "torch" not in sys.modules:
             reporter.note("loading torch ...")
         model, _ = choose_model(choice, weights=weights, device=device)
-    settings = load_generate_settings(request, model=model)
     for line in request.notes:
         reporter.note(line)
+    settings = load_generate_settings(request, model=model)
     degree = settings.parallel.data_parallel_degree
     if not is_row and degree is not None and degree > 1:
         raise RequestError(

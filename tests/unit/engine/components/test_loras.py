@@ -282,7 +282,7 @@ class TestOpenLoras:
         lines = [line for line in PlanDocument.of(alone(plan)).lines() if line.startswith("lora")]
         assert lines[0].startswith(f"lora      {style} x 0.8: rank 4 in 56 layers, ")
         assert len(lines) == 2
-        assert PlanDocument.of(alone(plan_of())).to_json()["loras"] == []
+        assert PlanDocument.of(alone(plan_of())).to_json()["jobs"][0]["loras"] == []
 
 
 @pytest.mark.usefixtures("without_estimates")

@@ -23,7 +23,7 @@ from opensora_cli.engine.generate.run import (
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.tags import read_tags
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, read_sidecar
+from opensora_cli.settings.load import GenerateRequest, read_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -395,7 +395,7 @@ class TestRequests:
         assert "a run would be refused: weights of the open-sora-v2 model are missing" in warned[0][0]
 
     def test_weights_from_the_environment(self, world, tmp_path, reporter):
-        request = GenerateRequest(
+        request = read_request(
             overrides={
                 "prompt": Given("sea", "PROMPT"),
                 "runtime.model_choice": Given("open-sora-v2", "--model"),
