@@ -30,6 +30,8 @@ _MODEL = {
     "depth": 1,
     "depth_single_blocks": 1,
     "axes_dim": (4, 6, 6),
+    "patch_size": 2,
+    "predicts_data": False,
 }
 _TEXT = {
     f"{name}_{size}": value
