@@ -33,6 +33,7 @@ from opensora_cli.engine.generate.ranks import (
     start_ranks,
     watched,
 )
+from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import request_of_rank, resolve
 from opensora_cli.engine.generate.run import completed, generate, plan_here
 from opensora_cli.engine.generate.text import text_embeds
@@ -317,7 +318,8 @@ def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, re
             continue
         shown.row = row.number
         try:
-            chain = plan_here(completed(settings_of(row, request, shown), shown), None).with_threads()
+            # Without `completed`, which asks the server that refines prompts.
+            chain = plan_here(with_mode(settings_of(row, request, shown), shown), None).with_threads()
             shapes[row.shape], counts[row.shape] = PlanDocument.of(chain), 1
         except OsoraError as error:
             errors.append((row, error))
