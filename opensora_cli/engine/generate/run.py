@@ -176,8 +176,8 @@ def generate(
             # Without a sidecar no later run can tell which request has made a result.
             stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
         if output.explore:
-            rest = [sample for sample in samples if not _is_explored(sample.files)]
-            make(chain, rest, models, events, finish=None, ranks=ranks)
+            samples = [sample for sample in samples if not _is_explored(sample.files)]
+            make(chain, samples, models, events, finish=None, ranks=ranks)
             videos: tuple[GeneratedVideo, ...] = ()
         else:
             videos = make(chain, samples, models, events, finish=save, ranks=ranks)
@@ -189,9 +189,9 @@ def generate(
             model=chain.settings.model.name,
             device=str(chain.video.hardware.device),
             model_evaluations=sum(
-                chain.evaluations_after(sample.saved_steps or 0)
-                for sample in files
-                if sample.saved is None or sample.saved_steps is not None
+                chain.evaluations_after(sample.files.saved_steps or 0)
+                for sample in samples
+                if sample.files.saved is None or sample.files.saved_steps is not None
             ),
             timings_s={stage: round(seconds, 3) for stage, seconds in events.timings_s.items()},
             **peak_memory_gib(chain.video.hardware.device),
