@@ -202,7 +202,7 @@ def dry_run_named(request: GenerateRequest) -> Iterator[None]:
         yield
     except OsoraError as error:
         gpus, device = (request.overrides.get(key) for key in ("parallel.gpus", "runtime.device"))
-        count = int(str(gpus.value)) if gpus is not None and str(gpus.value).isdigit() else 1
+        count = int(str(gpus.value)) if gpus is not None and str(gpus.value).isdecimal() else 1
         is_here = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
         if count > 1 and not is_here and (device is None or device.value != "cpu"):
             whole = count if count <= _GPUS_PER_NODE else -(-count // _GPUS_PER_NODE) * _GPUS_PER_NODE
