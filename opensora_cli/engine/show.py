@@ -1,4 +1,4 @@
-"""What a result, a sidecar, saved latents or a checkpoint records of how it was made. Needs no torch."""
+"""Settings and facts that results, sidecars, saved latents and checkpoints record. Needs no torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _MODEL_KEYS = ("model", "device_name", "dtype")
 
 
 class Shown(Document):
-    """What a file records."""
+    """Settings and facts that a file records."""
 
     SCHEMA = "osora.show/1"
 
@@ -39,12 +39,12 @@ class Shown(Document):
     """Seconds of each stage."""
     settings: dict[str, Any] = Field(default={})
     recorded: dict[str, Any] = Field(default={})
-    """Everything else that the file records."""
+    """Other facts in the file."""
     summary: tuple[str, ...] = ()
     """Lines about a checkpoint."""
 
     def lines(self) -> list[str]:
-        """Return it for people: a line for each fact and each setting."""
+        """Return a line for each fact and each setting."""
         facts = {
             "file": f"{self.path} ({self.kind})",
             "prompt": self.prompt,
@@ -64,7 +64,7 @@ class Shown(Document):
 
 
 def show_recorded(path: Path) -> Shown | None:
-    """Return what a file records; None for weights, whose tensors `osora ckpt inspect` reads.
+    """Return the facts in a file; None for weights, whose tensors `osora ckpt inspect` reads.
 
     Raises FileProblem if the file is missing, broken, or of no known kind.
     """
@@ -83,7 +83,7 @@ def show_recorded(path: Path) -> Shown | None:
 
 
 def continued(path: Path, given: dict[str, Given]) -> Path | None:
-    """Return the sidecar that `--from` names; of saved latents, add the setting that continues them to `given`.
+    """Return the sidecar that `--from` names. For saved latents, add the setting that continues them to `given`.
 
     Raises:
         RequestError: saved latents are given twice.
@@ -144,7 +144,7 @@ def _of_document(path: Path, document: Mapping[str, Any], *, kind: str = "sideca
 
 
 def _shown(path: Path, kind: str, document: Mapping[str, Any]) -> Shown:
-    """Return the facts of a document; prompt and seed may stand in its settings alone."""
+    """Return the facts of a document, whose prompt and seed may be in its settings only."""
     settings = document.get("settings") or {}
     sampling = settings.get("sampling")
     seed = document.get("seed", sampling.get("seed") if isinstance(sampling, dict) else None)
@@ -172,7 +172,7 @@ def run_settings(path: Path) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield each setting as `--set` takes it."""
+    """Yield each setting in the form that `--set` reads."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")

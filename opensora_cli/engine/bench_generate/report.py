@@ -28,7 +28,7 @@ class BenchedSetting(Document):
     """One row of the table: the exact run, or the same video made with other settings."""
 
     name: str
-    """`exact`, a name of the standard set, or the settings as they were typed."""
+    """`exact`, a name of the standard set, or the settings in the user's form."""
     changes: Mapping[str, str]
     """Settings that differ from the exact run, by key."""
     stages_s: Mapping[str, RunTime]
@@ -40,14 +40,14 @@ class BenchedSetting(Document):
     speedup: float
     """Mean time of the exact run divided by the mean time of this setting."""
     peak_memory_gib: float | None
-    """Highest memory over runs and ranks: allocated on a GPU, resident on a CPU. None where it cannot be measured."""
+    """Highest memory over runs and ranks: allocated on a GPU, resident on a CPU. None if not measurable."""
     psnr_db: float | None
     """PSNR to the first exact run over RGB, mean over frames; 99 for identical frames. None for an exact run that was
     not repeated."""
     ssim: float | None
-    """SSIM of the luma, mean over frames. None where `psnr_db` is, and for frames under 11 pixels."""
+    """SSIM of the luma, mean over frames. None if `psnr_db` is None, and for frames under 11 pixels."""
     latents_error: float | None
-    """Norm of the difference to the latents of the first exact run, divided by their norm."""
+    """Relative L2 error of the latents to the first exact run."""
 
 
 class BenchGenerateReport(Document):
@@ -69,7 +69,7 @@ class BenchGenerateReport(Document):
     """Names of the standard set that were not run, with the reason."""
 
     def lines(self) -> list[str]:
-        """Return the table for people, with mean ±deviation where runs were repeated."""
+        """Return the table as text, with mean ±deviation if runs were repeated."""
         on = f"{self.device} ({self.device_name})" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
         return [
             f"compared    {self.of}, seed {self.seed}, on {on}",

@@ -170,11 +170,11 @@ class _Row:
 
 
 def _planned(settings: GenerateSettings, tries: Tries, runner: "_Runner") -> tuple[list[_Row], dict[str, str]]:
-    """Return a row for each setting, the exact run first, and why names of the standard set are skipped."""
+    """Return a row for each setting, the exact run first, and the reason for each skipped name of the standard set."""
     exact = runner.plan(settings)
     require_weights(exact, runner.reporter)
     require_room(exact, runner.reporter)
-    # Sums depend on the number of threads, so all rows compute with those of the exact run.
+    # Sums depend on the number of threads: all rows use the number of the exact run.
     exact = exact.with_threads()
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
@@ -195,7 +195,7 @@ def _planned(settings: GenerateSettings, tries: Tries, runner: "_Runner") -> tup
 
 
 def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
-    """Run all rows `repeats` times, back and forth, so that a machine that slows down favors none of them."""
+    """Run all rows `repeats` times, back and forth, so that a machine that slows down favors no row."""
     exact, warm, done = None, set(), 0
     turns = [row for turn in range(repeats) for row in (rows if turn % 2 == 0 else reversed(rows))]
     try:
@@ -243,7 +243,7 @@ def likeness(video: _Video, exact: _Video, *, on_frame: Callable[[], None]) -> t
 
 
 class _Runner:
-    """Plans and makes videos in this process; `device` is set in one of several ranks."""
+    """Planner and maker of videos in this process; `device` is set in one of several ranks."""
 
     def __init__(self, reporter: Reporter, device: torch.device | None, models: LoadedModels) -> None:
         self.reporter = reporter

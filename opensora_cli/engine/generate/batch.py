@@ -49,7 +49,7 @@ _LOOK_S = 1.0
 
 
 class RowReporter(SilentReporter):
-    """Shows warnings with the number of their row, and notes about the machine, each once."""
+    """Reporter of warnings with the number of their row, and of notes about the machine, each once."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.shown = reporter
@@ -92,7 +92,7 @@ def generate_rows(
 ) -> BatchResult | None:
     """Make and save the videos of every row of this shard, with models that stay loaded.
 
-    A row whose results are there from the same request is kept, and a row that fails stops no other. Processes that
+    A row with results of the same request is kept, and a row that fails stops no other. Processes that
     work on the same rows make each row once. Several devices make different rows, in ranks that this process starts.
 
     Args:
@@ -151,7 +151,7 @@ def generate_rows(
 
 
 class _OwnRows:
-    """Rows that this process makes.
+    """Rows of this process.
 
     Args:
         request: settings that all rows share.
@@ -179,7 +179,7 @@ class _OwnRows:
         return None
 
     def raise_common_error(self) -> None:
-        """Raise the error of all rows if they have the same: it is the error of the request."""
+        """Raise the error that all rows share: an error of the request."""
         if len({error.message for _, error in self._errors}) == 1:
             raise self._errors[0][1]
 

@@ -36,10 +36,10 @@ class ServerProblem(HardwareError):
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Makes a redirection an error. The key and the prompt are for the named server alone."""
+    """Handler that makes a redirection an error. The key and the prompt go to the named server only."""
 
     def redirect_request(self, *_: object) -> None:
-        """Return None."""
+        """Return None: urllib then raises HTTPError."""
 
 
 class ChatServer:
@@ -92,7 +92,7 @@ class ChatServer:
         return self._try(lambda: read(_text(self._send("/chat/completions", body)["choices"][0]["message"]["content"])))
 
     def _try(self, attempt: Callable[[], T]) -> T:
-        """Return the result of `attempt`, which is repeated where that may help."""
+        """Return the result of `attempt`, which is repeated after an error that may pass."""
         for number in range(1, self._tries + 1):
             wait_s = min(2.0 ** (number - 1), _LONGEST_WAIT_S)
             try:
@@ -119,7 +119,7 @@ class ChatServer:
         raise ServerProblem(f"{self.url} gives no answer after {tried}: {reason}", hint="is the server up?")
 
     def _send(self, path: str, body: object) -> Any:
-        """Return the JSON of an answer, which is limited in time and size."""
+        """Return the JSON of an answer, within limits of time and size."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if self._key:

@@ -60,7 +60,7 @@ class Figures:
     """Times and measurements of one sample."""
 
     timings_s: Mapping[str, float]
-    """Seconds of each stage. Loading and text are those of the whole run."""
+    """Seconds of each stage. Loading and text cover the whole run."""
     peak_memory_gib: Mapping[str, float]
     """Result of `hardware.peak_memory_gib` after the sample."""
     given_frames_psnr_db: float | None
@@ -94,7 +94,7 @@ class SampleFrames(Protocol):
     """latents_CTHW of each segment."""
 
     def pieces(self) -> Generator[torch.Tensor]:
-        """Yield the frames (t, H, W, 3), uint8 on the CPU; once."""
+        """Yield the frames (t, H, W, 3), uint8 on the CPU. Can be called once."""
 
     def figures(self) -> Figures:
         """Return the figures of the sample, after the last piece."""
@@ -115,7 +115,7 @@ class Decoding:
         self._decode_s_before = record.timings_s.setdefault(DECODE, 0.0)
 
     def pieces(self) -> Generator[torch.Tensor]:
-        """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU; once."""
+        """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU. Can be called once."""
         left = self.plan.num_frames
         tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
         with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
@@ -126,7 +126,7 @@ class Decoding:
                     if left > 0:  # A seamless loop drops its last frame.
                         yield piece_THWC[:left]
                     left -= len(piece_THWC)
-                    # Free it while the next piece is decoded.
+                    # Free the piece while the next one is decoded.
                     del piece_THWC
 
     def figures(self) -> Figures:
@@ -262,7 +262,7 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
                 with record.timed(_SAVE):
                     yield piece_THWC
                 del piece_THWC
-        # Shown only from here: saving went along with decoding until now.
+        # Shown from here on: until now, saving ran between the pieces of decoding.
         saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
 
     def figures() -> Figures:
@@ -297,7 +297,7 @@ def write_video(
 ) -> None:
     """Write a result, its sidecar with the `figures` after the last piece, and its last frame if requested.
 
-    All or nothing. Errors are those of `write_media`.
+    All files are written, or none. Errors are those of `write_media`.
     """
     settings, output = chain.settings, chain.settings.output
     last_frame = None
@@ -330,7 +330,7 @@ def write_video(
 
 
 def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:
-    """Report the PSNR of given frames, with a warning if those of a user came back badly."""
+    """Report the PSNR of given frames, with a warning if a user's frames came back badly."""
     if psnr_db is None:
         return
     given = "the picture made first" if made_first else "given frames"

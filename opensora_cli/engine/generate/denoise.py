@@ -43,9 +43,9 @@ def denoise_samples(
 ) -> None:
     """Denoise every sample of one job that has no complete latents.
 
-    Latents are saved when they are complete, if the plan wants that, and in the state of the last step if the run ends
-    early. `embeds` has the embeddings of the prompt, and may be empty if all samples have complete latents. With
-    `ranks`, which share the work, rank 0 owns the files.
+    Complete latents are saved if the plan asks for that. If the run ends early, the state of the last step is saved.
+    `embeds` has the embeddings of the prompt, and may be empty if all samples have complete latents. With `ranks`,
+    which share the work, rank 0 owns the files.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -104,7 +104,7 @@ def _preview(previews: Previews | None, sample: Sample, steps: int, predicted: C
 
 
 def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None) -> None:
-    """Encode the references of some samples, on rank 0; samples may share theirs."""
+    """Encode the references of some samples, on rank 0. Shared references are encoded once."""
     encoded: dict[int, Sequence[torch.Tensor] | None] = {}
     for sample in samples:
         key = id(sample.references)
@@ -117,7 +117,7 @@ def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: 
 
 
 class _Saver:
-    """Saves the latents of a sample: those of its last step, or of a step from which a later run continues."""
+    """Saver of the latents of a sample, complete or after a step from which a later run continues."""
 
     def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks | None) -> None:
         self._sample, self._plan, self._events = sample, plan, events
@@ -126,7 +126,7 @@ class _Saver:
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
     def step(self, step: Step) -> None:
-        """Remember the state after a step, and save it if it is due; then end the run if it is cancelled."""
+        """Remember the state after a step, and save the state if it is due; then end the run if it is cancelled."""
         if self._path is not None:
             past = [step.past[key].value_BND for key in self._plan.past_times(step.steps_done)]
             state = [step.packed_latents_BND, *past]
@@ -224,7 +224,7 @@ def sample_latents(
         ranks: processes that share the work, all of which get the latents; None for a single process.
         on_evaluation: called after each evaluation of the transformer.
         on_step: called after each step.
-        on_predicted: called after each step, too.
+        on_predicted: called after each step with a function that returns the prediction.
     """
     device, settings = plan.hardware.device, plan.settings
     channels, num_latent_frames, rows, columns = plan.latent_shape

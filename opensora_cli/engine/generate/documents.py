@@ -38,7 +38,7 @@ class ExploredSeed(Document):
 
 
 class GenerateResult(Document):
-    """Results of a run with settings and timings, from which `--from` makes them again."""
+    """Results of a run with settings and timings. `--from` makes the results again."""
 
     SCHEMA = SIDECAR_SCHEMA
 
@@ -93,13 +93,13 @@ class BatchResult(Document):
     SCHEMA = "osora.batch/2"
 
     rows: int
-    """Number of requested rows; for a shard, the rows of the shard."""
+    """Number of requested rows, of the shard if there is one."""
     made: int
     kept: int
     """Number of rows that an earlier run finished."""
     failed: tuple[FailedRow, ...]
     outputs: tuple[Path, ...]
-    """Results of all finished rows, in their order."""
+    """Results of all finished rows, in the order of the file."""
 
     def lines(self) -> list[str]:
         """Return the path of every result."""

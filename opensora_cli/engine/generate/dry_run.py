@@ -45,7 +45,7 @@ class PlannedStage(Document):
 
     name: str
     weight_bytes: int
-    """Weights; on a CPU without those that are mapped from their files."""
+    """Weights, without weights that a CPU maps from their files."""
     mapped_bytes: int
     """Weights that a CPU maps from their files; they take page cache only."""
     data_bytes: int
@@ -67,7 +67,7 @@ class PlannedLora(Document):
 
 
 def _plan(*path: str) -> Any:
-    """Return a field whose value is this attribute of the plan of a job."""
+    """Return a field that is read from an attribute of the plan of a job."""
     return Field(validation_alias=AliasPath("plan", *path))
 
 
@@ -82,7 +82,7 @@ class PlannedJob(Document):
     height: int = _plan("height")
     width: int = _plan("width")
     num_frames: int = _plan("num_frames")
-    """Frames of the result; of a video with all its segments."""
+    """Frames of the result, with all segments."""
     condition_mode: str = _plan("mode", "name")
     latent_shape: tuple[int, int, int, int] = _plan("latent_shape")
     """(C, T, H, W) of one sample."""
@@ -109,7 +109,7 @@ class PlannedJob(Document):
     attention: AttentionPlan | None = _plan("attention")
     """Attention backend; None if the transformer does not run."""
     weights: dict[Component, Path] = _plan("weight_paths")
-    """Weights that are read, as far as they were found."""
+    """Weights to read that were found."""
     missing_weights: tuple[str, ...] = _plan("missing_weights")
     loras: tuple[PlannedLora, ...] = _plan("loras")
 
@@ -131,13 +131,13 @@ class PlannedFile(Document):
         return cls(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
 
     def line(self) -> str:
-        """Return the file as text for people."""
+        """Return the file as a line of text."""
         names = str(self.path) if self.sidecar is None else f"{self.path}, {self.sidecar.name}"
         return f"{'keeps' if self.made_before else 'writes':<10}{names}"
 
 
 class PlanDocument(Document):
-    """Everything that is decided before a generation begins."""
+    """Plan of a generation, with its jobs, memory and files."""
 
     SCHEMA = "osora.plan/4"
 
@@ -195,7 +195,7 @@ class PlanDocument(Document):
         )
 
     def lines(self) -> list[str]:
-        """Return the plan as lines for people."""
+        """Return the plan as lines of text."""
         chain, plan, settings = self.chain, self.chain.video, self.settings
         picture, draft, segments = chain.find(PICTURE), chain.find(DRAFT), len(chain.segments)
         size, frames = f"{self.num_samples} x {plan.width}x{plan.height}", plan.num_frames
@@ -276,7 +276,7 @@ class BatchPlan(Document):
     shapes: tuple[PlannedShape, ...]
 
     def lines(self) -> list[str]:
-        """Return the plan as lines for people."""
+        """Return the plan as lines of text."""
         shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
         head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
         plans = (line for shape in self.shapes for line in (f"shape     rows: {shape.rows}", *shape.plan.lines()))
@@ -318,7 +318,7 @@ def plan_from_request(
 def plan_generation(settings: GenerateSettings, *, reporter: Reporter, hardware: Hardware | None = None) -> Chain:
     """Return the jobs that `run.generate` would run, after the checks that need neither weights nor enough memory.
 
-    `hardware` is a device that is not in this machine; None means the device of `settings`. Errors are those of
+    `hardware` is a device of another machine; None means the device of `settings`. Errors are those of
     `run.generate`, except missing weights and too little memory.
     """
     chain = make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
@@ -337,7 +337,7 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter, hardware:
 
 
 def _note_names(chain: Chain, reporter: Reporter) -> None:
-    """Note which results exist and what a run would do; raise OutputError if no name is possible."""
+    """Note existing results and the names of new ones; raise OutputError if no name is possible."""
     first: Sequence[SampleFiles] = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
     check_outputs(first, chain, create=False)
     if chain.settings.output.overwrite or all(sample.is_free for sample in first):

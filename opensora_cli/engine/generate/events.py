@@ -21,7 +21,7 @@ class Events:
         on_preview: called with each preview that is written.
         on_saved: called with each file of latents that is saved.
         keeps_results: whether the videos are results of the run that are kept in files.
-        role: role of the job, which precedes the names of its stages; None for the video.
+        role: role of the job, a prefix of the names of its stages; None for the video.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Events:
 
     @contextmanager
     def of_job(self, role: str) -> Iterator["Events"]:
-        """Yield the events of another job of the chain, such as a picture, none of whose results are listed."""
+        """Yield the events of another job of the chain, such as a picture. Its results are not listed."""
         events = Events(
             self.reporter,
             is_cancelled=self._is_cancelled,
@@ -93,8 +93,8 @@ class Events:
 
     @contextmanager
     def saving(self, latents: Path, sample: SampleFiles, *, is_begun: bool) -> Iterator[None]:
-        """List the latents of a sample that the block saves; `is_begun` says that some steps are missing."""
-        # Before the block: an interruption may come after the file is there and before the call returns.
+        """List the latents of a sample that the block saves; `is_begun` means that some steps are missing."""
+        # Before the block: an interruption may come after the file is written and before the call returns.
         self._latents[latents] = sample, is_begun
         yield
         report_left(self._left)
@@ -111,7 +111,7 @@ class Events:
 
     @contextmanager
     def rescue(self, files: Sequence[SampleFiles], *, can_repeat: bool) -> Iterator[None]:
-        """If the block ends early, report what is finished and how to continue.
+        """Report finished samples and the way to continue if the block ends early.
 
         The lines are in KeyboardInterrupt, and warnings for other errors. A launcher knows them at any time, also when
         this process is killed.

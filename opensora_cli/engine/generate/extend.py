@@ -1,4 +1,4 @@
-"""Join the segments of a video that is longer than its model makes at once.
+"""Join the segments of a video that is longer than one clip of its model.
 
 Each segment after the first is given the last frames of the one before, and the video keeps those frames. They are
 decoded and encoded again, since the first latent frame of a causal autoencoder holds one frame and the last latents of
@@ -71,7 +71,7 @@ class ExtendedVideo:
         yield from self._own_THWC
 
     def figures(self) -> Figures:
-        """Return the figures of all segments; the PSNR is that of the frames given to the first."""
+        """Return the figures of all segments, with the PSNR of the frames that the first segment was given."""
         return Figures(
             {
                 **self.record.timings_s,
@@ -86,7 +86,7 @@ class ExtendedVideo:
 
 
 def follow(kept_THWC: torch.Tensor, remade_THWC: torch.Tensor, new_THWC: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return new frames with a brightness that continues that of the kept ones, and the shift of the first.
+    """Return new frames whose brightness continues the kept frames, and the shift of the first new frame.
 
     A model reproduces given frames with a slightly different brightness, which the new frames follow: without a
     correction the video would flash. The first new frame is shifted, channel by channel, to differ in its mean from the

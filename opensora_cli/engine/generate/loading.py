@@ -38,7 +38,7 @@ from opensora_cli.settings.enums import HostWeights, OffloadMode
 def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
     """Return the T5 encoder. With `stream_text` its layers stay on the CPU, for `text_encoders.streamed_layers`.
 
-    Otherwise the ranks of `group` share its layers, if it has a head for each rank. Raises CheckpointError if the
+    Otherwise the ranks of `group` share its layers, if T5 has a head for each rank. Raises CheckpointError if the
     folder is missing, incomplete or broken.
     """
     streams, device, dtype = plan.offload.stream_text, plan.hardware.device, plan.hardware.dtype

@@ -59,17 +59,17 @@ class _Held:
     num_bytes: int
     """Planned size in the memory of the device."""
     ends: ExitStack
-    """Frees what the model takes beside its tensors."""
+    """Cleanup of resources other than the tensors of the model."""
 
 
 class LoadedModels:
     """The text encoders, the transformer and the autoencoder, each loaded when a stage first asks for it.
 
-    Before a stage begins, `with_room` releases the models that its plan does not keep beside it, and those that the
-    plan needs in another form: other weights, dtype or offload. A model whose stage fails is released, too.
+    Before a stage begins, `with_room` releases the models that its plan does not keep beside it, and models that
+    the plan needs in another form: other weights, dtype or offload. A model whose stage fails is released, too.
 
     Args:
-        stay: whether models are of use after the run, so that all stay for which there is room.
+        stay: whether models stay loaded after the run if there is room.
         text_group: ranks that share the layers of T5; None for a single process.
         tensor_group: ranks that share each block's heads and features; None if each rank has all of them.
         machine_group: ranks of this machine, which share one copy of the weights that are offloaded to the CPU.
@@ -115,7 +115,7 @@ class LoadedModels:
         return sum(held.num_bytes for held in self._held.values() if held.device == device)
 
     def planned(self, plan: Plan) -> Plan:
-        """Return a plan that keeps models beside the stages, if they are to stay and there is room for them.
+        """Return a plan that keeps models beside the stages, if models stay after a run and there is room.
 
         Results stay bitwise identical: only models that fit without other changes are kept.
         """
@@ -140,7 +140,7 @@ class LoadedModels:
         self._release(self._held)
 
     def release_others(self, stage: str, *, for_good: bool = False) -> bool:
-        """Release all models except that of a stage; return whether there were any.
+        """Release all models except the model of a stage; return whether any was released.
 
         With `for_good` no model stays after a run from now on.
         """
@@ -242,7 +242,7 @@ class LoadedModels:
         *,
         reuse: Callable[[T], object] = lambda model: None,
     ) -> Iterator[T]:
-        """Provide a model, loaded if it is missing or there in another form; `reuse` is called with one that is there.
+        """Provide a model, loaded if it is missing or has another form; `reuse` is called with a model that stays.
 
         Raises:
             CheckpointError: its weights are missing or broken, or do not fit the settings.

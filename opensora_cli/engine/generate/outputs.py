@@ -64,8 +64,8 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
     """Return a function from the seed of a sample and the format of its file to the hash of its request.
 
     The hash covers everything that decides the bits of a sample: settings, references, weights, versions, device and
-    dtype. It excludes the places of files, and how work is divided and offloaded, which changes only rounding. Weights
-    are large: their size and time of change stand for their content.
+    dtype. The hash excludes the places of files, and how work is divided and offloaded, which changes only rounding.
+    Weights are large: their size and time of change stand for their content.
     """
     plan, picture = chain.video, chain.find(PICTURE)
     settings, latents = plan.settings, plan.settings.from_latents

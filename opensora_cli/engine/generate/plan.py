@@ -45,12 +45,12 @@ from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
 
 PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
-"""Roles of jobs. The names of stages begin with the role of their job, except those of the video."""
+"""Roles of jobs. Names of stages begin with the role of their job; stages of the video have no prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan of one job: everything that is decided before it begins."""
+    """Plan of one job, complete before the job begins."""
 
     settings: GenerateSettings
     """Settings of the job, with a condition mode."""
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def weight_paths(self) -> dict[Component, Path]:
-        """Files and folders of the weights that are read, as far as they were found."""
+        """Files and folders of the weights to read that were found."""
         return {name: path for name, path in self.weights.paths.items() if name in self.components}
 
     @property
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """Description of one sample, for people."""
+        """Description of one sample as text."""
         clip = self.settings.video.num_frames
         frames = "" if clip == 1 else f", {clip} frames"
         return f"{self.width}x{self.height}{frames}, by {self.settings.model.name} in {self.num_steps} steps"
@@ -158,7 +158,7 @@ class Plan:
         return tuple(step for step, each in enumerate(self.cache or ()) if each.is_reused)
 
     def past_times(self, steps_done: int) -> dict[Branch | Phase, float]:
-        """Return the times of the model outputs that the next step looks back at; see `last_times`."""
+        """Return the times of the earlier model outputs that the next step uses; see `last_times`."""
         return last_times(
             self.scales,
             self.timesteps,
@@ -242,7 +242,7 @@ class Plan:
 
     @property
     def encodes_text(self) -> bool:
-        """Whether a stage encodes prompts; there is none if the cache has all of them."""
+        """Whether a stage encodes prompts; False if the cache has all prompts."""
         return any(stage.name == TEXT for stage in self.stages)
 
     @property
@@ -266,7 +266,7 @@ class Plan:
         return replace(self, offload=offload, stages=self._estimate(offload))
 
     def with_best_offload(self, budget_bytes: int) -> "Plan":
-        """Return the plan with the least offload that fits; if nothing fits, with the offload that needs least."""
+        """Return the plan with the least offload that fits; if nothing fits, with the least memory."""
         settings, hardware = self.settings, self.hardware
         memory = settings.memory
         if self.files is not None:  # A copy gains nothing over the mapped file.
@@ -288,9 +288,9 @@ class Plan:
         return self.with_offload(offload)
 
     def with_stronger_offload(self, stage: str) -> "Plan | None":
-        """Return a plan in which `stage` needs much less memory; None if there is none, or if several ranks run.
+        """Return a plan in which `stage` needs much less memory; None without such a plan, or if several ranks run.
 
-        The other ranks would not know that one of them changed its plan, and would wait for it.
+        A rank that changed its plan alone would leave the other ranks waiting.
         """
         if self.mesh.size > 1:
             return None
@@ -460,7 +460,7 @@ def alone(plan: Plan) -> Chain:
 
 
 def gib_or_less(num_bytes: int) -> str:
-    """Return a size of memory for people, in GiB, MiB or KiB."""
+    """Return a size of memory as text, in GiB, MiB or KiB."""
     for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f} {unit}"

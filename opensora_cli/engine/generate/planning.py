@@ -80,7 +80,7 @@ def make_plan(
 
     Args:
         settings: settings with a condition mode; see `references.with_mode`.
-        hardware: device of one of several ranks; None means the device of `settings`, of which each rank has a share.
+        hardware: device of one of several ranks; None means a rank's share of the device of `settings`.
         tries_device: whether this process may use the device, to check attention kernels.
         held_frames: frames of the whole video, for a segment that extends it; None for any other clip.
 
@@ -305,7 +305,7 @@ def require_fit(chain: Chain) -> None:
 
 
 def _what_would_fit(plan: Plan) -> str:
-    """Name the changes of which each alone makes the request fit."""
+    """Name the changes that each make the request fit without the others."""
     fitting = []
     for flag, changes in _smaller_requests(plan):
         try:
@@ -324,7 +324,7 @@ def _what_would_fit(plan: Plan) -> str:
 
 
 def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield changes as a flag and as settings: first those that keep the result, last the smallest video."""
+    """Yield changes as a flag and as settings: first changes that keep the result, last the smallest video."""
     settings = plan.settings
     if settings.memory.offload is not OffloadMode.AUTO or settings.memory.resident_blocks is not None:
         yield "--offload auto", {"memory.offload": OffloadMode.AUTO, "memory.resident_blocks": None}

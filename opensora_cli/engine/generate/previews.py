@@ -85,7 +85,7 @@ def fit_preview_map(autoencoder: Autoencoder, *, on_clip: Callable[[], None] = l
 
 
 def count_clips(autoencoder: Autoencoder) -> int:
-    """Return how many clips have many times more positions than latents have channels, at least 8."""
+    """Return the number of clips to fit to: 16 positions for each unknown of a color, and at least 8 clips."""
     grid, (frames, size) = autoencoder.grid, _clip_shape(autoencoder)
     positions = grid.latent_frames(frames) * math.prod(grid.latent_size(size, size))
     return max(_LEAST_CLIPS, math.ceil(_POSITIONS_PER_CHANNEL * (grid.latent_channels + 1) / positions))
@@ -177,7 +177,7 @@ def preview_map(plan: Plan, models: LoadedModels, record: Events) -> PreviewMap 
 
 
 class Previews:
-    """Writes previews as `output.preview_every` asks, and at the end of exploring. A failure ends only the previews."""
+    """Writer of previews during sampling and at the end of exploring. A failure ends only the previews."""
 
     def __init__(self, plan: Plan, map_: PreviewMap, record: Events) -> None:
         self._settings, self._map, self._events = plan.settings, map_, record

@@ -1,4 +1,4 @@
-"""Files of prompts: a row for each request, with the settings that are its own. Needs no torch."""
+"""Files of prompts: a row for each request, with its own settings. Needs no torch."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def prompt(self) -> str:
-        """Prompt of the row; empty if it has none."""
+        """Prompt of the row; empty without one."""
         return str(self.given["prompt"].value) if "prompt" in self.given else ""
 
     @property
@@ -62,7 +62,7 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """Return the part that `2/8` names; a RequestError where that is none."""
+        """Return the part that a text like `2/8` names. Raises RequestError for any other text."""
         index, _, count = text.partition("/")
         if not (index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
             raise RequestError(f"--shard {text} must be two numbers, as in --shard 2/8")
@@ -71,7 +71,7 @@ class Shard:
         return cls(int(index), int(count))
 
     def part(self, index: int, count: int) -> "Shard":
-        """Return one of `count` equal parts of this one; `index` counts from 0."""
+        """Return one of `count` equal parts of this part; `index` counts from 0."""
         return Shard(self.index + index * self.count, self.count * count)
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
@@ -87,9 +87,9 @@ def read_prompts(path: Path) -> list[Row]:
     cannot be used have a `problem`.
 
     Raises:
-        RequestError: the file is of another kind, or a column is none of these.
-        FileProblem: it is missing or broken, has no column `prompt`, or no rows.
-        HardwareError: parquet, and pyarrow is not installed.
+        RequestError: the file is of another kind, or a column is unknown.
+        FileProblem: the file is missing or broken, has no column `prompt`, or no rows.
+        HardwareError: the file is parquet, and pyarrow is not installed.
     """
     kind = path.suffix.lower()
     if kind not in ENDINGS:
@@ -120,7 +120,7 @@ def _of_text(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _of_json(path: Path) -> Iterator[dict[str, object] | str]:
-    """Yield the object of each line, or the reason why it has none."""
+    """Yield the object of each line, or the reason why the line has none."""
     for line in _lines(path):
         try:
             values = json.loads(line)
@@ -169,7 +169,7 @@ def _row(number: int, values: Mapping[str, object], keys: dict[str, str], path: 
         elif key in OWN_KEYS:
             given[key] = Given(value, f"row {number}")
         else:
-            # A value that can be compared, and is read like a typed one.
+            # Values must be comparable, and are read like values from the command line.
             typed = value if isinstance(value, str | int | float | bool) else ",".join(map(str, cast(list[Any], value)))
             given[key] = Given(typed, f"column {column}")
     own: dict[str, Any] = {key: at.value for key, at in given.items()}
@@ -195,7 +195,7 @@ def _row(number: int, values: Mapping[str, object], keys: dict[str, str], path: 
 
 
 def _key(column: str, path: Path) -> str:
-    """Return the setting of a column; raise RequestError if it has none, or one that all rows share."""
+    """Return the setting of a column. Raises RequestError for an unknown column, or a setting that all rows share."""
     known = {**_SHORT, **{name: flag.key for name, flag in FLAGS.items() if not flag.is_negated}}
     key = known.get(column) or (column if column in all_keys(GenerateSettings) else None)
     if key is None:

@@ -74,7 +74,7 @@ def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device)
 
 
 class Ranks:
-    """All processes of a run, of which rank 0 alone reads references, prints and writes files.
+    """All processes of a run. Only rank 0 reads references, prints and writes files.
 
     Args:
         shape: sizes of the mesh.
@@ -101,7 +101,7 @@ class Ranks:
         return self.mesh.group("tensor") if self.mesh.shape.tensor > 1 else None
 
     def models(self) -> LoadedModels:
-        """Return models that the ranks load together, each its part of T5 and of the transformer's blocks."""
+        """Return models that the ranks load together: each rank loads its part of T5 and of the transformer."""
         return LoadedModels(
             text_group=dist.group.WORLD,
             tensor_group=self.tensor_group,
@@ -136,7 +136,7 @@ class SharedBranches:
     """Velocity whose branches are divided among the ranks of a group; every rank gets all of them.
 
     All ranks ask for the same branches. `velocity` is the function of a single process, and calls `on_evaluation`
-    itself; here it is called for each branch that another rank evaluates.
+    for its own branches. This class calls `on_evaluation` for each branch that another rank evaluates.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ def _machine_group() -> dist.ProcessGroup:
 def start_ranks(
     settings: GenerateSettings, command: str, arguments: Sequence[str], *, gives_settings: bool = True
 ) -> None:
-    """Run a command in ranks on this machine, of which the first prints; return when all are done.
+    """Run a command in ranks on this machine, and return when all are done. Rank 0 prints.
 
     With `gives_settings` the ranks read these settings from a file. Errors are those of `launch`.
     """
@@ -274,7 +274,7 @@ def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
 
 
 def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware | None:
-    """Return the device to plan for, with a warning, if this machine lacks the devices; None if it has them."""
+    """Return the device to plan for, with a warning, if this machine lacks the devices; None otherwise."""
     if settings.parallel.world_size == 1:
         return None
     try:
@@ -288,7 +288,7 @@ def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware
 
 
 def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
-    """Return the kind of device that ranks run on, without asking a device; `gpu` describes that of another machine."""
+    """Return the kind of device of the ranks, without asking a device; `gpu` describes a GPU of another machine."""
     kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
     dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
     dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)

@@ -71,7 +71,7 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
 
 
 def require_refinement(settings: GenerateSettings) -> None:
-    """Check the server and the instructions of `refined`, whose errors these are, without asking."""
+    """Check the server and the instructions without asking the server; errors as `refined`."""
     kinds = _kinds(settings)
     if kinds:
         _server(settings, SilentReporter())
@@ -80,7 +80,7 @@ def require_refinement(settings: GenerateSettings) -> None:
 
 
 def note_plan(settings: GenerateSettings, reporter: Reporter) -> None:
-    """Report what a run would ask the server."""
+    """Report the server and the instructions that a run would use."""
     kinds = _kinds(settings)
     if not kinds:
         return
@@ -129,12 +129,12 @@ def refine(
     references: Sequence[str | Path] = (),
     instructions: str | None = None,
 ) -> str:
-    """Return a prompt as a language model rewrites it; for the kind `motion_score`, a number from 1 to 15.
+    """Return a prompt that a language model has rewritten; for the kind `motion_score`, a number from 1 to 15.
 
     Args:
         kind: One of `KINDS`.
         references: Pictures and videos, whose first frames the model sees.
-        instructions: Folder of the instructions; None for those of osora.
+        instructions: Folder of the instructions; None for the instructions of osora.
 
     Raises:
         RequestError: There is no such kind.

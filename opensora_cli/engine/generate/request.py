@@ -58,7 +58,7 @@ class Resolved:
     """Machine that a dry run plans for; None means this machine."""
 
     def model_note(self) -> str | None:
-        """Return which model was chosen and why; None for a requested model. This may import torch."""
+        """Return a note about the chosen model and the reason; None for a requested model. May import torch."""
         if not self.chooses_model:
             return None
         runtime = self.settings.runtime
@@ -162,7 +162,7 @@ def require_latents(path: str | Path) -> None:
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
-    """Refuse files that are missing or in conflict, as far as that is known without torch.
+    """Refuse missing and conflicting files that can be detected without torch.
 
     Raises:
         RequestError: no server is named that refines the prompt.
@@ -214,7 +214,7 @@ def dry_run_named(request: GenerateRequest) -> Iterator[None]:
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
     """Return the settings of the draft of a video of this size; None without a draft.
 
-    Seed, steps, prompt and references are those of the video. Raises RequestError if the draft is not smaller.
+    The draft has the seed, steps, prompt and references of the video. Raises RequestError if the draft is not smaller.
     """
     resolution, multiple = settings.draft.resolution, settings.size_multiple
     if resolution is None or settings.from_latents is not None:
@@ -283,7 +283,7 @@ def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, i
     """Return the height and width of a picture of the video's shape, and a note if that is not the requested shape.
 
     Args:
-        settings: settings of the video, or of a picture that is made alone.
+        settings: settings of the video, or of a request for a picture.
         resolution: resolution of the picture.
     """
     video, multiple = settings.video, settings.size_multiple

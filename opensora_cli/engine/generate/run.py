@@ -1,4 +1,4 @@
-"""`osora generate`: from a request to files, or to a video in memory."""
+"""Run `osora generate`: from a request to files, or to a video in memory."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -119,7 +119,7 @@ def generate(
     Args:
         settings: complete settings.
         reporter: shows progress.
-        context: set in one of several ranks, all of which call this.
+        context: set in one of several ranks, which all call this function.
         models: models that stay loaded after the run; None to load models for this run.
         device: device of a process that makes videos beside others; None for the device of the settings.
         threads: threads of an earlier plan; None to choose their number.
@@ -203,11 +203,11 @@ def generate(
 
 
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> GenerateResult | None:
-    """Refuse a request that rank 0 would refuse, except for memory, which each rank knows of its own device.
+    """Refuse a request that rank 0 would refuse, except for memory, which each rank checks on its own device.
 
     Returns the result if all of it was made before, and None if ranks are to make it.
     """
-    # A device that is asked for its free memory keeps a CUDA context until this process ends.
+    # Reading the free memory of a device creates a CUDA context that stays until this process ends.
     hardware = hardware_of_ranks(settings)
     chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
     require_weights(chain, SilentReporter())
@@ -252,7 +252,7 @@ def _claim(chain: Chain, claims: Claims) -> tuple[SampleFiles, ...]:
 def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
     """Return the result of a run that has nothing to compute."""
     for sample in files:
-        # Its run may have been killed right after it.
+        # A run that was killed right after the result may have left temporary files.
         remove_left(sample.media.parent)
         _note_made(sample, reporter, " (--overwrite makes it again)")
     return GenerateResult(
@@ -286,7 +286,7 @@ def _note_made(sample: SampleFiles, reporter: Reporter, advice: str = "") -> Non
 
 
 def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks | None) -> Chain:
-    """Return the chain with the attention backend of the first unfinished latents; all ranks use what rank 0 reads."""
+    """Return the chain with the attention backend of the first unfinished latents, which rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
     plan, attention = chain.video, chain.video.attention
     if not begun or attention is None or chain.settings.runtime.attention is not AttentionChoice.AUTO:
@@ -385,7 +385,7 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
 
 
 def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
-    """Return settings for a single process, with a refined prompt if that is wanted, and with a condition mode.
+    """Return settings for a single process, with a refined prompt if requested, and with a condition mode.
 
     Raises RequestError if they ask for several devices, or no mode suits the references, and MediaError as `with_mode`.
     """

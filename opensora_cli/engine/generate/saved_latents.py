@@ -1,4 +1,4 @@
-"""Files of latents: complete ones, before they are decoded, and those of an unfinished run.
+"""Files of latents: complete before decoding, or the state of an unfinished run.
 
 A video that is extended has a file for each finished segment beside the file of the segment in progress.
 """
@@ -42,11 +42,11 @@ class SavedLatents:
     settings: Mapping[str, object]
     """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
     request_sha256: str | None
-    """Hash of the request that made them."""
+    """Hash of the request that made the latents."""
     steps: int | None = None
     """Steps done, including those of earlier segments; None for all steps."""
     attention: str | None = None
-    """Attention backend that computed them; None in files of older versions."""
+    """Attention backend that computed the latents; None in files of older versions."""
 
     def read(self) -> torch.Tensor:
         """Return the scaled latents (C,T,H,W) on the CPU.
@@ -78,17 +78,17 @@ def save_latents(
     past: Sequence[torch.Tensor] = (),
     attention: str | None = None,
 ) -> None:
-    """Write the latents of one sample, all or nothing.
+    """Write the latents of one sample to a whole file, or to none.
 
     Args:
         path: file to write.
         latents_CTHW: latents of a video, or of one segment.
-        settings: settings that made them.
+        settings: settings that made the latents.
         request_sha256: hash of the request.
         steps: steps done, including those of earlier segments; None for all steps.
         segment: number of the finished segment that the file holds; None for the file of the sample.
         past: earlier velocities that a solver or a step cache needs, shaped like latents.
-        attention: attention backend that computed them.
+        attention: attention backend that computed the latents.
 
     Raises OutputError if the file cannot be written.
     """
@@ -106,7 +106,7 @@ def save_latents(
 
 
 def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatents:
-    """Open the latents of a sample, or those of a finished `segment`.
+    """Open the latents of a sample, or of a finished `segment`.
 
     Raises CheckpointError if the file is missing, truncated, or of another kind.
     """
@@ -143,7 +143,7 @@ def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatent
 
 
 def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[DenoisedSample, ...]:
-    """Return the saved latents of a sample, one of each segment that was begun; none without a file.
+    """Return the saved latents of each begun segment of a sample; empty without a file.
 
     Rank 0 reads the files.
 

@@ -135,7 +135,7 @@ def sheet_path(first: Path) -> Path:
 
 
 def segment_path(latents: Path, segment: int) -> Path:
-    """Return the file for the latents of a finished segment, beside those of its sample."""
+    """Return the file for the latents of a finished segment, beside the latents of its sample."""
     return latents.with_name(f"{latents.name.removesuffix(LATENTS_ENDING)}.segment{segment + 1}{LATENTS_ENDING}")
 
 
@@ -157,10 +157,10 @@ class Claims(ExitStack):
 
 
 def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, claims: Claims | None) -> SampleFiles:
-    """Return the files of a sample: those of the same request, finished or begun, else the first free ones.
+    """Return the files of a sample: finished or begun files of the same request, else the first free name.
 
     A name in a folder that another request has taken gives way to the next one. A file that was named is never given
-    another name. With `output.overwrite`, files of the same request are replaced, else those of the first name. With
+    another name. With `output.overwrite`, files of the same request are replaced, else files of the first name. With
     `claims`, the names are claimed, and in a folder the request, too; the folder must exist.
 
     Raises:
@@ -207,7 +207,7 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
     settings = sample.settings
     if settings.resume is not None:
         return _resumed(sample, Path(settings.resume))
-    # Checked even with --overwrite: a name that no file can have is refused as well.
+    # `is_free` is checked even with --overwrite: it refuses names that no file can have.
     if sample.is_free or settings.output.overwrite:
         return sample
     if _is_made(sample):
@@ -274,14 +274,14 @@ def is_begun(sample: SampleFiles) -> bool:
 
 
 def _sidecar_of(sample: SampleFiles) -> Mapping[str, Any]:
-    """Return the sidecar of a sample, with or without its media; empty if there is none."""
+    """Return the sidecar of a sample, with or without its media; empty without a sidecar."""
     document = {} if sample.sidecar is None else read_sidecar(sample.sidecar)
     is_own = document.get("schema") in SIDECAR_SCHEMAS and document.get("file") == sample.media.name
     return document if is_own else {}
 
 
 def _begun(sample: SampleFiles) -> tuple[str | None, int | None]:
-    """Return the request and the steps of the latents of a sample without a result."""
+    """Return the request hash and the steps in the latents of a sample; None if a result exists."""
     if sample.latents is None or conflicting_file(sample.media, sample.sidecar) is not None:
         return None, None
     return _saved_request(sample.latents)

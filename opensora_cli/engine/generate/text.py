@@ -59,7 +59,7 @@ def _texts_of(settings: GenerateSettings) -> list[str]:
 
 
 def text_embeds(plan: Plan, models: LoadedModels, record: Events) -> tuple[PromptEmbeds, ...]:
-    """Return the embeddings of the prompt of each segment, inside `computing`, from the cache as far as it has them.
+    """Return the embeddings of the prompt of each segment, inside `computing`, from the cache or from the encoders.
 
     Raises:
         CheckpointError: encoders are broken, or do not fit the transformer.
@@ -99,7 +99,7 @@ def encode_texts(texts: Iterable[str], t5: T5Encoder, clip: ClipEncoder) -> Iter
 
 
 def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmbeds, ...]:
-    """Return the embeddings of the prompt of each segment beside those of the negative prompt.
+    """Return the embeddings of the prompt of each segment, with the embeddings of the negative prompt.
 
     Raises CheckpointError if an encoder has another width than the transformer reads.
     """
@@ -125,7 +125,7 @@ def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmb
 
 
 def warn_about_planned_prompts(plan: Plan, reporter: Reporter) -> None:
-    """Warn as the run will, without the weights of the encoders; do nothing if encoders are missing or not needed."""
+    """Warn about prompts without the weights of the encoders; do nothing if encoders are missing or not needed."""
     if not plan.decodes_only and {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
         warn_about_prompts(plan, prompt_readers(plan), reporter)
 
@@ -160,7 +160,7 @@ def warn_about_prompts(plan: Plan, readers: tuple[PromptReader, PromptReader], r
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
     """Return the words that a small model knows, by kind, from `vocabulary.json` beside its weights.
 
-    It is empty without that file. Raises CheckpointError if the file is broken.
+    The result is empty without that file. Raises CheckpointError if the file is broken.
     """
     path = folder / "vocabulary.json"
     if not path.is_file():
