@@ -116,5 +116,6 @@ class BatchResult(Document):
 
 
 def failed_lines(failed: Sequence[FailedRow]) -> list[str]:
+    """Return a line for each of the first failed rows, and one with the number of the others."""
     lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
     return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]
