@@ -177,7 +177,7 @@ def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[D
             tensors.append(part.read())
         tensors += [file.read(), *file.read_past()]
     if ranks is not None:
-        tensors = broadcast_tensors(tensors, device=ranks.device)
+        tensors = [tensor.cpu() for tensor in broadcast_tensors(tensors, device=ranks.device)]
     if any(tuple(each.shape) != plan.latent_shape for each in tensors):
         raise RequestError(
             f"{files.saved} holds latents of {tuple(tensors[-1].shape)}, and the settings ask for {plan.latent_shape}",

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +141,11 @@ def segment_path(latents: Path, segment: int) -> Path:
 
 def remove_latents(latents: Path) -> None:
     """Remove the saved latents of a complete result and of its segments, or warn if that fails."""
+    segments = takewhile(Path.exists, (segment_path(latents, segment) for segment in count()))
     try:
-        latents.unlink(missing_ok=True)
-        for segment in count():
-            if not (path := segment_path(latents, segment)).exists():
-                break
-            path.unlink()
+        # In this order, a kill leaves files that the next removal finds.
+        for path in reversed([latents, *segments]):
+            path.unlink(missing_ok=True)
     except OSError as error:
         message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
         warnings.warn(message, OsoraWarning, stacklevel=2)
