@@ -14,6 +14,7 @@ from opensora_cli.cli import output
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import held_back
 
 if TYPE_CHECKING:
@@ -69,9 +70,11 @@ class Call:
         with importing():
             yield
 
-    def show(self, result: "Document | None") -> None:
-        """Print a result, on the first rank alone; None for a result that a rank has printed."""
-        context = output.rank_context()
+    def show(self, result: "Document | None", *, context: RankContext | None = None) -> None:
+        """Print a result; None for a result that a rank has printed. Of the ranks of `context` only the first prints.
+
+        Commands without ranks of their own, such as `srun osora env-check`, print in every process.
+        """
         if result is not None and (context is None or context.is_main):
             output.print_result(result, as_json=self.as_json)
 
