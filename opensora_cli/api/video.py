@@ -59,7 +59,7 @@ class Video:
 
     @property
     def report(self) -> Figures:
-        """Seconds of each stage, peak memory, and PSNR of given frames."""
+        """Seconds of each stage, peak memory, and PSNR of frames that references give."""
         return self._held.figures
 
     def save(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
@@ -93,7 +93,7 @@ class Video:
             if not sample.made_before:
                 write_video([held.frames_THWC], chain, sample, figures)
                 if sample.saved is not None and sample.latents is not None:
-                    # An interrupted run of the same request left them.
+                    # Latents of an interrupted run of the same request.
                     remove_latents(sample.latents)
         return sample.media
 

@@ -49,7 +49,7 @@ _COMMANDS = (
 
 
 class _Root(Group):
-    """All commands; without arguments the help leaves out the options."""
+    """All commands; without arguments the help omits the options."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -123,7 +123,7 @@ def main(args: Sequence[str] | None = None) -> int:
     escape_foreign_texts()
     if "torch" not in sys.modules:
         _wait_without_spinning(os.environ)
-    # Its threads gain nothing on a few texts, and it aborts if none can be started (`ulimit -u`).
+    # Threads of tokenizers gain nothing on a few texts, and tokenizers aborts if none can be started (`ulimit -u`).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     name_eager_cache(os.environ)
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.

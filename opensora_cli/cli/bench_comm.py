@@ -63,7 +63,7 @@ def bench_comm(settings: "BenchCommSettings", call: Call) -> None:
     elif csv and context.is_main:
         print_lines(report.csv_lines())
     else:
-        call.show(report)
+        call.show(report, context=context)
     report.require_right()
 
 

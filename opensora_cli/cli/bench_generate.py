@@ -63,7 +63,8 @@ def bench_generate(given: "Layer", call: Call) -> None:
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 
     flags = call.again("--try", *_OWN)
-    call.show(compare(exact, tries, options=settings, reporter=call.reporter, context=context, rank_flags=flags))
+    report = compare(exact, tries, options=settings, reporter=call.reporter, context=context, rank_flags=flags)
+    call.show(report, context=context)
 
 
 _SHARED = (

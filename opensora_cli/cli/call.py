@@ -1,4 +1,4 @@
-"""One call of a command: what was typed, where results go, and the import of the engine."""
+"""One call of a command: its command line, its results, and the import of the engine."""
 
 import gc
 import os
@@ -14,6 +14,7 @@ from opensora_cli.cli import output
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import held_back
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ _LIBRARY_PREFIXES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a command: what was typed, and where results go."""
+    """One call of a command: its command line and its results."""
 
     words: tuple[str, ...]
     """Command line without the name of the program."""
     given: Mapping[str, object]
-    """Values of options and arguments by what is typed."""
+    """Values of the given options and arguments by their typed form, `--steps` or `PROMPT`."""
 
     def value(self, label: str, kind: type[T]) -> T | None:
         """Return the value of an option without a setting; None if it was not given."""
@@ -69,14 +70,16 @@ class Call:
         with importing():
             yield
 
-    def show(self, result: "Document | None") -> None:
-        """Print a result, on the first rank alone; None for a result that a rank has printed."""
-        context = output.rank_context()
+    def show(self, result: "Document | None", *, context: RankContext | None = None) -> None:
+        """Print a result; None for a result that a rank has printed. Of the ranks of `context` only the first prints.
+
+        Commands without ranks of their own, such as `srun osora env-check`, print in every process.
+        """
         if result is not None and (context is None or context.is_main):
             output.print_result(result, as_json=self.as_json)
 
     def again(self, *labels: str) -> list[str]:
-        """Return the given ones of some options, and of --json and --quiet, as words of a rank's command line."""
+        """Return the options of `labels`, --json and --quiet that were given, as words of a rank's command line."""
         words: list[str] = []
         for label in (*labels, "--json", "--quiet"):
             match self.given.get(label):
@@ -91,12 +94,12 @@ class Call:
         return words
 
     def refuse(self, labels: Container[str], *, beside: str, hint: str = "drop one of them") -> None:
-        """Raise RequestError if one of some options was given that has no effect with another."""
+        """Raise RequestError if one of the options `labels`, which have no effect with `beside`, was given."""
         if clash := next((label for label in self.given if label in labels), None):
             raise RequestError(f"{clash} has no effect with {beside}", hint=hint)
 
     def require(self, label: str, *, beside: str) -> None:
-        """Raise RequestError if an option was given without the one that it needs."""
+        """Raise RequestError if the option `beside` was given without `label`, which `beside` needs."""
         if beside in self.given and label not in self.given:
             raise RequestError(f"{beside} has no effect without {label}: give both, or none")
 

@@ -30,8 +30,8 @@ class Command(TyperCommand):
     Args:
         run: called with the validated settings, or with the given ones by key (see `layers.Layer`) if `layered`, and
             with the call, which has all values. Its docstring is the help text.
-        rows: options and arguments by what is typed, in the order of the help text: `--num-frames`, or the metavar of
-            an argument, `FILE`. Those of `PRINTED` come last.
+        rows: options and arguments by their typed form, in the order of the help text: `--num-frames`, or the metavar
+            of an argument, `FILE`. The rows of `PRINTED` come last.
         settings: `module:Class` of the settings that rows set, below `opensora_cli.settings`.
         layered: whether files or other options set them, too.
         defaults: returns defaults for the help text by option; called for help alone.
@@ -57,7 +57,7 @@ class Command(TyperCommand):
 
     @property
     def params(self) -> list[Any]:
-        """The options and arguments."""
+        """Options and arguments."""
         parameters: list[Any] = self._built.params
         return parameters
 
@@ -99,7 +99,7 @@ class Command(TyperCommand):
 
     @cached_property
     def _built(self) -> Any:
-        """The same command as Typer makes it of a function with these parameters."""
+        """Command that Typer makes from a function with these parameters."""
         single = typer.Typer(add_completion=False)
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = [self._parameter(label, row) for label, row in self._rows.items()]
@@ -152,7 +152,7 @@ class Command(TyperCommand):
         )
 
     def _field(self, row: Option) -> Any:
-        """Return the pydantic field of a row's setting; None where it has none."""
+        """Return the pydantic field of a row's setting; None for a row without a setting."""
         if not row.key or not self._settings:
             return None
         from opensora_cli.core.section import alternatives
@@ -205,7 +205,7 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
 
 
 def _name(label: str) -> str:
-    """Return the name of a parameter: `num_frames_` for `--num-frames`; `from` and `list` alone are taken."""
+    """Return the name of a parameter: `num_frames_` for `--num-frames`, since `from` and `list` are taken."""
     return f"{label.lstrip('-').replace('-', '_').lower()}_"
 
 
@@ -245,7 +245,7 @@ def _metavar(kind: Any) -> str | None:
 
 
 def _shown(field: Any) -> str:
-    """Return the default of a field for the help text; empty where there is none to show."""
+    """Return the default of a field for the help text; empty for no default."""
     default = None if field is None or field.is_required() else field.default
     return "" if default is None or isinstance(default, bool | tuple) or default == "" else f"{default}"
 

@@ -47,7 +47,7 @@ def env_check(settings: "EnvCheckSettings", call: Call) -> None:
 
     environment = dict(os.environ)
     for name in refused_by_torch(environment):
-        del os.environ[name]  # torch cannot be imported with it; the check reports it
+        del os.environ[name]  # torch cannot be imported with this variable; the check reports the value
     with call.loading():
         from opensora_cli.engine.env_check.check import env_check as check
         from opensora_cli.engine.generate.planning import make_plan

@@ -131,10 +131,11 @@ def _run(request: "GenerateRequest", call: Call, *, dry_run: bool) -> None:
 
     if dry_run:
         plan = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
-        call.show(plan)
+        call.show(plan, context=context)
         plan.require_fit()
         return
-    call.show(generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again()))
+    result = generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again())
+    call.show(result, context=context)
 
 
 def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: bool) -> None:
@@ -150,14 +151,14 @@ def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: b
 
     if dry_run:
         plan = plan_rows(request, rows, shard=shard, reporter=call.reporter)
-        call.show(plan)
+        call.show(plan, context=context)
         plan.require_fit()
         return
     result = generate_rows(
         request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
     )
     if result is not None:
-        call.show(result)
+        call.show(result, context=context)
         # Every rank raises, so that all end with the same exit code.
         result.require_whole()
 

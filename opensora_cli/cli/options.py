@@ -71,7 +71,7 @@ PRINTED = {
     "--json": Option(kind=bool, panel=OUTPUT, help="Print one JSON document to stdout."),
     "--quiet": Option(kind=bool, panel=OUTPUT, help="Print errors only.", short="-q"),
 }
-"""How a command prints."""
+"""Options of printing, which every command has."""
 
 ON = Option(
     kind=str, metavar="NxGPU|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100, and predict the time."

@@ -123,7 +123,7 @@ def _run(given: "Layer", call: Call) -> None:
         context=context,
         rank_flags=call.again("--resume", "--resume-from", "--allow-older", "--overwrite"),
     )
-    call.show(result)
+    call.show(result, context=context)
 
 
 CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."

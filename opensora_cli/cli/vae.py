@@ -61,7 +61,7 @@ def stats(given: "Layer", call: Call) -> None:
 
 
 def _settings(schema: "type[EncodeSettingsT]", given: "Layer", call: Call) -> "EncodeSettingsT":
-    """Return the settings of a command whose files and weights are there."""
+    """Return the settings of a command; raises an error if files or weights are missing."""
     from opensora_cli.engine.vae.early import refuse_early
     from opensora_cli.settings.layers import collect_overrides
     from opensora_cli.settings.vae_reconstruct import load_vae_settings

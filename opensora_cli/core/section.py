@@ -58,7 +58,7 @@ def _check_unicode(value: str) -> str:
 
 
 Words = Annotated[str, AfterValidator(_check_unicode)]
-"""Text for people or models. Text that is not valid Unicode is refused because no tokenizer accepts it."""
+"""Text for readers or models. Text that is not valid Unicode is refused because no tokenizer accepts it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Applies(NamedTuple):
     keys: str
     """Dotted keys of settings or whole sections, separated by blanks."""
     when: Callable[[Any], object]
-    """Returns a true value for settings in which they take part."""
+    """Function that returns a true value if the settings take part."""
     why: str = ""
     """End of the sentence "KEY=VALUE has no effect WHY: FIX", formatted with the settings `s`. Empty: never refused."""
     is_refused: bool = True
@@ -108,7 +108,7 @@ class Applies(NamedTuple):
     but: str = ""
     """Names in a section that the row does not cover."""
     is_recorded: bool = False
-    """Whether sidecars have the settings in any case."""
+    """Whether sidecars always record the settings."""
 
     def covers(self, key: str) -> bool:
         """Return whether the row is about the setting `key`."""
@@ -130,7 +130,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     applies: ClassVar[tuple[Applies, ...]] = ()
-    """Table of the settings of a command. Sections inside have none."""
+    """Table of the settings of a command. Nested sections have no table."""
 
     def rules(self) -> Iterable[str]:
         """Yield one line for each broken rule between these settings."""
@@ -183,7 +183,7 @@ def changed(section: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def shown(value: object) -> str:
-    """Return a value as it is typed on the command line."""
+    """Return a value in the form of the command line."""
     if isinstance(value, tuple):
         return ",".join(map(shown, value))
     if value is None or isinstance(value, bool):

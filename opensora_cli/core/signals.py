@@ -41,7 +41,7 @@ def leave_signals_to(parent: int) -> None:
     for number in (signal.SIGINT, *END_REQUESTS):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(0)
 
 

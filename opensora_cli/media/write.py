@@ -28,9 +28,6 @@ class LastFrame(NamedTuple):
     """Whether a file of this name is replaced."""
 
 
-KNOWN_ENDINGS: Mapping[str, MediaFormat] = {f".{format_}": format_ for format_ in MediaFormat}
-"""Formats by file ending, lower case with its dot."""
-
 _CRF = "23"
 
 # The macroblock tree reads uninitialized memory, so that the bits of the output would change from run to run.

@@ -53,13 +53,13 @@ class Architecture:
     text: TextInputs = field(default_factory=TextInputs)
     files: WeightNames = field(default_factory=WeightNames)
     hub_names: Mapping[str, str] = field(default_factory=dict)
-    """Names in the Hub repository of files with another name there."""
+    """Hub names of files that have another name in the Hub repository."""
     is_packaged: bool = False
     """Whether osora contains the weights."""
     presets: tuple[str, ...] = ()
     """Presets of `osora generate`: one for each resolution, or one for all."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Settings of generation by dotted key. Others have their own defaults."""
+    """Settings of generation by dotted key. Other settings keep their own defaults."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -105,7 +105,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             # Of nine latent frames, v2v gives the first or last 3 (+1), and its easy form 5 (+1).
             "condition.video_latent_frames": 3,
             "condition.easy_latent_frames": 5,
-            # The captions of its training have neither.
+            # Captions in the demo's training data have neither.
             "prompt_suffix.motion_score": None,
             "prompt_suffix.add_fps": False,
             "picture.resolution": "128px",
@@ -154,7 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
-    """Return a validator for the names of models. Its error has the form of that of an enum."""
+    """Return a validator for the names of models. The error has the form of an enum's error."""
 
     def check(value: str) -> str:
         if value not in (known := [*names()]):

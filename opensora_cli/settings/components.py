@@ -135,7 +135,7 @@ class LoraFile(Section):
 
     @property
     def shown(self) -> str:
-        """The adapter as it is typed."""
+        """Adapter in its typed form."""
         if self.scale == 1 and _WITH_SCALE.fullmatch(self.path) is None:
             return self.path
         return f"{self.path}:{str(self.scale).removesuffix('.0')}"

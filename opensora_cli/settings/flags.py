@@ -1,6 +1,6 @@
 """Options of `osora generate` that are settings: one table of rows for the command line and for Python.
 
-It imports no pydantic, so that command modules stay cheap to import.
+This module imports no pydantic, which keeps command modules cheap to import.
 """
 
 import os
@@ -190,11 +190,11 @@ FLAGS: Mapping[str, Option] = {
     "save_picture": Option("picture.save", OUTPUT),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }
-"""Row of each option that is a setting; those before `Flags` exist on the command line alone."""
+"""Row of each option that is a setting. The rows before those of `Flags` exist on the command line alone."""
 
 
 def option_of(name: str) -> str:
-    """Return an option as it is typed: `--num-frames`."""
+    """Return an option in its typed form: `--num-frames`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -224,7 +224,7 @@ def given_by(row: Option, value: object, source: str) -> dict[str, "Given"]:
         if not all(text.strip(" ;") for text in texts):
             # Usually an unset shell variable. Dropping it would make a video from text alone.
             raise RequestError(f"{source} is empty: name {row.each}, or drop {source}")
-        # One text may already have several.
+        # One text may already name several files.
         value = ";".join(texts) or None
     elif row.is_negated and isinstance(value, bool):
         value = not value

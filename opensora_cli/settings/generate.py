@@ -277,7 +277,7 @@ def _mode_problems(settings: GenerateSettings, mode: ConditionMode, named: str, 
 
 
 def _time_problems(settings: GenerateSettings) -> Iterator[str]:
-    """Yield the first problem of prompts by time. Others may follow from it."""
+    """Yield the first problem of prompts by time. Other problems may follow from the first."""
     prompts, fps, starts = settings.prompts_at, settings.video.fps, settings.segment_starts
     if not prompts or not settings.video.extend:
         return

@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Section)
 
 ENVIRONMENT_PREFIX = "OSORA_"
 SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL")
-"""Variables of the language model server. They are no settings: settings are saved, and its key must not be."""
+"""Variables of the language model server. They are no settings: settings are saved, and the key must not be."""
 _WEIGHTS = "runtime.weights"
 
 
@@ -68,7 +68,7 @@ def read_environment(
         if name in variables:
             layer[variables[name]] = Given(value, name)
             continue
-        # Other programs may use the prefix. A name without __ that resembles no setting is theirs.
+        # Other programs may use the prefix. A name without __ that resembles no setting is ignored.
         close = nearest(name, [*variables, *SERVER_VARIABLES], cutoff=0.6 if "__" in name else 0.85)
         if close or "__" in name:
             hint = f"did you mean {close}?" if close else "unset it"

@@ -85,7 +85,7 @@ class GenerateRequest:
             # A size in pixels from below would win over the size that is typed.
             below = {key: given for key, given in below.items() if key not in ("video.height", "video.width")}
         if "prompt" in self.overrides:
-            # It belongs to the prompt of the earlier run.
+            # The recorded original belongs to the prompt of the earlier run.
             below.pop("refine.original", None)
         given = {**below, **self.overrides}
         if any("picture.first" not in layer and _gives_no_picture(layer) for layer in (self.overrides, given)):
@@ -106,7 +106,7 @@ class GenerateRequest:
 
     @property
     def model(self) -> str:
-        """Model that the settings name, or AUTO. A wrong name means the demo, whose validation reports it."""
+        """Model that the settings name, or AUTO. A wrong name means the demo, whose validation reports the name."""
         choice = self.text("runtime.model_choice") or AUTO
         if choice == AUTO:
             # A plan for another machine does not look for weights here.
@@ -121,7 +121,7 @@ class GenerateRequest:
         return {}
 
     def _with_saved(self, saved: SavedSettings) -> dict[str, Given]:
-        """Return the layers below the command line where there is an earlier run."""
+        """Return the settings below the command line, with those of an earlier run."""
         # Sidecars without a first picture do not mention it.
         recorded = {"picture.first": Given(False, saved.source), **saved.layer}
         if saved.is_own:
@@ -272,7 +272,7 @@ def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
 
 
 def _gives_no_picture(given: Layer) -> bool:
-    """Return whether references or a mode without a picture are asked for."""
+    """Return whether settings name references, or a mode that gives no picture."""
     files, named = given.get("condition.references"), given.get("condition.mode")
     mode = None if named is None else CONDITION_MODES.get(str(named.value))
     return bool(files and files.value) or (mode is not None and not mode.gives_pictures)

@@ -29,7 +29,7 @@ class PromptAt(Section):
 
     @property
     def shown(self) -> str:
-        """Prompt as it is typed."""
+        """Prompt in its typed form."""
         return f"{self.at_s:g}s={self.prompt}"
 
 

@@ -175,7 +175,7 @@ def read_reference_generation(file: ConfigFile) -> Sections:
     found = values.found
     is_deep = values.get("ae.type") == "dc_ae"
     if values.has("sampling_option"):
-        # The reference has these where a file names none.
+        # Defaults of the reference implementation.
         found |= {"picture.first": False, "video.fps": 16, "prompt_suffix.motion_score": None}
     if values.has("model"):
         found["model.name"] = OPEN_SORA_V2_DC_AE if is_deep else OPEN_SORA_V2
@@ -204,7 +204,7 @@ def read_reference_generation(file: ConfigFile) -> Sections:
         for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
             values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
     values.take_dtype()
-    for name in ("patch_size", "ae_spatial_compression"):  # They decide nothing beside model.patch_size and ae.
+    for name in ("patch_size", "ae_spatial_compression"):  # model.patch_size and ae decide.
         values.pop(name, None)
     return values.carried_over(_GENERATION)
 
@@ -224,7 +224,7 @@ def read_reference_autoencoder(file: ConfigFile) -> Sections:
     values.take_autoencoder("model")
     values.take_file("model.from_pretrained", "weights.file", folder="runtime.weights")
     if values.found.get("runtime.weights") == _FOLDER:
-        del values.found["runtime.weights"]  # It is searched by default.
+        del values.found["runtime.weights"]  # The default folder.
     buckets = [values.pop(name) for name in tuple(values) if name.startswith("bucket_config.")]
     if lengths := [length for row in buckets if isinstance(row, dict) for length in row if isinstance(length, int)]:
         values.found["clip.num_frames"] = max(lengths)
@@ -341,7 +341,7 @@ class _Values(dict[str, Any]):
     def carried_over(self, names: Mapping[str, str]) -> Sections:
         """Carry over the settings of a table; return all of them, nested, and the names that remain.
 
-        A section of which nothing is carried over is named as a whole.
+        A section without a setting that is carried over is named as a whole.
         """
         self.take(names)
         used = {name.partition(".")[0] for name in self._of_interest if name not in self}

@@ -57,7 +57,7 @@ def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
     taken = {key: at for key, at in saved.items() if is_description(key) or (decodes and key in _SAMPLED_WITH)}
     score = taken.get("prompt_suffix.motion_score")
     if score is not None and score.value == "auto":
-        # It would ask a server.
+        # `auto` would ask a server.
         del taken["prompt_suffix.motion_score"]
     ending = named_format(saved.get("output.path"))
     if not _has_value(taken.get("output.format")) and ending not in (None, _usual_format(saved)):

@@ -1,4 +1,4 @@
-"""Choose the attention backend of a run: the one that was asked for, or the first of a fixed order that works.
+"""Choose the attention backend of a run: the requested backend, or the first of a fixed order that works.
 
 An installed library proves little: its kernels may be built for another torch, GPU or dtype. A backend counts as usable
 when a small product on the device of the run, in its dtype, agrees with `math`.
@@ -33,13 +33,13 @@ percent; a wrong layout, scale or kernel differs by more than the whole.
 
 
 class AttentionPlan(Document):
-    """The backend that computes attention, and the reason for the choice."""
+    """Backend that computes attention, and the reason for the choice."""
 
     backend: str
     reason: str
 
     def line(self) -> str:
-        """Return the plan as text for people."""
+        """Return the plan as a line of text."""
         return f"{self.backend} ({self.reason})"
 
 
@@ -137,7 +137,7 @@ def attention_stand_in(choice: AttentionChoice | str) -> AttentionBackend:
 
 
 def _why_unavailable(name: str, use: AttentionUse) -> str | None:
-    """Return the reason why a backend cannot work, as far as that is known without trying it."""
+    """Return the reason why a backend cannot work, or None if only a trial can tell."""
     kind = ATTENTION_KINDS.get(name)
     if kind is None:
         return f"{name} is not a backend"
@@ -176,7 +176,7 @@ def _mismatch(name: str) -> str | None:
 
 
 def _error(backend: AttentionBackend, use: AttentionUse) -> float:
-    """Return the largest relative difference from `math`, of the result and of everything else that the run needs."""
+    """Return the largest relative difference from `math` over the result, gradients and parts that the run needs."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, _HEADS, _TOKENS, use.head_dim
     *qkv, gradient = (torch.randn(shape, generator=generator).to(use.device, use.dtype) for _ in range(4))

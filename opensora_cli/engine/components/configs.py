@@ -1,4 +1,4 @@
-"""The transformer from settings: its configuration, the module without weights, and parameter counts of all parts."""
+"""Transformer from settings: configuration, the module without weights, and parameter counts of all parts."""
 
 from functools import lru_cache
 

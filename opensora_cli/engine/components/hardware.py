@@ -1,4 +1,4 @@
-"""Devices of this machine: which one to use, its memory, peak memory, TF32, and out-of-memory errors."""
+"""Devices of this machine: the choice of a device, its memory, peak memory, TF32, and out-of-memory errors."""
 
 import gc
 import platform

@@ -55,7 +55,7 @@ class LinearProductsReport(Document):
         )
 
     def line(self) -> str:
-        """Return the report as text for people."""
+        """Return the report as a line of text."""
         return (
             f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
             f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"

@@ -70,7 +70,7 @@ class Lora:
         return sorted({_rank(updates) for updates in self.updates.values()})
 
     def line(self) -> str:
-        """Return the adapter as text for people."""
+        """Return the adapter as a line of text."""
         rank = " to ".join(str(rank) for rank in dict.fromkeys((self.ranks[0], self.ranks[-1])))
         size = sum(part.nbytes for updates in self.updates.values() for each in updates for part in (each.a, each.b))
         return f"{self.path} x {self.scale:g}: rank {rank} in {len(self.updates)} layers, {format_bytes(size)}"

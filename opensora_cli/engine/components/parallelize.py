@@ -88,7 +88,7 @@ def require_branches(mesh: MeshShape, scales: Sequence[GuidanceScales]) -> None:
 
 
 def describe_mesh(shape: MeshShape) -> str:
-    """Return the mesh as text for people."""
+    """Return the mesh as text."""
     shared = {
         "Ulysses": shape.ulysses,
         "ring attention": shape.ring,
@@ -189,14 +189,14 @@ class PlannedExchange(Document):
         )
 
     def line(self) -> str:
-        """Return the exchange as text for people."""
+        """Return the exchange as a line of text."""
         stages = self.bytes_per_evaluation.items()
         sizes = (f"{size / 2**20:.2f} MiB{'' if stage == 'sent' else f' {stage}'}" for stage, size in stages)
         return f"{self.how}; all ranks send {' + '.join(sizes)} an evaluation"
 
 
 def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: MeshShape) -> str:
-    """Return the method of an exchange as text for people."""
+    """Return the method of an exchange as text."""
     stages = f", {mesh.ulysses // plan.inner} x {plan.inner} ranks" if plan.inner > 1 else ""
     words = [f"{parallel.all_to_all}{stages}"]
     if parallel.compression.largest_error:

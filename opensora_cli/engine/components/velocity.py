@@ -1,4 +1,4 @@
-"""The transformer for the sampling loop: branches of guidance in, velocities out."""
+"""Transformer for the sampling loop: branches of guidance in, velocities out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from opensora_cli.sampling.step_cache import CachedStep, Phase
 
 _PROMPTS = 2
 _MODULATION_VALUES = 2**28
-"""Most values that are computed before the first step: 512 MiB in bf16, 127 times of the released model."""
+"""Limit of the values that are computed before the first step: 512 MiB in bf16, 127 times of the released model."""
 _FEW_TOKENS = {"cpu": 1024}
 _FEW_TOKENS_ELSEWHERE = 8192
 """Tokens that do not fill a device, so that three branches in one batch take less time than one after the other."""
@@ -167,10 +167,10 @@ class GuidedVelocity:
 
 
 def are_batched(tokens: int, device: torch.device) -> bool:
-    """Return whether branches of so many tokens each, text included, are one batch on a device.
+    """Return whether branches of `tokens` tokens each, text included, are one batch on a device.
 
-    Only the size decides, not the number of branches of a step. So a resumed run rounds as the whole run does, and no
-    step needs more memory than one with all branches.
+    The number of branches of a step does not count, so a resumed run rounds as the whole run does, and no step needs
+    more memory than a step with all branches.
     """
     return len(Branch) * tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
 
@@ -188,5 +188,5 @@ def modulation_comes_first(num_times: int, config: MMDiTConfig) -> bool:
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return tensors (1, ...) as one (B, ...), without a copy of a single one."""
+    """Return tensors (1, ...) as one (B, ...), without copying a single tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -50,7 +50,7 @@ class WeightFiles:
         return not self.missing
 
     def borrowed(self) -> list[Component]:
-        """Return the parts of the packaged demo that complete a transformer from another place."""
+        """Return the components from the packaged demo that complete a transformer of another folder."""
         demo = packaged_demo()
         parts = [component for component, path in self.paths.items() if path.is_relative_to(demo)]
         return [] if Component.TRANSFORMER in parts else parts
@@ -211,7 +211,7 @@ def _locate(
         lacking = {path: _lacking(component, path) for path in candidates}
         best = min(lacking, key=lambda path: len(lacking[path]))
         if lacking[best]:
-            # The most complete place: half a download names the rest.
+            # The most complete folder names the missing rest of an interrupted download.
             missing[component] = tuple(f"{name}{file.removeprefix(str(best))}" for file in lacking[best])
         else:
             paths[component] = best

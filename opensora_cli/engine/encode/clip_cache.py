@@ -1,7 +1,7 @@
 """Cache of encoded clips on disk: training with it neither decodes nor encodes, and needs no frozen models.
 
 A cache is a folder. `cache.safetensors` has its identity and the embeddings of the empty prompt. Each
-`clips-*.safetensors` has about 256 MiB of tensors, named by clip and part. Files appear whole and never change. So an
+`clips-*.safetensors` has about 256 MiB of tensors, named by clip and part. Files appear whole and never change, so an
 interrupted cache is continued, another condition mode adds only its references, and several processes can fill a cache
 at once. A clip whose file was replaced is added again, and the newest file that has the clip counts.
 """
@@ -28,7 +28,7 @@ from opensora_cli.engine.encode.clips import POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS
 from opensora_cli.engine.encode.encoders import EmptyPrompt
 
 Identity = Mapping[str, str]
-"""Digests of the models that made a cache, and values of the settings that change what they make, by name."""
+"""Digests of the models that made a cache, and values of the settings that change its tensors, by name."""
 
 FileState = tuple[int, int]
 """Size of the file of a clip in bytes, and its modification time in nanoseconds."""
@@ -72,8 +72,9 @@ def threads_of(folder: Path) -> int | None:
 def is_cache_of(folder: Path, identity: Identity, *, complete: bool = True) -> bool:
     """Return whether a folder has a cache with this identity, or with these entries if `identity` is not `complete`.
 
-    A cache without clips can be replaced: it is not refused. Raises FileProblem if a cache with clips has another
-    identity, and CheckpointError if its header is broken.
+    A cache without clips is never refused, since it can be replaced.
+
+    Raises FileProblem if a cache with clips has another identity, and CheckpointError if its header is broken.
     """
     found = _identity_of(folder)
     if found is None:
@@ -140,7 +141,7 @@ class ClipCache:
     def names(self, request: ClipRequest, *, file: FileState | None = None) -> Set[str]:
         """Return the names of the tensors of a clip; none if it is not cached.
 
-        `file` is the present state of its file, from which they must have been made. None accepts any.
+        `file` is the present state of the clip's file, from which the tensors must have been made. None accepts any.
         """
         key = key_of(request)
         is_other = file is not None and self._states.get(key, file) != file
@@ -199,7 +200,7 @@ class CacheWriter:
         clips = {key: {"names": [*clip], "file": file} for key, (clip, file) in self._waiting.items()}
         tensors = {f"{key}.{name}": tensor for key, (clip, _) in self._waiting.items() for name, tensor in clip.items()}
         content = json.dumps(clips)
-        # A name from the content: two processes write the same file only with the same content.
+        # Two processes write the same file only with the same content.
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         _write(self._folder / _SHARD_PATTERN.replace("*", digest), tensors, {_CLIPS: content})
         self._waiting, self._bytes = {}, 0

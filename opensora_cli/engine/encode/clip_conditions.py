@@ -113,7 +113,6 @@ def encode_with_conditions(
     *,
     rng: np.random.Generator,
     pad_pictures: bool = False,
-    lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> tuple[Tensor, Tensor]:
     """Encode clips, and the given frames of a mode that is sampled for each.
 
@@ -124,7 +123,6 @@ def encode_with_conditions(
         mode_weights: weight of each condition mode by name. Modes that would give a whole clip are not used.
         pad_pictures: without a causal autoencoder, hold a given picture until it fills a latent frame. Other frames of
             the clip are dropped for it.
-        lengths: latent frames that video modes give.
 
     Raises:
         RequestError: a mode is unknown, or the autoencoder cannot encode the clips.
@@ -133,7 +131,7 @@ def encode_with_conditions(
     num_latent_frames = autoencoder.grid.latent_frames(pixels_BCTHW.shape[2])
     latents, conditions = [], []
     for pixels_CTHW in pixels_BCTHW:
-        mode = sample_mode(mode_weights, num_latent_frames=num_latent_frames, causal=causal, rng=rng, lengths=lengths)
+        mode = sample_mode(mode_weights, num_latent_frames=num_latent_frames, causal=causal, rng=rng)
         clip_TCHW = pixels_CTHW.transpose(0, 1)
         if pad_pictures and mode.gives_pictures and not causal:
             clip_TCHW = hold_pictures(clip_TCHW, mode, extra=ratio - 1)
@@ -142,9 +140,7 @@ def encode_with_conditions(
             return autoencoder.encode(cut_part(clip_TCHW, part).transpose(0, 1)[None])[0]
 
         latents_CTHW = autoencoder.encode(clip_TCHW.transpose(0, 1)[None])[0]
-        condition = condition_clip(
-            latents_CTHW, mode, encode_part, causal=causal, temporal_compression=ratio, lengths=lengths
-        )
+        condition = condition_clip(latents_CTHW, mode, encode_part, causal=causal, temporal_compression=ratio)
         latents.append(latents_CTHW)
         conditions.append(torch.cat(condition))
     return torch.stack(latents), torch.stack(conditions)

@@ -18,7 +18,7 @@ LATENTS = "latents"
 PROMPT_EMBEDS = "prompt_embeds"
 POOLED_PROMPT_EMBEDS = "pooled_prompt_embeds"
 ALWAYS_CACHED = (LATENTS, PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS)
-"""Tensors that a cache has of every clip; the references of its condition modes are extra."""
+"""Tensors of every cached clip. References of condition modes are extra."""
 
 
 class EncodedClip(Protocol):
@@ -28,7 +28,7 @@ class EncodedClip(Protocol):
         """Return the latents of the whole clip (C,T,H,W)."""
 
     def part(self, part: ReferencePart) -> Tensor:
-        """Return the latents (C,T,H,W) of some of its frames, encoded on their own."""
+        """Return the latents (C,T,H,W) of some frames of the clip, encoded on their own."""
 
     def prompt_embeds(self) -> Tensor:
         """Return the T5 embeddings of its caption, (L,C)."""

@@ -1,4 +1,4 @@
-"""From settings to a dataset: its samples, the clip that is read of each, and the order of each epoch."""
+"""Datasets from settings: samples, the clip that is read of each sample, and the order of each epoch."""
 
 import hashlib
 import json
@@ -121,9 +121,7 @@ def _hash(*parts: object) -> str:
 
 
 def pixel_multiple(settings: TrainSettings) -> int:
-    """Return the divisor of the heights and widths of clips, in pixels: the side of a token, or for autoencoders of a
-    latent.
-    """
+    """Return the divisor of the heights and widths of clips, in pixels: the side of a token, or of a latent."""
     compression = settings.vae.grid.spatial_compression_ratio
     return compression * (settings.model.patch_size if settings.target is TrainTarget.MMDIT else 1)
 

@@ -132,7 +132,7 @@ def require_same_settings(settings: TrainSettings, *, device: torch.device) -> N
 
 
 def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> dict[str, str]:
-    """Return everything but the clips that decides encoded clips: SHA-256 of the weights, and settings.
+    """Return the digests of the weights and the settings that decide the encoded clips.
 
     Raises CheckpointError if frozen parts are missing or cannot be read.
     """

@@ -50,7 +50,7 @@ def read_clip(request: ClipRequest, *, fit: Fit | str = Fit.CROP) -> Tensor:
         return torch.from_numpy(scene.render(size=request.height, num_frames=request.num_frames, fps=fps))
     is_picture = request.num_frames == 1
     fitted = []
-    # Frame by frame, so that only one frame of a large video is in memory at its own size.
+    # Only one frame of a large video is in memory at its own size.
     for frame_HWC in read_cut(
         request.path, start=request.start, num_frames=request.num_frames, interval=request.interval
     ):

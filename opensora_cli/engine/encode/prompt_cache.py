@@ -43,15 +43,15 @@ class TextEmbeds:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of both embeddings."""
         return self.prompt_embeds_1LC.nbytes + self.pooled_prompt_embeds_1V.nbytes
 
     def to(self, device: torch.device) -> "TextEmbeds":
-        """Return both on a device."""
+        """Return both embeddings on a device."""
         return TextEmbeds(self.prompt_embeds_1LC.to(device), self.pooled_prompt_embeds_1V.to(device))
 
     def sha256(self) -> str:
-        """Return the hash of both."""
+        """Return the hash of both embeddings."""
         digest = hashlib.sha256()
         for tensor in (self.prompt_embeds_1LC, self.pooled_prompt_embeds_1V):
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -83,7 +83,7 @@ class PromptCache:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the files, or None if it does not exist yet."""
+        """Folder of the files, or None if the folder does not exist yet."""
         try:
             return self._folder if self._folder is not None and self._folder.is_dir() else None
         except OSError:
@@ -151,7 +151,7 @@ class PromptCache:
                 break
             path.unlink(missing_ok=True)
             free += size
-        # No more than was wanted: other processes may write as well.
+        # Other processes may write as well.
         return min(free, wanted)
 
 

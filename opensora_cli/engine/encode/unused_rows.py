@@ -22,7 +22,7 @@ class UnusedRows(Document):
     fix: str
 
     def lines(self) -> list[str]:
-        """Return the rows for people."""
+        """Return the rows as lines of text."""
         return [
             f"unused    {self.rows:,} {'row' if self.rows == 1 else 'rows'}: {self.reason}",
             *(f"          {example}" for example in self.examples),
@@ -63,7 +63,7 @@ def find_unused(
 
 
 def _without_bucket(samples: Samples, buckets: Buckets) -> list[tuple[NDArray[np.bool_], str, str]]:
-    """Return which samples no bucket takes, the reason and the fix."""
+    """Return a mask of the samples that no bucket takes, the reason and the fix."""
     fits_none = (buckets.fitting(samples) == NO_BUCKET).all(axis=1)
     is_closed = ~fits_none & (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
     pixels = samples.height * samples.width
@@ -90,7 +90,7 @@ def _without_bucket(samples: Samples, buckets: Buckets) -> list[tuple[NDArray[np
 
 
 def _unfilled(buckets: Buckets, assigned: NDArray[np.int32]) -> list[tuple[NDArray[np.bool_], str, str]]:
-    """Return which samples fill no micro-batch of their bucket, the reason and the fix, by resolution and length."""
+    """Return a mask of the samples that fill no micro-batch, the reason and the fix, by resolution and length."""
     counts = np.bincount(assigned[assigned >= 0], minlength=len(buckets))
     short: dict[tuple[str, int], list[int]] = {}
     for index in np.flatnonzero(counts).tolist():
