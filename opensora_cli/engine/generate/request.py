@@ -18,7 +18,7 @@ from opensora_cli.engine.generate.refinement import require_refinement
 from opensora_cli.engine.generate.targets import LATENTS_ENDING, num_samples, read_made, sample_files
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
-from opensora_cli.models.registry import AUTO
+from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
@@ -97,6 +97,7 @@ def resolve(
     device = request.text("runtime.device") or "auto"
     model = choose_model_early(choice, weights=weights, device=device)
     if model is None:
+        _refuse_for_every_model(request)
         if "torch" not in sys.modules:
             reporter.note("loading torch ...")
         model, _ = choose_model(choice, weights=weights, device=device)
@@ -117,6 +118,14 @@ def resolve(
         threads_source=None if threads is None else threads.source,
         on=request.on,
     )
+
+
+def _refuse_for_every_model(request: GenerateRequest) -> None:
+    """Raise RequestError if neither of the models that `auto` may choose allows the request."""
+    try:
+        load_generate_settings(request, model=DEMO)
+    except RequestError:
+        load_generate_settings(request, model=OPEN_SORA_V2)
 
 
 def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
