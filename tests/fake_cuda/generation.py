@@ -32,9 +32,11 @@ from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.models.mmdit.model import _computed_where
 from opensora_cli.settings.generate import GenerateSettings
 
-MAY_WAIT = lines_of(denoise._Saver.step) | lines_of(_computed_where)
-"""Of several ranks one keeps the latents of each step on the host: another that ends would take its GPU along. And
-before the first step the layers of modulation come from the host, one after the other."""
+MAY_WAIT = lines_of(denoise._Saver.step) | lines_of(denoise.denoise_samples) | lines_of(_computed_where)
+"""Lines that may wait for the GPU. One of several ranks keeps the latents of each step on the host, because another
+rank that ends would take its GPU along. The latents of a finished sample are copied to the host. The modulation layers
+come from the host before the first step, one after the other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
