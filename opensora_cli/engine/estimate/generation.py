@@ -166,7 +166,7 @@ def estimate_generation(
     if sizes.has_draft:
         frames = (*frames, settings.video.num_frames)
     if frames:
-        encoding = _shortened_encoding(vae, tiling, sizes, frames, dtype, device_type)
+        encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
         stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     return tuple(stages)
 
@@ -354,25 +354,6 @@ def _shortened_decoding(
     if grid.count(size, tiling) <= _FEW_TILES:
         return decoding
     return Need(decoding.data, max(decoding.activations, needed(_joining).activations))
-
-
-def _shortened_encoding(
-    settings: VAESettings,
-    tiling: Tiling,
-    sizes: GenerationSizes,
-    num_frames: tuple[int, ...],
-    dtype: torch.dtype,
-    device_type: str,
-) -> Need:
-    """Return the need of `_encoding`."""
-    size = max(num_frames), sizes.height, sizes.width
-
-    def need(smaller: _Size) -> Need:
-        frames = tuple(min(number, smaller[0]) for number in num_frames)
-        shown = replace(sizes, height=smaller[1], width=smaller[2])
-        return _encoding(settings, tiling, shown, frames, dtype, device_type)
-
-    return _of_few_tiles(need, size, settings.sizes.tile_grids()[0], tiling)
 
 
 @remembered
