@@ -90,4 +90,4 @@ _ROWS = {
     "--overwrite": Option("overwrite", OUTPUT),
     "--csv": Option(panel=OUTPUT, help="Print the table as CSV to stdout.", kind=bool),
 }
-COMMAND = Command("bench-comm", bench_comm, _ROWS, settings="tools:BenchCommSettings")
+COMMAND = Command("bench-comm", bench_comm, _ROWS, settings="tools:BenchCommSettings", on_ranks=True)

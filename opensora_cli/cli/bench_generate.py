@@ -94,4 +94,6 @@ _ROWS = {
     "--overwrite": Option(panel=_COMPARED, kind=bool, help="Replace an existing chart."),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
-COMMAND = Command("bench-generate", bench_generate, _ROWS, settings="generate:GenerateSettings", layered=True)
+COMMAND = Command(
+    "bench-generate", bench_generate, _ROWS, settings="generate:GenerateSettings", layered=True, on_ranks=True
+)

@@ -34,6 +34,8 @@ class Call:
     """Command line without the name of the program."""
     given: Mapping[str, object]
     """Values of the given options and arguments by their typed form, `--steps` or `PROMPT`."""
+    on_ranks: bool = False
+    """Whether the ranks of a job run the command together."""
 
     def value(self, label: str, kind: type[T]) -> T | None:
         """Return the value of an option without a setting; None if it was not given."""
@@ -58,8 +60,8 @@ class Call:
 
     @cached_property
     def reporter(self) -> Reporter:
-        """Shows progress and messages, on the first rank alone."""
-        context = output.rank_context()
+        """Shows progress and messages. Of ranks that run the command together only the first does."""
+        context = output.rank_context() if self.on_ranks else None
         return output.make_reporter(quiet="--quiet" in self.given or not (context is None or context.is_main))
 
     @contextmanager

@@ -34,6 +34,7 @@ class Command(TyperCommand):
             of an argument, `FILE`. The rows of `PRINTED` come last.
         settings: `module:Class` of the settings that rows set, below `opensora_cli.settings`.
         layered: whether files or other options set them, too.
+        on_ranks: whether torchrun or Slurm may start the command as one job, of which only the first rank reports.
         defaults: returns defaults for the help text by option; called for help alone.
     """
 
@@ -45,10 +46,12 @@ class Command(TyperCommand):
         *,
         settings: str = "",
         layered: bool = False,
+        on_ranks: bool = False,
         about: str = "",
         defaults: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._run, self._settings, self._layered, self._defaults = run, settings, layered, defaults
+        self._on_ranks = on_ranks
         self._has_all = any(row.is_common for row in rows.values())
         more = {_ALL: Option(kind=bool, help="Show all options.", is_common=True)} if self._has_all else {}
         self._rows = {**rows, **PRINTED, **more}
@@ -111,7 +114,8 @@ class Command(TyperCommand):
                 if (value := values[_name(label)]) is not None and value is not False and value != []
             }
             with interruptible():
-                self._call(Call((*ctx.command_path.split()[1:], *ctx.meta[_WORDS]), given))
+                words = (*ctx.command_path.split()[1:], *ctx.meta[_WORDS])
+                self._call(Call(words, given, on_ranks=self._on_ranks))
 
         call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]  # what Typer reads
         single.command()(call)

@@ -225,5 +225,11 @@ ROWS = {
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
 }
 COMMAND = Command(
-    "generate", generate, ROWS, settings="generate:GenerateSettings", layered=True, defaults=_preset_defaults
+    "generate",
+    generate,
+    ROWS,
+    settings="generate:GenerateSettings",
+    layered=True,
+    on_ranks=True,
+    defaults=_preset_defaults,
 )

@@ -179,4 +179,4 @@ ROWS = {
         "train_mmdit.attention", MACHINE, "Attention backend; auto is the first that works.", default="auto"
     ),
 }
-COMMAND = Command("train", train, ROWS, settings="train:TrainSettings", layered=True)
+COMMAND = Command("train", train, ROWS, settings="train:TrainSettings", layered=True, on_ranks=True)

@@ -38,6 +38,17 @@ def bars(text: io.StringIO, clock: Clock | None = None, *, width: int = 120) -> 
     return ConsoleReporter(console, has_bars=True, clock=clock or Clock())
 
 
+@pytest.mark.parametrize(("on_ranks", "printed"), [(False, "a note\n"), (True, "")])
+def test_only_commands_that_run_on_ranks_are_silent_on_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_ranks: bool, printed: str
+) -> None:
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    Call((), {}, on_ranks=on_ranks).reporter.note("a note")
+    assert capsys.readouterr().err == printed
+
+
 def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with lines(clock, 5).stage("denoise", total=20, unit="steps") as stage:
