@@ -60,7 +60,7 @@ def env_check(settings: "EnvCheckSettings", call: Call) -> None:
 _ROWS = {
     "FILE": Option("files"),
     "--no-all-reduce": Option("all_reduce", help="Do not run the all-reduce over the devices.", is_negated=True),
-    "--timeout": Option("all_reduce_seconds", help="Timeout of the all-reduce.", metavar="SECONDS", default="15"),
+    "--timeout": Option("all_reduce_seconds", help="Timeout of the all-reduce.", metavar="SECONDS", default="60"),
     "--bug-report": Option("bug_report", help="Print a short report that hides users, hosts, folders and tokens."),
     "--profile": Option(
         panel=_RECOMMENDED,

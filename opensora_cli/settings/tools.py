@@ -77,7 +77,7 @@ class EnvCheckSettings(Section):
 
     files: tuple[str, ...] = Field(default=(), description="Dockerfiles and shell files with variables to check.")
     all_reduce: bool = Field(default=True, description="Run an all-reduce over the devices.")
-    all_reduce_seconds: float = Field(default=15.0, gt=0, le=600, description="Timeout of the all-reduce in seconds.")
+    all_reduce_seconds: float = Field(default=60.0, gt=0, le=600, description="Timeout of the all-reduce in seconds.")
     bug_report: bool = Field(default=False, description="Hide users, hosts, folders and tokens.")
 
 

@@ -14,7 +14,7 @@ from opensora_cli.cli.app import main
 from opensora_cli.core import gpus
 from opensora_cli.core.gpus import DriverFacts
 from opensora_cli.core.redaction import is_relevant
-from opensora_cli.engine.env_check import facts
+from opensora_cli.engine.env_check import host, machine
 
 SECRETS = {
     "HF_TOKEN": "hf_OpenSesameOpenSesame",
@@ -30,7 +30,7 @@ def _a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in filter(is_relevant, list(os.environ)):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(facts, "list_presets", lambda kind: ["demo"])
+    monkeypatch.setattr(host, "list_presets", lambda kind: ["demo"])
 
 
 def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -169,16 +169,17 @@ def test_a_check_that_breaks_hides_no_other(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("NVML: driver/library version mismatch")
 
-    for module in (facts, gpus):
+    for module in (host, machine, gpus):
         for name in vars(module):
-            if name.startswith("read_") and name != "read_torch":
+            is_reader = name.startswith("read_") or name in ("unmet_requirements", "pick_hardware")
+            if is_reader and name != "read_torch":
                 monkeypatch.setattr(module, name, broken)
     code, out, _ = run("--no-all-reduce", "-q", capsys=capsys)
     assert code == 0
     broken_checks = {line.split()[0] for line in out.splitlines() if "could not be checked: NVML: driver/lib" in line}
     # Variables are compared with the libraries and GPUs of a build of torch for CUDA, and with nothing of one for CPUs.
     assert broken_checks - {"environment"} == {
-        "python", "torch", "cards", "links", "libraries", "precision", "attention", "video", "memory", "disk", "limits",
+        "python", "torch", "cards", "links", "libraries", "precision", "attention", "memory", "disk", "limits",
         "presets",
     }  # fmt: skip
     if torch.version.cuda is None:

@@ -5,7 +5,7 @@ import os
 import torch
 
 from opensora_cli.core import gpus
-from opensora_cli.engine.env_check.all_reduce import Outcome, run_all_reduce
+from opensora_cli.engine.env_check.all_reduce import check_all_reduce
 from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.report import Severity
 from opensora_cli.engine.generate.planning import make_plan
@@ -30,9 +30,10 @@ def test_the_driver_is_found():
 
 
 def test_nccl_over_all_gpus():
-    result = run_all_reduce(num_gpus=torch.cuda.device_count(), seconds=120, environment=os.environ)
-    assert (result.outcome, result.backend) == (Outcome.DONE, "nccl"), result
-    assert result.num_bytes == 64 * 2**20
+    (finding,) = check_all_reduce(num_gpus=torch.cuda.device_count(), seconds=120, environment=os.environ)
+    assert finding.severity is Severity.OK
+    assert finding.message.startswith("nccl over ")
+    assert ": 64 MiB in " in finding.message
 
 
 def test_nothing_stops_a_run_here():

@@ -1,109 +1,30 @@
-"""All checks of `osora env-check`, in the order in which they are printed."""
+"""Checks of `osora env-check`, in the order in which they are printed."""
 
 import os
+import platform
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
+import opensora_cli
 from opensora_cli.core import gpus
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
-from opensora_cli.engine.env_check import facts
-from opensora_cli.engine.env_check.all_reduce import check_all_reduce, run_all_reduce
-from opensora_cli.engine.env_check.facts import HostFacts, MakePlan, WeightFacts
-from opensora_cli.engine.env_check.host import (
-    check_attention,
-    check_disk,
-    check_encoder,
-    check_limits,
-    check_memory,
-    check_presets,
-)
-from opensora_cli.engine.env_check.machine import (
-    check_gpus,
-    check_libraries,
-    check_links,
-    check_precision,
-    check_python,
-    check_torch,
-)
-from opensora_cli.engine.env_check.report import Check, EnvReport, Finding, PresetNeeds, isolated
+from opensora_cli.engine.env_check import host, machine
+from opensora_cli.engine.env_check.all_reduce import check_all_reduce
+from opensora_cli.engine.env_check.host import HostFacts, MakePlan, WeightFacts
+from opensora_cli.engine.env_check.report import EnvReport, Finding, PresetNeeds, Severity, ok, run_check
 from opensora_cli.engine.env_check.shell_files import lint_file
 from opensora_cli.engine.env_check.torch_variables import refused_by_torch
 from opensora_cli.engine.env_check.variables import Surroundings, lint_variables
 from opensora_cli.settings.tools import EnvCheckSettings
 
 FactT = TypeVar("FactT")
-
-
-class _Machine:
-    """This machine, each kind of fact read once, when it is first asked for."""
-
-    def __init__(self, environment: Mapping[str, str], make_plan: MakePlan) -> None:
-        self.environment = environment
-        self._make_plan = make_plan
-        self.presets: tuple[PresetNeeds, ...] = ()
-        """Those that are planned, once they are."""
-
-    @cached_property
-    def torch(self) -> TorchFacts:
-        return gpus.read_torch()
-
-    @cached_property
-    def driver(self) -> DriverFacts:
-        return gpus.read_driver()
-
-    @cached_property
-    def gpus(self) -> tuple[GpuFacts, ...]:
-        return gpus.read_gpus()
-
-    @cached_property
-    def links(self) -> tuple[LinkFacts, ...]:
-        return gpus.read_links(self.gpus)
-
-    @cached_property
-    def host(self) -> HostFacts:
-        return facts.read_host()
-
-    @cached_property
-    def weights(self) -> WeightFacts:
-        return facts.read_weights(self.environment)
-
-    @property
-    def num_gpus(self) -> int:
-        """How many devices torch can use; 0 if they cannot be read."""
-        return len(_or_else(lambda: self.gpus, tuple[GpuFacts, ...]()))
-
-    def plan_presets(self) -> tuple[str, ...]:
-        """Fill in `presets`, and return the names of those that no device here is planned for."""
-        unplanned = facts.unplanned_presets(num_gpus=self.num_gpus)
-        self.presets = facts.read_presets(self.environment, self._make_plan, unplanned=unplanned)
-        return unplanned
-
-    def surroundings(self) -> Surroundings:
-        """Return what the rules for variables must know; what cannot be read counts as absent."""
-        host = _or_else(lambda: self.host, HostFacts(cores=1, total_bytes=0, available_bytes=0))
-        links = _or_else(lambda: self.links, tuple[LinkFacts, ...]())
-        uses_cuda = _or_else(lambda: self.torch.cuda is not None, False)
-        return Surroundings(
-            uses_cuda=uses_cuda,
-            num_gpus=self.num_gpus,
-            cores=host.cores,
-            has_nvlink=any(link.kind is LinkKind.NVLINK for link in links),
-            interfaces=host.interfaces,
-            infiniband=host.infiniband,
-            shadowing=facts.read_shadowing(self.environment) if uses_cuda else (),
-        )
-
-
-def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:
-    """Return a fact, or `default` where it cannot be read: its own check reports why."""
-    try:
-        return read()
-    except Exception:
-        return default
 
 
 def env_check(
@@ -113,19 +34,22 @@ def env_check(
     environment: Mapping[str, str] | None = None,
     reporter: Reporter | None = None,
 ) -> EnvReport:
-    """Check this machine, its environment variables, and the files that are named.
+    """Check this machine, its environment variables and the given files.
 
     `make_plan` plans a generation (`engine.generate.planning.make_plan`), for the table of presets. Raises FileProblem
     if a file cannot be read.
     """
     environment = os.environ if environment is None else environment
-    # First, since a misspelt name should be refused at once.
-    of_files = [finding for name in settings.files for finding in lint_file(Path(name))]
-    machine = _Machine(environment, make_plan)
-    checks = _checks(machine, settings, reporter or SilentReporter())
-    report = EnvReport.of(
-        [*(finding for name, check in checks.items() for finding in isolated(name, check)), *of_files],
-        presets=machine.presets,
+    # First, so that a misspelled name is refused at once.
+    in_files = [finding for name in settings.files for finding in lint_file(Path(name))]
+    checks = Checks(environment, settings, make_plan, reporter or SilentReporter())
+    findings = [finding for name, check in checks.by_name().items() for finding in run_check(name, check)]
+    report = EnvReport(
+        osora=opensora_cli.__version__,
+        platform=platform.platform(),
+        fine=all(finding.severity is not Severity.PROBLEM for finding in (*findings, *in_files)),
+        findings=(*findings, *in_files),
+        presets=checks.presets,
         environment=shown_variables(environment),
     )
     if not settings.bug_report:
@@ -135,39 +59,101 @@ def env_check(
     return report.bug_report(Redactor.of_this_machine(folders=folders))
 
 
-def _checks(
-    machine: _Machine, settings: EnvCheckSettings, reporter: Reporter
-) -> dict[str, Callable[[], Iterable[Finding]]]:
-    def variables() -> Iterable[Finding]:
-        findings = lint_variables(machine.environment, machine.surroundings())
-        count = sum(map(is_relevant, machine.environment))
-        return findings or [Check("environment").ok(f"nothing wrong with {count} variables that matter here")]
+class Checks:
+    """Checks of this machine. Each kind of fact is read once, when a check first needs it."""
 
-    def presets() -> Iterable[Finding]:
-        with reporter.stage("presets"):
-            unplanned = machine.plan_presets()
-        return check_presets(machine.presets, unplanned=unplanned)
+    def __init__(
+        self, environment: Mapping[str, str], settings: EnvCheckSettings, make_plan: MakePlan, reporter: Reporter
+    ) -> None:
+        self._environment, self._settings = environment, settings
+        self._make_plan, self._reporter = make_plan, reporter
+        self.presets: tuple[PresetNeeds, ...] = ()
+        """Needs of the presets, after their check."""
 
-    def all_reduce() -> Iterable[Finding]:
-        refused = refused_by_torch(machine.environment)
-        usable = {name: value for name, value in machine.environment.items() if name not in refused}
-        with reporter.stage("all-reduce"):
-            result = run_all_reduce(num_gpus=machine.num_gpus, seconds=settings.all_reduce_seconds, environment=usable)
-        return check_all_reduce(result)
+    def by_name(self) -> dict[str, Callable[[], Iterable[Finding]]]:
+        """Return the checks by the name under which their findings are printed."""
+        checks: dict[str, Callable[[], Iterable[Finding]]] = {
+            "python": lambda: machine.check_python(sys.version_info[:3], machine.unmet_requirements()),
+            "torch": lambda: machine.check_torch(self._torch, self._driver),
+            "cards": lambda: machine.check_gpus(self._torch, self._gpus),
+            "links": lambda: machine.check_links(self._links),
+            "libraries": lambda: machine.check_libraries(self._torch, self._gpus),
+            "precision": lambda: machine.check_precision(self._torch, self._gpus),
+            "attention": host.check_attention,
+            "video": host.check_encoder,
+            "memory": lambda: host.check_memory(self._host, self._weights, has_gpus=bool(self._gpus)),
+            "disk": lambda: host.check_disk(self._weights),
+            "limits": lambda: host.check_limits(self._host),
+            "environment": self._check_variables,
+            "presets": self._check_presets,
+        }
+        return {**checks, "all-reduce": self._check_all_reduce} if self._settings.all_reduce else checks
 
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "python": lambda: check_python(facts.read_python()),
-        "torch": lambda: check_torch(machine.torch, machine.driver),
-        "cards": lambda: check_gpus(machine.torch, machine.gpus),
-        "links": lambda: check_links(machine.links),
-        "libraries": lambda: check_libraries(machine.torch, machine.gpus),
-        "precision": lambda: check_precision(machine.torch, machine.gpus),
-        "attention": lambda: check_attention(facts.read_attention()),
-        "video": lambda: check_encoder(facts.read_encoder()),
-        "memory": lambda: check_memory(machine.host, machine.weights, has_gpus=bool(machine.gpus)),
-        "disk": lambda: check_disk(machine.weights),
-        "limits": lambda: check_limits(machine.host),
-        "environment": variables,
-        "presets": presets,
-    }
-    return {**checks, "all-reduce": all_reduce} if settings.all_reduce else checks
+    @cached_property
+    def _torch(self) -> TorchFacts:
+        return gpus.read_torch()
+
+    @cached_property
+    def _driver(self) -> DriverFacts:
+        return gpus.read_driver()
+
+    @cached_property
+    def _gpus(self) -> tuple[GpuFacts, ...]:
+        return gpus.read_gpus()
+
+    @cached_property
+    def _links(self) -> tuple[LinkFacts, ...]:
+        return gpus.read_links(self._gpus)
+
+    @cached_property
+    def _host(self) -> HostFacts:
+        return host.read_host()
+
+    @cached_property
+    def _weights(self) -> WeightFacts:
+        return host.read_weights(self._environment)
+
+    def _check_variables(self) -> Iterable[Finding]:
+        here = _or_else(lambda: self._host, HostFacts())
+        links = _or_else(lambda: self._links, tuple[LinkFacts, ...]())
+        uses_cuda = _or_else(lambda: self._torch.cuda is not None, False)
+        own = Path(torch.__file__).parents[1]
+        surroundings = Surroundings(
+            uses_cuda=uses_cuda,
+            num_gpus=self._num_gpus(),
+            cores=here.cores,
+            has_nvlink=any(link.kind is LinkKind.NVLINK for link in links),
+            interfaces=here.interfaces,
+            infiniband=here.infiniband,
+            shadowing=machine.shadowing_libraries(self._environment, own=own) if uses_cuda else (),
+        )
+        count = sum(map(is_relevant, self._environment))
+        findings = lint_variables(self._environment, surroundings)
+        return findings or [ok(f"nothing wrong with {count} variables that matter here")]
+
+    def _check_presets(self) -> Iterable[Finding]:
+        with self._reporter.stage("presets"):
+            unplanned = host.unplanned_presets(num_gpus=self._num_gpus())
+            self.presets = host.read_presets(self._environment, self._make_plan, unplanned=unplanned)
+        return host.check_presets(self.presets, unplanned=unplanned)
+
+    def _check_all_reduce(self) -> Iterable[Finding]:
+        refused = refused_by_torch(self._environment)
+        usable = {name: value for name, value in self._environment.items() if name not in refused}
+        with self._reporter.stage("all-reduce"):
+            return list(
+                check_all_reduce(
+                    num_gpus=self._num_gpus(), seconds=self._settings.all_reduce_seconds, environment=usable
+                )
+            )
+
+    def _num_gpus(self) -> int:
+        return len(_or_else(lambda: self._gpus, tuple[GpuFacts, ...]()))
+
+
+def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:
+    """Return a fact, or `default` where it cannot be read: its own check reports the reason."""
+    try:
+        return read()
+    except Exception:
+        return default

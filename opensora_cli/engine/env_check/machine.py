@@ -1,90 +1,106 @@
-"""Findings about Python, torch, GPUs and their libraries. Pure: facts in, findings out."""
+"""Checks of Python, torch, the GPUs, the links between them and their libraries."""
 
-from collections.abc import Iterator, Sequence
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.engine.components.hardware import GIB
-from opensora_cli.engine.env_check.facts import PythonFacts
-from opensora_cli.engine.env_check.report import Check, Finding
+from opensora_cli.engine.env_check.report import Finding, note, ok, problem, warning
 
 _PYTHONS = ((3, 11), (3, 13))
 # NVIDIA, CUDA Compatibility, table 1: the oldest driver for each major version of CUDA, by minor version compatibility.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+_CUDA_LIBRARIES = ("libcudart.so", "libcublas.so", "libcudnn.so", "libnccl.so")
 _TORCH_LINE = "choose the build for this machine at https://pytorch.org/get-started/locally/"
 
 
-def check_python(facts: PythonFacts) -> Iterator[Finding]:
-    """Judge the interpreter and the installed packages."""
-    check = Check("python")
-    version = ".".join(map(str, facts.version))
-    first, last = _PYTHONS
-    if facts.version[:2] < first:
-        oldest = ".".join(map(str, first))
-        yield check.problem(
-            f"Python {version}", why=f"osora needs {oldest} or newer", fix=f"make an environment with {oldest}"
-        )
-    elif facts.version[:2] > last:
-        newest = ".".join(map(str, last))
-        yield check.warning(
-            f"Python {version}", why=f"osora is tested up to {newest}", fix=f"if it fails, use {newest}"
-        )
+def check_python(version: tuple[int, int, int], unmet: Sequence[str]) -> Iterator[Finding]:
+    """Judge the interpreter and the result of `unmet_requirements`."""
+    text = ".".join(map(str, version))
+    oldest, newest = (".".join(map(str, each)) for each in _PYTHONS)
+    if version[:2] < _PYTHONS[0]:
+        yield problem(f"Python {text}", why=f"osora needs {oldest} or newer", fix=f"make an environment with {oldest}")
+    elif version[:2] > _PYTHONS[1]:
+        yield warning(f"Python {text}", why=f"osora is tested up to {newest}", fix=f"if it fails, use {newest}")
     else:
-        yield check.ok(f"Python {version} ({facts.executable})")
-    for line in facts.unmet:
-        yield check.problem(
-            line, why="osora imports it", fix="pip install -c constraints.txt . installs the tested set"
-        )
+        yield ok(f"Python {text} ({sys.executable})")
+    for line in unmet:
+        yield problem(line, why="osora imports it", fix="pip install -c constraints.txt . installs the tested set")
+
+
+def unmet_requirements() -> list[str]:
+    """Return the requirements of osora that are missing or installed in another version, each in words."""
+    try:
+        texts = importlib.metadata.requires("osora") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []  # a checkout: its imports succeeded
+    unmet = []
+    for requirement in map(Requirement, texts):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            unmet.append(f"{requirement.name} is not installed")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            unmet.append(f"{requirement.name} {version} does not fit {requirement.specifier}")
+    return unmet
 
 
 def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
-    """Judge the build of torch against the driver and the GPUs that are there."""
-    check = Check("torch")
+    """Compare the build of torch with the driver and its GPUs."""
     if driver.failure is not None:
-        yield check.problem(
+        yield problem(
             f"nvidia-smi fails: {driver.failure}",
             why="no GPU can be used until it works",
             fix="restart the machine: that loads the driver that was installed last",
         )
     if torch.cuda is None:
         if torch.cuda_available:
-            yield check.note(f"torch {torch.version} is not a build for NVIDIA GPUs, for which osora is tested")
+            yield note(f"torch {torch.version} is not a build for NVIDIA GPUs, for which osora is tested")
         elif driver.gpus:
-            yield check.problem(
+            yield problem(
                 f"torch {torch.version} is a build for the CPU, and here is {_counted(driver.gpus)}",
                 why="no GPU can be used by it",
                 fix=f"{_TORCH_LINE}; driver {driver.version} runs CUDA {_newest_cuda(driver)}",
             )
         else:
-            yield check.ok(f"torch {torch.version}, built for the CPU")
+            yield ok(f"torch {torch.version}, built for the CPU")
         return
-    yield check.ok(f"torch {torch.version}, built for CUDA {torch.cuda}")
-    yield from _check_driver(check, torch, driver)
+    yield ok(f"torch {torch.version}, built for CUDA {torch.cuda}")
+    yield from _check_driver(torch, driver)
 
 
-def _check_driver(check: Check, torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
+def _check_driver(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
     needed = _OLDEST_DRIVER.get(int((torch.cuda or "0").partition(".")[0]))
     if driver.version is None:
         if not torch.cuda_available and driver.failure is None:
-            yield check.warning(
+            yield warning(
                 "no NVIDIA driver was found",
                 why="everything runs on the CPU: the demo in seconds, the released model hardly",
                 fix="install the driver; in a container, start it with --gpus all",
             )
         return
     if driver.major is not None and needed is not None and driver.major < needed:
-        yield check.problem(
+        yield problem(
             f"driver {driver.version} is too old for CUDA {torch.cuda}",
             why=f"CUDA {(torch.cuda or '').partition('.')[0]}.x needs driver {needed} or newer",
             fix=f"update the driver, or install a torch built for CUDA {_newest_cuda(driver)}",
         )
     elif not torch.cuda_available:
-        yield check.problem(
+        yield problem(
             f"driver {driver.version} is installed, but torch can use no GPU",
             why="CUDA_VISIBLE_DEVICES hides the GPUs, or driver and library do not match since an update",
             fix="unset CUDA_VISIBLE_DEVICES; if nvidia-smi fails too, restart the machine",
         )
     else:
-        yield check.ok(f"driver {driver.version}")
+        yield ok(f"driver {driver.version}")
 
 
 def _newest_cuda(driver: DriverFacts) -> str:
@@ -94,28 +110,27 @@ def _newest_cuda(driver: DriverFacts) -> str:
 
 def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
     """Judge each GPU."""
-    check = Check("cards")  # its name in the JSON of this schema's version
     if not gpus:
-        yield check.note("none that torch can use")
+        yield note("none that torch can use")
     for gpu in gpus:
         size = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
         label = f"cuda:{gpu.index} {gpu.name}, {size}"
         if not is_supported(gpu.capability, torch.architectures):
-            yield check.problem(
+            yield problem(
                 f"{label}: torch has no kernels for sm_{_number(gpu.capability)}",
                 why=f"it was compiled for {', '.join(torch.architectures)}",
                 fix=_TORCH_LINE,
             )
         elif gpu.is_mig:
-            yield check.warning(
+            yield warning(
                 f"{label}: a MIG slice",
                 why="a process sees one slice, and slices cannot exchange data",
                 fix="for several devices, or more memory, turn MIG off (nvidia-smi -mig 0)",
             )
         else:
-            yield check.ok(f"{label}, sm_{_number(gpu.capability)}")
+            yield ok(f"{label}, sm_{_number(gpu.capability)}")
         if gpu.free_bytes < gpu.total_bytes // 2:
-            yield check.warning(
+            yield warning(
                 f"cuda:{gpu.index} is more than half full",
                 why="another process holds its memory, which a run will lack",
                 fix="nvidia-smi lists the processes",
@@ -124,20 +139,19 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
 
 def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
     """Judge the links between GPUs."""
-    check = Check("links")
     for kind in LinkKind:
         pairs = [f"{link.first}-{link.second}" for link in links if link.kind is kind]
         if not pairs:
             continue
         among = f"all {len(pairs)} pairs" if len(pairs) == len(links) > 1 else f"{', '.join(pairs)}"
         if kind is LinkKind.HOST:
-            yield check.warning(
+            yield warning(
                 f"no direct link between GPUs {among}",
                 why="transfers go through host memory, several times slower",
                 fix="nvidia-smi topo -m shows the links; in a virtual machine, ask for GPUs with peer access",
             )
         else:
-            yield check.ok(f"{kind} between {among}")
+            yield ok(f"{kind} between {among}")
 
 
 def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
@@ -165,55 +179,64 @@ def _runs(capability: tuple[int, int], architecture: str) -> bool:
 
 def check_libraries(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
     """Judge cuDNN and NCCL, which come with torch."""
-    check = Check("libraries")
     if torch.cuda is None:
-        yield check.note("no cuDNN and no NCCL: a build for the CPU")
+        yield note("no cuDNN and no NCCL: a build for the CPU")
         return
     if torch.cudnn is None:
-        yield check.warning(
+        yield warning(
             "torch finds no cuDNN",
             why="the autoencoder's convolutions run on slower kernels",
             fix="install torch again with its dependencies (nvidia-cudnn-...)",
         )
     else:
-        yield check.ok(f"cuDNN {torch.cudnn}")
+        yield ok(f"cuDNN {torch.cudnn}")
     if torch.nccl is not None:
-        yield check.ok(f"NCCL {torch.nccl}")
+        yield ok(f"NCCL {torch.nccl}")
     elif len(gpus) > 1:
-        yield check.problem(
+        yield problem(
             "this torch has no NCCL",
             why="several GPUs cannot exchange data",
             fix="use a torch for Linux; on Windows, run in WSL 2",
         )
     else:
-        yield check.note("no NCCL, which only several GPUs need")
+        yield note("no NCCL, which only several GPUs need")
+
+
+def shadowing_libraries(environment: Mapping[str, str], *, own: Path) -> tuple[str, ...]:
+    """Return the CUDA libraries in `LD_LIBRARY_PATH` that hide those of torch, whose folder is below `own`."""
+    found = []
+    for folder in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        if not folder or not Path(folder).is_dir() or Path(folder).resolve().is_relative_to(own):
+            continue
+        names = sorted(os.listdir(folder))
+        found += [str(Path(folder, name)) for name in names if name.startswith(_CUDA_LIBRARIES)]
+    return tuple(found)
 
 
 def check_precision(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Judge in which precision GPUs compute."""
-    check = Check("precision")
+    """Report the precision in which GPUs compute."""
     if not gpus:
-        yield check.ok("float32 on the CPU, where TF32 has no effect; --dtype bfloat16 halves the memory")
+        yield ok("float32 on the CPU, where TF32 has no effect; --dtype bfloat16 halves the memory")
     for gpu in gpus:
         if gpu.capability < (8, 0):
-            yield check.warning(
+            yield warning(
                 f"cuda:{gpu.index} has no bfloat16 units (sm_{_number(gpu.capability)})",
                 why="--dtype auto means bfloat16 on CUDA, which this GPU emulates, slowly",
                 fix="--dtype float16",
             )
         else:
-            yield check.ok(f"cuda:{gpu.index} computes in bfloat16")
+            yield ok(f"cuda:{gpu.index} computes in bfloat16")
     if any(gpu.capability >= (8, 0) for gpu in gpus):
         products, convolutions = (
             f"in {'TF32' if state == 'tf32' else 'full precision'} ({state})"
             for state in (torch.matmul_precision, torch.conv_precision)
         )
-        yield check.note(
+        yield note(
             f"float32 products {products}, convolutions {convolutions}, unless precision.tf32 is set",
             why="TF32 has a mantissa of 10 bits: faster, but outputs in float32 differ in the third digit",
         )
     elif gpus:
-        yield check.note("no GPU here has TF32, which precision.tf32 would use: that takes compute capability 8.0")
+        yield note("no GPU here has TF32, which precision.tf32 would use: that takes compute capability 8.0")
 
 
 def _number(capability: tuple[int, int]) -> str:

@@ -1,15 +1,12 @@
-"""What the checks found: findings, and the report that `osora env-check` prints."""
+"""Findings of the checks, and the report that `osora env-check` prints."""
 
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from math import ceil
 from typing import ClassVar, Self
 
 from pydantic import Field
 
-import opensora_cli
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.redaction import Redactor
@@ -17,34 +14,34 @@ from opensora_cli.engine.components.hardware import GIB
 
 
 class Severity(StrEnum):
-    """How much a finding matters, worst last."""
+    """Effect of a finding on a run, worst last."""
 
     OK = "ok"
     NOTE = "note"
-    """Worth knowing; nothing to fix."""
+    """Information; nothing to fix."""
     UNKNOWN = "unknown"
-    """It could not be checked."""
+    """The check failed."""
     WARNING = "warning"
-    """Runs work, but slower or with less than the machine could give."""
+    """Runs work, but slower or with less memory than the machine has."""
     PROBLEM = "problem"
-    """It stops a run."""
+    """Prevents a run."""
 
 
 class Finding(Document):
-    """One thing that was found."""
+    """Result of one check."""
 
-    check: str
-    """The subject, in a word: `environment`."""
+    check: str = ""
+    """Name of the check, filled in by `run_check`."""
     severity: Severity
     message: str
     why: str | None = None
-    """What follows from it."""
-    fix: str | None = Field(default=None, serialization_alias="mend", description="What to do.")
-    """What to do; in JSON `mend`, as long as the schema has this version."""
+    """Consequence."""
+    fix: str | None = Field(default=None, serialization_alias="mend")
+    """Command or change that fixes it. In this version of the schema its JSON key is `mend`."""
     variable: str | None = None
-    """The environment variable concerned."""
+    """Environment variable concerned."""
     file: str | None = None
-    """The file that it is in; None: this machine."""
+    """File that sets the variable. None means this machine."""
     line: int | None = None
 
     def lines(self) -> list[str]:
@@ -53,112 +50,89 @@ class Finding(Document):
         return [head, *(f"{'':21}{text}" for text in (self.why, self.fix and f"-> {self.fix}") if text)]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Makes the findings of one check; all have its name."""
-
-    name: str
-
-    def ok(self, message: str) -> Finding:
-        """All is well."""
-        return Finding(check=self.name, severity=Severity.OK, message=message)
-
-    def note(self, message: str, *, why: str | None = None, fix: str | None = None) -> Finding:
-        """Something to know."""
-        return Finding(check=self.name, severity=Severity.NOTE, message=message, why=why, fix=fix)
-
-    def warning(
-        self, message: str, *, why: str, fix: str, variable: str | None = None, line: int | None = None
-    ) -> Finding:
-        """Something that costs time or memory."""
-        severity = Severity.WARNING
-        return Finding(
-            check=self.name, severity=severity, message=message, why=why, fix=fix, variable=variable, line=line
-        )
-
-    def problem(self, message: str, *, why: str, fix: str, variable: str | None = None) -> Finding:
-        """Something that stops a run."""
-        return Finding(check=self.name, severity=Severity.PROBLEM, message=message, why=why, fix=fix, variable=variable)
-
-    def unknown(self, reason: str, *, line: int | None = None) -> Finding:
-        """Something that could not be checked."""
-        message = f"could not be checked: {reason}"
-        return Finding(check=self.name, severity=Severity.UNKNOWN, message=message, line=line)
+def ok(message: str) -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(severity=Severity.OK, message=message)
 
 
-def isolated(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of `check`; if it raises, one that says why it could not be done."""
+def note(message: str, *, why: str | None = None, fix: str | None = None) -> Finding:
+    """Return a finding that informs."""
+    return Finding(severity=Severity.NOTE, message=message, why=why, fix=fix)
+
+
+def warning(message: str, *, why: str, fix: str, variable: str | None = None, line: int | None = None) -> Finding:
+    """Return a finding that costs time or memory."""
+    return Finding(severity=Severity.WARNING, message=message, why=why, fix=fix, variable=variable, line=line)
+
+
+def problem(message: str, *, why: str, fix: str, variable: str | None = None) -> Finding:
+    """Return a finding that prevents a run."""
+    return Finding(severity=Severity.PROBLEM, message=message, why=why, fix=fix, variable=variable)
+
+
+def unknown(reason: str, *, line: int | None = None) -> Finding:
+    """Return a finding about a check that failed."""
+    return Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}", line=line)
+
+
+def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return the findings of `check` under its name. An exception becomes a finding with its text."""
     try:
-        return list(check())
+        found = list(check())
     except Exception as error:
-        # Drivers and libraries raise anything, and one of them must not hide what the other checks find.
+        # Drivers and libraries raise anything, and one failure must not hide the findings of the other checks.
         text = error.message if isinstance(error, OsoraError) else str(error)
-        return [Check(name).unknown(" ".join(f"{text or type(error).__name__}".split())[:300])]
+        found = [unknown(" ".join(f"{text or type(error).__name__}".split())[:300])]
+    return [finding.model_copy(update={"check": name}) for finding in found]
 
 
 class PresetNeeds(Document):
-    """What a preset of `osora generate` takes on this machine."""
+    """Memory that a preset of `osora generate` needs on this machine."""
 
     name: str
     video: str
     device: str
     dtype: str
     stage: str
-    """The stage that takes most."""
+    """Stage with the highest peak."""
     needed_bytes: int
     free_bytes: int
     offload: str
-    """What waits outside the device, so that it needs no more."""
+    """Offload mode with which this peak is reached."""
     has_weights: bool
     fits: bool
-    """Whether as much memory is free."""
+    """Whether `needed_bytes` are free."""
 
 
 class EnvReport(Document):
-    """What all checks found: a document of the schema `osora.env-check/1`."""
+    """Findings of all checks, in the schema `osora.env-check/1`."""
 
     SCHEMA: ClassVar[str | None] = "osora.env-check/1"
 
     osora: str
     platform: str
     fine: bool
-    """Whether nothing stops a run."""
+    """Whether no finding prevents a run."""
     findings: tuple[Finding, ...]
     presets: tuple[PresetNeeds, ...]
     environment: dict[str, str]
-    """The relevant variables, without secrets."""
+    """Relevant environment variables, without secrets."""
     is_bug_report: bool = Field(default=False, exclude=True)
 
-    @classmethod
-    def of(
-        cls, findings: Sequence[Finding], *, presets: tuple[PresetNeeds, ...], environment: Mapping[str, str]
-    ) -> Self:
-        """Return the report of `findings` on this machine."""
-        return cls(
-            osora=opensora_cli.__version__,
-            platform=platform.platform(),
-            fine=all(finding.severity is not Severity.PROBLEM for finding in findings),
-            findings=tuple(findings),
-            presets=presets,
-            environment=dict(environment),
-        )
-
     def bug_report(self, redactor: Redactor) -> Self:
-        """Return the same without names and paths, to be printed in short."""
+        """Return the report without names and paths, to be printed in short."""
         fields = {name: redactor.document(value) for name, value in self.model_dump(mode="json").items()}
         return type(self).model_validate({**fields, "is_bug_report": True})
 
     def require_fine(self) -> None:
-        """Raise HardwareError if something stops a run."""
-        count = self._count(Severity.PROBLEM)
-        if count:
+        """Raise HardwareError if a finding prevents a run."""
+        if count := self._count(Severity.PROBLEM):
             noun = "problem stops" if count == 1 else "problems stop"
             raise HardwareError(f"{count} {noun} a run", hint="each is marked problem, with its fix")
 
     def lines(self) -> list[str]:
-        """Return it for people; a bug report has one line for each finding."""
-        table = _table_lines(self.presets)
-        table = ["", *table] if table else []
+        """Return the lines for people. A bug report has one line for each finding."""
+        table = ["", *_table_lines(self.presets)] if self.presets else []
         if not self.is_bug_report:
             found = [line for finding in self.findings for line in finding.lines()]
             return [*found, *table, "", self._summary()]
@@ -170,27 +144,26 @@ class EnvReport(Document):
         return sum(finding.severity is severity for finding in self.findings)
 
     def _summary(self) -> str:
-        problems, warnings, unknown = map(self._count, (Severity.PROBLEM, Severity.WARNING, Severity.UNKNOWN))
+        problems, warnings, failed = map(self._count, (Severity.PROBLEM, Severity.WARNING, Severity.UNKNOWN))
         counted = [
             f"{count} {noun}{'' if count == 1 else 's'}"
             for count, noun in ((problems, "problem"), (warnings, "warning"))
             if count
         ]
-        return ", ".join([*counted, *([f"{unknown} not checked"] if unknown else [])]) or "all fine"
+        return ", ".join([*counted, *([f"{failed} not checked"] if failed else [])]) or "all fine"
 
 
 def _table_lines(presets: Sequence[PresetNeeds]) -> list[str]:
-    """Return the table for people."""
-    if not presets:
-        return []
     rows = [("preset", "video", "device", "needs", "free", "fits", "offload", "weights")]
     for preset in presets:
+        # Rounded up, so that no preset seems to fit that does not.
+        needed = ceil(preset.needed_bytes / GIB * 100) / 100
         rows.append(
             (
                 preset.name,
                 preset.video,
                 f"{preset.device} {preset.dtype}",
-                f"{_up(preset.needed_bytes)} GiB ({preset.stage})",
+                f"{needed:.2f} GiB ({preset.stage})",
                 f"{preset.free_bytes / GIB:.1f} GiB",
                 "yes" if preset.fits else "no",
                 preset.offload,
@@ -199,8 +172,3 @@ def _table_lines(presets: Sequence[PresetNeeds]) -> list[str]:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _up(count: int) -> str:
-    """Return GiB, rounded so that no need looks smaller than it is."""
-    return f"{ceil(count / GIB * 100) / 100:.2f}"

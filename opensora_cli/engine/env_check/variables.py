@@ -1,39 +1,34 @@
-"""Rules for environment variables: a mapping of variables goes in, findings come out.
-
-Most rules are a row of `_RULES`; a value with a form of its own has a function.
-"""
+"""Rules for environment variables. Most are a row of `_RULES`; a value with a form of its own has a function."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.env_check.allocator_options import find_faults
-from opensora_cli.engine.env_check.report import Check, Finding, Severity
-from opensora_cli.engine.env_check.torch_variables import refused_by_torch
+from opensora_cli.engine.env_check.report import Finding, Severity, problem, warning
+from opensora_cli.engine.env_check.torch_variables import ALLOCATOR_VARIABLES, allocator_fault, refused_by_torch
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import ENVIRONMENT_PREFIX, read_environment
 from opensora_cli.settings.train import TrainSettings
 
 Variables = Mapping[str, str | None]
-"""Names and values; None: a value that is not known, as one that a script computes."""
-
-_CHECK = Check("environment")
-_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Values by name. None means unknown, as for a value that a script computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What rules must know of the machine that the variables are for."""
+    """Facts about the machine that decide whether a variable has an effect there."""
 
-    uses_cuda: bool
-    num_gpus: int
-    cores: int
-    has_nvlink: bool
-    interfaces: tuple[str, ...]
-    infiniband: tuple[str, ...]
+    uses_cuda: bool = False
+    num_gpus: int = 0
+    cores: int = 1
+    has_nvlink: bool = False
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces."""
+    infiniband: tuple[str, ...] = ()
+    """InfiniBand and RoCE adapters."""
     shadowing: tuple[str, ...] = ()
-    """Libraries in LD_LIBRARY_PATH that torch would load instead of its own."""
+    """Libraries in LD_LIBRARY_PATH that torch loads instead of its own."""
 
 
 def _is_on(value: str) -> bool:
@@ -46,17 +41,17 @@ def _is_set(_: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    """What is wrong with one variable."""
+    """Fault of one variable."""
 
     name: str
     why: str
     fix: str | None = None
     when: Callable[[str], bool] = _is_on
-    """Of its value. `_is_set` also holds for a value that is not known."""
+    """Condition on the value. `_is_set` also holds for an unknown value."""
     message: str = "{name}={value}"
     severity: Severity = Severity.WARNING
     on_machine: Callable[[Surroundings], str | None] = lambda _: ""
-    """What of a machine it concerns, for the message; None: it does not. An unknown machine may have anything."""
+    """Returns the end of the message for a machine, or None if the rule does not concern it."""
 
 
 _UNSET = "unset it"
@@ -77,7 +72,7 @@ _READ_BY_NOTHING = {
     ),
     "TRANSFORMERS_CACHE": ("transformers 5 does not know it", "HF_HOME=DIR moves the cache"),
 }
-"""Name -> why, and what to do."""
+"""Reason and fix by name."""
 _SLOW = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver, which waits for the GPU: meant for "
     "memory checkers",
@@ -87,7 +82,7 @@ _SLOW = {
     "NCCL_BLOCKING_WAIT": "the CPU waits for every collective; and the name is an old one of TORCH_NCCL_BLOCKING_WAIT",
     "NCCL_SHM_DISABLE": "GPUs without a direct link then exchange through the network, not through shared memory",
 }
-"""What costs time when it is on -> why."""
+"""Reason by name of a variable that costs time when it is on."""
 _RULES = (
     *(
         _Rule(name=name, when=_is_set, message="{name} is read by nothing", why=why, fix=fix)
@@ -157,9 +152,9 @@ _RULES = (
 
 
 def lint_variables(variables: Variables, surroundings: Surroundings | None) -> list[Finding]:
-    """Return what is wrong with environment variables on the machine `surroundings`.
+    """Return the faults of environment variables on the machine `surroundings`.
 
-    None: another machine, as for a file; then only what holds on any machine is checked.
+    None means another machine, as for a file: then only the rules that hold on any machine apply.
     """
     known = {name: value.strip() for name, value in variables.items() if value is not None}
     found = list(_lint_allocator(known, uses_cuda=surroundings is None or surroundings.uses_cuda))
@@ -169,7 +164,9 @@ def lint_variables(variables: Variables, surroundings: Surroundings | None) -> l
         concerned = "" if surroundings is None else rule.on_machine(surroundings)
         if applies and concerned is not None:
             message = rule.message.format(name=rule.name, value=value) + concerned
-            found.append(_finding(rule.severity, rule.name, message, why=rule.why, fix=rule.fix))
+            found.append(
+                Finding(severity=rule.severity, variable=rule.name, message=message, why=rule.why, fix=rule.fix)
+            )
     found += _lint_threads(known.get("OMP_NUM_THREADS", ""), surroundings)
     if "CUDA_VISIBLE_DEVICES" in known:
         found += _lint_devices(known["CUDA_VISIBLE_DEVICES"])
@@ -179,39 +176,41 @@ def lint_variables(variables: Variables, surroundings: Surroundings | None) -> l
     return [*found, *_lint_own(variables)]
 
 
-def _finding(severity: Severity, variable: str, message: str, *, why: str, fix: str | None) -> Finding:
-    return Finding(check=_CHECK.name, severity=severity, message=message, why=why, fix=fix, variable=variable)
-
-
 def _lint_allocator(known: Mapping[str, str], *, uses_cuda: bool) -> Iterator[Finding]:
-    new, old = _ALLOCATOR_NAMES
+    new, old = ALLOCATOR_VARIABLES
     if known.get(new) and known.get(old):
-        yield _CHECK.warning(
+        yield warning(
             f"{old} stands beside {new}",
             why=f"torch takes some options from the one and some from the other: the backend from {old}, "
             f"fragmentation from {new}",
             fix=f"put all into {new}, and unset {old}",
             variable=old,
         )
-    for name in _ALLOCATOR_NAMES:
-        for fault in find_faults(known.get(name, "")):
-            # A build for the CPU never reads these.
-            severity = Severity.PROBLEM if fault.is_fatal and uses_cuda else Severity.WARNING
-            yield _finding(severity, name, f"{name}: {fault.message}", why=fault.why, fix=fault.fix)
+    for name in ALLOCATOR_VARIABLES:
+        if fault := allocator_fault(known.get(name, "")):
+            message, fix = fault
+            # A build for the CPU never reads the variable.
+            make = problem if uses_cuda else warning
+            yield make(
+                f"{name}: {message}",
+                why="torch stops when it first uses a GPU, with a message that names no variable",
+                fix=fix,
+                variable=name,
+            )
 
 
 def _lint_threads(value: str, surroundings: Surroundings | None) -> Iterator[Finding]:
-    # A list is for nested regions; the first number is what counts.
+    # A list is for nested regions. The first number counts.
     first = value.partition(",")[0].strip()
     if value and (not first.isdigit() or int(first) == 0):
-        yield _CHECK.warning(
+        yield warning(
             f"OMP_NUM_THREADS={value} is not a number of threads",
             why="OpenMP ignores it",
             fix="unset it: torch takes one thread for each core",
             variable="OMP_NUM_THREADS",
         )
     elif value and surroundings is not None and int(first) > surroundings.cores:
-        yield _CHECK.warning(
+        yield warning(
             f"OMP_NUM_THREADS={value} on {surroundings.cores} cores",
             why="threads wait for each other to get a core: slower than fewer of them",
             fix="unset it, or use at most the number of cores",
@@ -237,7 +236,7 @@ def _lint_devices(value: str) -> Iterator[Finding]:
     elif numbers and len(numbers) < len(devices):
         message, why = "mixes numbers and names", "CUDA takes either, not both"
     if message:
-        yield _CHECK.warning(f"{name}={value} {message}", why=why, fix=fix, variable=name)
+        yield warning(f"{name}={value} {message}", why=why, fix=fix, variable=name)
 
 
 def _lint_interfaces(known: Mapping[str, str], surroundings: Surroundings) -> Iterator[Finding]:
@@ -250,19 +249,19 @@ def _lint_interfaces(known: Mapping[str, str], surroundings: Surroundings) -> It
         else:  # gloo takes whole names
             fits = all(part in surroundings.interfaces for part in value.split(","))
         if not fits:
-            yield _finding(
-                Severity.PROBLEM if surroundings.num_gpus > 1 else Severity.WARNING,
-                name,
+            make = problem if surroundings.num_gpus > 1 else warning
+            yield make(
                 f"{name}={value} fits no network interface here",
                 why="the processes of a run cannot connect, and it fails or hangs at its start",
                 fix=f"unset it, or choose among {', '.join(surroundings.interfaces)}",
+                variable=name,
             )
 
 
 def _nccl_uses(value: str, interface: str) -> bool:
     """Return whether a value of `NCCL_SOCKET_IFNAME` lets NCCL use an interface.
 
-    It lists beginnings of names, after `=` whole names, and after `^` those that are not to be used (NCCL user guide).
+    The value lists prefixes, or whole names after `=`, and excludes them after `^` (NCCL user guide).
     """
     rest = value.removeprefix("^")
     names = tuple(name for name in rest.removeprefix("=").split(",") if name)
@@ -272,10 +271,10 @@ def _nccl_uses(value: str, interface: str) -> bool:
 
 def _lint_libraries(surroundings: Surroundings) -> Iterator[Finding]:
     if surroundings.shadowing:
-        # torch finds its own by RUNPATH, which comes after this variable (ld.so(8)).
-        yield _CHECK.warning(
+        # torch finds its libraries by RUNPATH, which comes after this variable (ld.so(8)).
+        yield warning(
             f"LD_LIBRARY_PATH hides torch's own libraries: {', '.join(surroundings.shadowing)}",
-            why="torch loads these instead of those that it was built and tested with",
+            why="torch loads these instead of the ones that it was built with",
             fix="take their folders out of LD_LIBRARY_PATH",
             variable="LD_LIBRARY_PATH",
         )
@@ -288,7 +287,7 @@ def _lint_own(variables: Variables) -> Iterator[Finding]:
         try:
             read_environment(GenerateSettings, {name: variables[name] or "any"}, others=(TrainSettings,))
         except RequestError as error:
-            yield _CHECK.problem(
+            yield problem(
                 f"{name} is not a setting",
                 why="osora refuses variables of its own form that it does not know",
                 fix=error.hint or "unset it",

@@ -15,7 +15,7 @@ from opensora_cli.core.python_processes import module_command, python_command, s
 
 PACKAGE = Path(opensora_cli.__file__).parent
 # The second reports what Python this is, and starts nothing.
-MAY_NAME_PYTHON = {"core/python_processes.py", "engine/env_check/facts.py"}
+MAY_NAME_PYTHON = {"core/python_processes.py", "engine/env_check/machine.py"}
 SHOW = "import sys, copied; print(copied.__file__, sys.argv, sys.path[0], sys.path[-1], sep='|')"
 
 

@@ -2,32 +2,30 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.env_check import check
-from opensora_cli.engine.env_check.facts import (
-    AttentionFacts,
-    BackendFacts,
-    EncoderFacts,
-    HostFacts,
-    PythonFacts,
-    WeightFacts,
-    read_attention,
-    read_presets,
-    unplanned_presets,
-)
+from opensora_cli.engine.env_check import host
+from opensora_cli.engine.env_check.check import Checks
 from opensora_cli.engine.env_check.host import (
+    HostFacts,
+    WeightFacts,
     check_attention,
     check_disk,
     check_encoder,
     check_limits,
     check_memory,
     check_presets,
+    preset_here,
+    read_presets,
+    read_weights,
+    unplanned_presets,
 )
 from opensora_cli.engine.env_check.machine import (
     check_gpus,
@@ -37,8 +35,10 @@ from opensora_cli.engine.env_check.machine import (
     check_python,
     check_torch,
     is_supported,
+    shadowing_libraries,
+    unmet_requirements,
 )
-from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, isolated
+from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, run_check
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.files import list_presets
@@ -69,7 +69,7 @@ DOCKER = replace(HOST, shared_memory_bytes=64 * 2**20)
 CONTAINER = replace(HOST, container_limit_bytes=8 * GIB)
 SMALL = replace(HOST, available_bytes=16 * GIB)
 LOCKED = replace(HOST, locked_memory_bytes=8 * 2**20)
-PYTHON = PythonFacts(version=(3, 12, 1), executable="python")
+PYTHON = (3, 12, 1)
 NEEDS = PresetNeeds(
     name="256px",
     video="336x192, 129 frames",
@@ -88,13 +88,17 @@ WEIGHTS = WeightFacts(
 OK, NOTE, WARNING, PROBLEM, UNKNOWN = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.PROBLEM, Severity.UNKNOWN
 
 
+def report(*presets):
+    return EnvReport(osora="1", platform="any", fine=True, findings=(), presets=presets, environment={})
+
+
 def severities(findings):
     return [finding.severity for finding in findings]
 
 
 def test_a_desktop_has_only_ok_and_notes():
     findings = [
-        *check_python(PYTHON),
+        *check_python(PYTHON, []),
         *check_torch(TORCH, DRIVER),
         *check_torch(replace(TORCH, cuda="12.8"), OLD_DRIVER),
         *check_gpus(TORCH, [GPU]),
@@ -108,7 +112,7 @@ def test_a_desktop_has_only_ok_and_notes():
         *check_disk(replace(WEIGHTS, missing=(), missing_bytes=0, free_disk_bytes=0)),
         *check_limits(HOST),
         *check_limits(LOCKED),
-        *check_encoder(EncoderFacts(av="18.0", has_x264=True)),
+        *check_encoder(),
         *check_presets([NEEDS]),
         *check_presets([NEEDS], unplanned=("256px", "768px")),
     ]
@@ -135,9 +139,9 @@ def test_a_cpu_machine_has_only_ok_and_notes():
 @pytest.mark.parametrize(
     ("findings", "severity", "message", "fix"),
     [
-        (check_python(replace(PYTHON, version=(3, 10, 9))), PROBLEM, "Python 3.10.9", "an environment with 3.11"),
-        (check_python(replace(PYTHON, version=(3, 14, 0))), WARNING, "Python 3.14.0", "use 3.13"),
-        (check_python(replace(PYTHON, unmet=("av 17.0 does not fit >=18",))), PROBLEM, "av 17.0 does not fit", "pip"),
+        (check_python((3, 10, 9), []), PROBLEM, "Python 3.10.9", "an environment with 3.11"),
+        (check_python((3, 14, 0), []), WARNING, "Python 3.14.0", "use 3.13"),
+        (check_python(PYTHON, ["av 17.0 does not fit >=18"]), PROBLEM, "av 17.0 does not fit", "pip"),
         (check_torch(CPU_TORCH, DRIVER), PROBLEM, "and here is NVIDIA GeForce RTX 4090", "CUDA 13.x"),
         (check_torch(NO_CUDA, OLD_DRIVER), PROBLEM, "driver 550.54.15 is too old for CUDA 13.0", "CUDA 12.x"),
         (check_torch(NO_CUDA, DRIVER), PROBLEM, "torch can use no GPU", "unset CUDA_VISIBLE_DEVICES"),
@@ -155,7 +159,6 @@ def test_a_cpu_machine_has_only_ok_and_notes():
         (check_disk(replace(WEIGHTS, free_disk_bytes=GIB)), WARNING, "1.0 GiB free for /w", "--to DIR"),
         (check_limits(DOCKER), WARNING, "/dev/shm has 64 MiB", "--shm-size"),
         (check_limits(replace(LOCKED, infiniband=("mlx5_0",))), WARNING, "limited to 8 MiB", "memlock"),
-        (check_encoder(EncoderFacts(av="18.0", has_x264=False)), PROBLEM, "no libx264", "--format webp"),
         (check_presets([NEEDS.model_copy(update={"fits": False})]), PROBLEM, "no preset fits", "more memory"),
     ],
 )  # fmt: skip
@@ -201,38 +204,80 @@ def test_links_of_several_kinds():
     assert findings[-1].severity is WARNING
 
 
-def test_what_auto_takes_what_works_besides_and_what_would_be_taken():
-    others = (
-        BackendFacts(name="cudnn"),
-        BackendFacts(name="flash2", install="pip install flash-attn", problem="flash-attn is not installed"),
-        BackendFacts(name="flash3", install="build it", problem="flash_attn_3 is not installed", wanted=True),
-        BackendFacts(name="xformers", version="0.0.35", install="pip install", problem="it was built for torch 2.10"),
-    )
-    chosen = AttentionPlan(backend="sdpa", reason="auto: torch picks; flash3 is not there")
-    findings = list(check_attention(AttentionFacts(device="cuda:0", chosen=chosen, others=others)))
-    assert severities(findings) == [OK, OK, NOTE, NOTE]
-    assert [(finding.message, finding.fix) for finding in findings] == [
-        ("auto takes sdpa on cuda:0: torch picks; flash3 is not there", None),
-        ("cudnn works here, too: --attention cudnn", None),
-        ("flash3 is not installed, which auto would take here", "build it"),
-        ("xformers 0.0.35 is installed and is not used: it was built for torch 2.10", None),
+def test_a_library_without_x264_is_a_problem(monkeypatch):
+    monkeypatch.setattr("av.codecs_available", set())
+    (finding,) = check_encoder()
+    assert (finding.severity, "--format webp" in finding.fix) == (PROBLEM, True)
+
+
+def test_attention_backends_that_auto_uses_that_work_and_that_are_missing(monkeypatch):
+    def library(version, install):
+        return SimpleNamespace(library=SimpleNamespace(version=lambda: version, install=install), needs_cuda=True)
+
+    kinds = {
+        "cudnn": SimpleNamespace(library=None, needs_cuda=True),
+        "flash2": library(None, "pip install flash-attn"),
+        "flash3": library(None, "build it"),
+        "xformers": library("0.0.35", "pip install"),
+    }
+    reasons = {"flash2": "not installed", "flash3": "not installed", "xformers": "it was built for torch 2.10"}
+    chosen = AttentionPlan(backend="sdpa", reason="auto: torch picks; flash3 is missing")
+    device = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=None)
+    monkeypatch.setattr(host, "ATTENTION_KINDS", kinds)
+    monkeypatch.setattr(host, "pick_hardware", lambda *_: device)
+    monkeypatch.setattr(host, "choose_attention", lambda *_, **__: chosen)
+    monkeypatch.setattr(host, "why_unusable", lambda name, use: reasons.get(name))
+    monkeypatch.setattr(host, "attention_order", lambda _: ("flash3", "sdpa"))
+    first, *others = check_attention()
+    assert first.message.endswith(": torch picks; flash3 is missing")
+    assert [(finding.severity, finding.message, finding.fix) for finding in others] == [
+        (OK, "cudnn works here, too: --attention cudnn", None),
+        (NOTE, "flash3 is not installed, which auto would take here", "build it"),
+        (NOTE, "xformers 0.0.35 is installed and is not used: it was built for torch 2.10", None),
     ]
 
 
 def test_nothing_is_advised_for_a_cpu():
-    (finding, *installed) = check_attention(read_attention())
+    assert ATTENTION_KINDS
+    (finding, *installed) = check_attention()
     assert finding.message.startswith("auto takes sdpa on ")
     assert all(each.fix is None for each in installed)
 
 
+def test_requirements_that_are_missing_or_too_old(monkeypatch):
+    requires = ["torch>=2.10", "numpy>=99", "no-such-package>=1", "peft; extra == 'train'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
+    first, second = unmet_requirements()
+    assert first.endswith("does not fit >=99")
+    assert second == "no-such-package is not installed"
+
+
+def test_weights_go_to_the_folder_that_the_environment_names(tmp_path):
+    weights = read_weights({"OSORA_WEIGHTS": str(tmp_path / "not" / "yet")})
+    assert weights.folder == str(tmp_path / "not" / "yet")
+    assert weights.missing == ("transformer", "vae", "t5", "clip")
+    assert weights.missing_bytes > weights.largest_bytes > 20 * GIB
+    assert weights.free_disk_bytes > 0
+    assert preset_here("768px", {"OSORA_RUNTIME__WEIGHTS": "/w", "OSORA_WEIGHTS": ""}).runtime.weights == "/w"
+    assert preset_here("768px", {}).runtime.weights is None
+
+
+def test_libraries_that_hide_those_of_torch_are_found(tmp_path):
+    (tmp_path / "libcudnn.so.8").touch()
+    (tmp_path / "libz.so").touch()
+    environment = {"LD_LIBRARY_PATH": f"{tmp_path}::{tmp_path / 'gone'}"}
+    assert shadowing_libraries(environment, own=Path("/elsewhere")) == (str(tmp_path / "libcudnn.so.8"),)
+    assert shadowing_libraries(environment, own=tmp_path) == ()
+
+
 def test_the_table_rounds_needs_up():
-    head, row = EnvReport.of([], presets=(NEEDS,), environment={}).lines()[1:3]
+    head, row = report(NEEDS).lines()[1:3]
     assert head.split() == ["preset", "video", "device", "needs", "free", "fits", "offload", "weights"]
     assert re.split(r" {2,}", row) == [
         *("256px", "336x192, 129 frames", "cuda:0 bfloat16", "11.01 GiB (denoise)", "23.0 GiB", "yes", "blocks"),
         "missing",
     ]
-    assert EnvReport.of([], presets=(), environment={}).lines() == ["", "all fine"]
+    assert report().lines() == ["", "all fine"]
 
 
 @pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, list_presets("generate"))])
@@ -257,23 +302,21 @@ def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus
     )
 
 
-def test_presets_that_cannot_be_planned_are_tried_once(monkeypatch):
-    monkeypatch.setattr(check._Machine, "num_gpus", 0)
+def test_presets_that_cannot_be_planned_are_tried_once():
     tried = []
 
     def fail(settings):
         tried.append(settings)
         raise RuntimeError("no plan")
 
-    machine = check._Machine({}, fail)
-    checks = check._checks(machine, EnvCheckSettings(all_reduce=False), SilentReporter())
-    (finding,) = isolated("presets", checks["presets"])
-    assert (finding.severity, machine.presets, len(tried)) == (UNKNOWN, (), 1)
+    checks = Checks({}, EnvCheckSettings(all_reduce=False), fail, SilentReporter())
+    (finding,) = run_check("presets", checks.by_name()["presets"])
+    assert (finding.severity, checks.presets, len(tried)) == (UNKNOWN, (), 1)
 
 
 @pytest.mark.slow
 def test_the_demo_here(monkeypatch):
-    monkeypatch.setattr("opensora_cli.engine.env_check.facts.list_presets", lambda kind: ["demo"])
+    monkeypatch.setattr("opensora_cli.engine.env_check.host.list_presets", lambda kind: ["demo"])
     (demo,) = read_presets({}, make_plan)
     assert demo.has_weights
     assert demo.fits
@@ -284,7 +327,7 @@ def test_a_check_that_raises_is_a_finding():
     def check():
         raise RuntimeError("NVML\nis broken " + "x" * 1000)
 
-    (finding,) = isolated("links", check)
+    (finding,) = run_check("links", check)
     assert (finding.check, finding.severity) == ("links", UNKNOWN)
     assert finding.message.startswith("could not be checked: NVML is broken")
     assert len(finding.message) < 400
