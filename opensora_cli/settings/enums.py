@@ -209,18 +209,11 @@ class Collective(StrEnum):
     ULYSSES_768PX = "ulysses_768px"
     BLOCK_GATHER = "block_gather"
     """All-gather of the weights of one transformer block."""
-    OVERLAP = "overlap"
-    """Ulysses attention of one block with overlapping exchanges. Its rows have a table of their own."""
 
     @property
     def has_sizes(self) -> bool:
         """Whether a range of sizes is measured. Others have the size of a model."""
-        return self not in (
-            Collective.ULYSSES_256PX,
-            Collective.ULYSSES_768PX,
-            Collective.BLOCK_GATHER,
-            Collective.OVERLAP,
-        )
+        return self not in (Collective.ULYSSES_256PX, Collective.ULYSSES_768PX, Collective.BLOCK_GATHER)
 
 
 class Scaling(StrEnum):

@@ -22,8 +22,6 @@ from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 MIB = 2**20
 _BenchBytes = Annotated[ByteSize, Field(le=2**40)]
-_FOR_SCALING = {Collective.ALL_REDUCE, Collective.ALL_TO_ALL}
-"""Collectives that the timed steps use most."""
 _ANY_PROMPT = "a boat on the sea"
 
 
@@ -58,12 +56,6 @@ class BenchCommSettings(Section):
             yield f"gpus={parallel.ranks_per_node} must be at least 2: one rank has no peer"
         if self.max_bytes is not None and self.min_bytes > self.max_bytes:
             yield f"min_bytes={self.min_bytes} is over max_bytes={self.max_bytes}: swap them"
-
-    @property
-    def measured(self) -> tuple[Collective, ...]:
-        """Collectives that are asked for, and those that the prediction for more ranks needs."""
-        asked = set(self.collectives) | (_FOR_SCALING if self.scaling else set())
-        return tuple(collective for collective in Collective if collective in asked)
 
     def largest_bytes(self, *, on_gpu: bool) -> int:
         """Return the largest size for a device."""

@@ -22,7 +22,7 @@ def test_two_processes_give_one_json_document_and_a_chart(capfd: pytest.CaptureF
     captured = capfd.readouterr()
     document = json.loads(captured.out)
     assert captured.err == ""
-    assert document["schema"] == "osora.bench-comm/1"
+    assert document["schema"] == "osora.bench-comm/2"
     assert (document["shows"], document["wrong"], document["header"]["ranks"]) == ("function", 0, 2)
     assert [(row["collective"], row["size_bytes"]) for row in document["rows"]] == [
         (name, size) for name in ("all_to_all", "gather_split") for size in (8, 16, 32)
@@ -41,7 +41,7 @@ def test_two_processes_give_one_json_document_and_a_chart(capfd: pytest.CaptureF
 def test_the_table_grows_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, *ONE]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "backend     gloo, 2 ranks on 1 host, plain buffers"
+    assert lines[0] == "backend     gloo, 2 ranks on 1 host"
     head = next(index for index, line in enumerate(lines) if line.startswith("collective"))
     rows = [line.split() for line in lines[head + 1 : head + 4]]
     assert [(row[0], row[1], row[-1]) for row in rows] == [("all_to_all", size, "0") for size in ("8", "16", "32")]

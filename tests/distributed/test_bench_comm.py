@@ -18,16 +18,16 @@ from wire_formulas import StepSizes, step_traffic
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm import run as bench
-from opensora_cli.engine.bench_comm import workloads
+from opensora_cli.engine.bench_comm import scaling as scaling_steps
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
-from opensora_cli.engine.bench_comm.overlap import measure_overlap
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
 from opensora_cli.engine.bench_comm.shapes import ModelShapes, ulysses
 from opensora_cli.engine.bench_comm.timing import Repeats
-from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.generate.ranks import SharedBranches
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import TwoStages, node_groups
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
@@ -92,26 +92,6 @@ def test_every_collective_is_right_and_sends_what_its_bus_bandwidth_counts(pool:
             expected = ranks * (1 / 2 + 1 / 2) * size
         assert sum(sents) == pytest.approx(expected)
     assert len(answers[0]) == (len(BUILDERS) - (ranks < 4)) * len(SIZES)
-
-
-def _overlapped() -> list[dict[str, Any]]:
-    shapes = ModelShapes(tokens={Collective.ULYSSES_256PX: 64}, num_heads=8, head_dim=8, block_parameters=1)
-    rows = measure_overlap(_place(), shapes, largest_bytes=2**20, repeats=Repeats(2, 2))
-    return [row.to_json() for row in rows]
-
-
-def test_chunks_expose_a_part_of_the_bytes(pool: Pool) -> None:
-    rows, _ = pool(2).run(_overlapped)
-    # q, k, v and the result of each rank's 32 tokens, 4 heads of which leave it, 8 wide, in bf16.
-    sent = 2 * 4 * 32 * 4 * 8 * 2
-    assert [(row["chunks"], row["sent_bytes"], row["exposed_bytes"]) for row in rows] == [
-        (1, sent, sent),
-        (2, sent, sent // 2),
-        (4, sent, sent // 4),
-    ]
-    for row in rows:
-        assert row["exposed_s"] <= row["total_s"]
-        assert (row["exchange_gb_per_s"] is None) == (row["chunks"] > 1)
 
 
 def _with_a_fault(name: str) -> dict[str, int]:
@@ -300,28 +280,6 @@ def _small_demo(*_: object, **__: object) -> GenerateSettings:
     return load_preset("demo", prompt="any").replace({f"model.{name}": size for name, size in sizes.items()})
 
 
-def _workload_bytes(scaling: Scaling) -> list[tuple[int, int, int]]:
-    place = _place()
-    found = []
-    with patch.object(workloads, "load_preset", _small_demo):
-        steps = DenoisingStep(device=CPU), TrainingStep(device=CPU, batch=4)
-    for work in steps:
-        step = work.prepare(place.group, scaling)
-        with counted_bytes() as sent:
-            step()
-        expected = work.traffic(place.ranks, scaling)
-        found.append((sent.num_bytes, expected.num_bytes, sent.collectives - expected.collectives))
-    return found
-
-
-@pytest.mark.parametrize("scaling", Scaling)
-def test_steps_that_are_timed_send_what_is_predicted_from(pool: Pool, scaling: Scaling) -> None:
-    for of_ranks in zip(*pool(2).run(_workload_bytes, scaling), strict=True):
-        sent, expected, calls_missing = zip(*of_ranks, strict=True)
-        assert sum(sent) == expected[0] > 0
-        assert set(calls_missing) == {0}
-
-
 # The whole command.
 
 SHAPES_OF_A_TINY_MODEL = ModelShapes(
@@ -336,7 +294,7 @@ def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[Ben
     shown: list[list[str]] = []
     with (
         patch.object(bench, "released_shapes", lambda: SHAPES_OF_A_TINY_MODEL),
-        patch.object(workloads, "load_preset", _small_demo),
+        patch.object(scaling_steps, "load_preset", _small_demo),
         patch.object(bench, "affordable_bytes", affordable_bytes if free is None else lambda place: free),
     ):
         place = _place()
@@ -361,14 +319,13 @@ def _whole_bench(plot: str) -> tuple[BenchReport, list[list[str]]]:
 def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     plot = tmp_path / "links.png"
     (report, shown), (other, _) = pool(2).run(_whole_bench, str(plot))
-    own: dict[str, object] = {"scaling": (), "overlap": ()}
+    own: dict[str, object] = {"scaling": ()}
     assert other.model_copy(update=own) == report.model_copy(update=own)
-    assert [row.chunks for row in report.overlap] == [1, 2]
     rows = {collective: [row for row in report.rows if row.collective is collective] for collective in Collective}
     for collective, of_one in rows.items():
         expected = {Collective.ULYSSES_256PX: 1, Collective.ULYSSES_768PX: 0, Collective.BLOCK_GATHER: 1}
         # Two ranks are no machines; a row of 128 for each of two ranks is over the sizes.
-        expected |= {Collective.HIERARCHICAL: 0, Collective.OVERLAP: 0, Collective.ALL_TO_ALL_FP8: 1}
+        expected |= {Collective.HIERARCHICAL: 0, Collective.ALL_TO_ALL_FP8: 1}
         assert len(of_one) == expected.get(collective, 3), collective
         assert all(row.wrong == 0 and row.repeats in (1, 2) for row in of_one)
         assert all(0 < row.min_s <= row.p50_s <= row.p99_s for row in of_one)
@@ -387,14 +344,25 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     assert report.header.environment == {"GLOO_SOCKET_IFNAME": "lo"}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
-    assert [table.workload for table in report.scaling] == ["denoising step", "training step"]
+    assert [table.step for table in report.scaling] == ["denoising step", "training step"]
     for table in report.scaling:
-        assert [(row.ranks, row.is_predicted) for row in table.rows][:3] == [(1, False), (2, False), (4, True)]
+        assert [(row.ranks, row.efficiency) for row in table.rows] == [(1, None), (2, None)]
         assert table.rows[0].sent_bytes == 0
-        assert table.rows[1].sent_bytes > 0
-        assert all(row.efficiency is None for row in table.rows)
-    # Gradients are megabytes, and 512 bytes were measured.
-    assert [note for note in report.notes if note.startswith("a training step sends")]
+        assert table.rows[0].step_s > 0
+    sampled, trained = (table.rows[1].sent_bytes for table in report.scaling)
+    sizes = _small_demo()
+    config = mmdit_config(sizes.model)
+    lengths = {"text_tokens": sizes.text.t5_max_length, "latent_tokens": 5 * 4 * 4}
+    assert (
+        sampled
+        == step_traffic(
+            StepSizes(config=config, batch=1, itemsize=4, branches=2, **lengths), MeshShape(ulysses=2)
+        ).num_bytes
+    )
+    with torch.device("meta"):
+        weights = sum(weight.numel() for weight in MMDiT(config).parameters())
+    # The gradients, in one all-reduce.
+    assert trained == 2 * 4 * weights
 
 
 def _short_of_memory(free: int, min_bytes: int) -> tuple[list[int], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Counting what this rank sends, in any code: every collective of torch passes the dispatcher."""
+"""Counter of the bytes that this rank sends. Every collective of torch passes the dispatcher."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from opensora_cli.parallel.shares import shares
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank, or all ranks, put on the wire by algorithms that send as little as possible.
+    """Bytes that one rank, or all ranks, send with algorithms that send as little as possible.
 
     An all-reduce is counted as a ring's: 2(n-1) parts of n. Summed over all ranks of a group, counts are exact.
     """
 
     num_bytes: int = 0
     collectives: int = 0
-    """Calls that sent something, or waited for others that did; of all ranks, those of the one that has most."""
+    """Calls that sent something, or waited for other ranks. For several ranks, the largest number of calls."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""What a link should give, and how a measurement is judged by it. Pure: facts in, words out.
+"""Expected rates of links, and the verdict on a measurement.
 
-Rates are those of one direction in GB/s (10^9 bytes), which is what bus bandwidth compares with.
+Rates are those of one direction in GB/s (10^9 bytes), comparable with bus bandwidth.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ _NVLINK = {
     (10, 0): ("NVLink 5", 50.0),
     (10, 3): ("NVLink 5", 50.0),
 }
-"""Compute capability -> generation, and GB/s of one link."""
+"""Generation and GB/s of one link by compute capability."""
 
 # PCI-SIG, PCI Express Base Specification: GT/s of a lane and the share of them that is data.
 _PCIE = {
@@ -43,11 +43,11 @@ _GOOD_NETWORK = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortFacts:
-    """What is known of the ports of a GPU."""
+    """Ports of a GPU."""
 
     capability: tuple[int, int]
     nvlinks: int = 0
-    """Active ones."""
+    """Active NVLinks."""
     pcie_generation: int | None = None
     pcie_lanes: int | None = None
 
@@ -59,18 +59,18 @@ class NetworkPort:
     name: str
     gigabits_per_s: float
     is_infiniband: bool
-    """Or RoCE, which NCCL uses alike."""
+    """InfiniBand or RoCE, which NCCL uses alike."""
 
 
 class Expectation(Document):
-    """What a kind of link gives at best, and from which share of it on it counts as good."""
+    """Best rate of a kind of link, and the share of it that counts as good."""
 
     link: str
     gb_per_s: float
     stream_gb_per_s: float
-    """What of it one rank's stream can have: that of one port, where there are several."""
+    """Rate of one rank's stream: that of one port, where there are several."""
     good_share: float
-    """Our own rule: what is under it deserves a look."""
+    """Threshold of this project: a rate below it deserves a look."""
     source: str
 
     def line(self) -> str:
@@ -78,27 +78,27 @@ class Expectation(Document):
 
 
 class Judgement(StrEnum):
-    """How a collective is judged."""
+    """Verdict on a collective."""
 
     GOOD = "good"
     POOR = "poor"
     WRONG = "wrong data"
     FUNCTION = "works"
-    """On gloo, which shows nothing of speed."""
+    """Right data on gloo, which shows nothing of speed."""
     TOO_SMALL = "too small to judge"
     UNKNOWN = "link unknown"
 
 
 class Verdict(Document):
-    """How a collective is judged, and why."""
+    """Verdict on a collective, with its reason."""
 
     collective: Collective
     judgement: Judgement
     bus_bandwidth_gb_per_s: float
-    """The best of its rows."""
+    """Best rate of its rows."""
     expected_gb_per_s: float | None = None
     source: str | None = None
-    """Of what is expected."""
+    """Source of the expectation."""
     reason: str
 
     def line(self) -> str:
@@ -107,7 +107,7 @@ class Verdict(Document):
 
 
 def expectation_inside(kinds: Iterable[LinkKind], ports: Sequence[PortFacts]) -> Expectation | None:
-    """Return what the links between the GPUs of a host should give; None where that is not known.
+    """Return the expected rate of the links between the GPUs of a host, or None where it is unknown.
 
     The slowest of all pairs and ports counts, since a ring over all GPUs passes it.
     """
@@ -143,7 +143,7 @@ def _pcie(port: PortFacts) -> tuple[str, float] | None:
 
 
 def expectation_between(ports: Sequence[NetworkPort]) -> Expectation | None:
-    """Return what all network ports of a host should give in sum; None where none is known.
+    """Return the expected rate of all network ports of a host together, or None where none is known.
 
     NCCL takes InfiniBand where there is any, all ports of it at once, and else one interface.
     """
@@ -198,7 +198,7 @@ _COMPRESSED = (Collective.ALL_TO_ALL_BF16, Collective.ALL_TO_ALL_FP8)
 _SORTED = (*_ULYSSES, *_COMPRESSED, Collective.HIERARCHICAL)
 _EACH_TO_EACH = (Collective.ALL_TO_ALL, *_SORTED)
 _COPIES = 0.5
-"""How much less is good enough where elements are also sorted or rounded in memory, before and after."""
+"""Share of the good rate that is enough for exchanges that also sort or round elements in memory."""
 
 
 def judge(
@@ -210,7 +210,7 @@ def judge(
     is_gloo: bool,
     expected: tuple[float, Expectation] | None,
 ) -> Verdict:
-    """Return how a collective is judged, by best bus bandwidth, largest size and wrong elements of its rows."""
+    """Return the verdict on a collective from the best bus bandwidth, the largest size and the wrong elements of its rows."""
 
     def verdict(judgement: Judgement, reason: str) -> Verdict:
         return Verdict(

@@ -1,4 +1,4 @@
-"""The collectives that are measured: buffers, one run, and a check with numbers that depend on the rank.
+"""Collectives that are measured: buffers, one run, and a check with numbers that depend on the rank.
 
 Sizes follow nccl-tests: what one rank sends or receives as a whole. For all-gather and reduce-scatter that is the
 array of all ranks. A size is rounded down to whole elements for every rank, but to at least one.
@@ -27,30 +27,30 @@ from opensora_cli.settings.enums import Collective
 
 _PERIOD = 31
 _ROW = 128
-"""Elements that share a scale, as many as the released model's heads are wide."""
+"""Elements that share a scale: the head size of the released model."""
 _ON_WIRE = {Collective.ALL_TO_ALL_BF16: 2 / 4, Collective.ALL_TO_ALL_FP8: (_ROW + 4) / (4 * _ROW)}
-"""Of each byte of fp32, how many travel."""
+"""Bytes sent for each byte of fp32."""
 _CHUNK = 1 << 22
 """Elements made at a time, so that checking 1 GiB needs no other GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an operation runs."""
+    """Group and device of an operation."""
 
     group: dist.ProcessGroup
     device: torch.device
     two_stages: TwoStages | None = None
-    """The hierarchical exchange; None: the ranks are not equal parts of several each."""
+    """Hierarchical exchange. None if the ranks do not divide into equal parts of several ranks."""
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
         return dist.get_rank(self.group)
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks in the group."""
         return self.group.size()
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,12 +63,12 @@ class Operation:
     """A collective on buffers of one size."""
 
     size_bytes: int
-    """By the convention of nccl-tests."""
+    """Size by the convention of nccl-tests."""
     dtype: torch.dtype
     run: Callable[[], object]
-    """Once, on buffers of zeros."""
+    """Runs the collective once, on buffers of zeros."""
     count_wrong: Callable[[], int]
-    """Runs it on numbers that depend on the rank, and returns how many elements of this rank's result are wrong."""
+    """Runs the collective on numbers that depend on the rank, and returns the number of wrong elements on this rank."""
 
 
 Build = Callable[[Place, int, torch.dtype], Operation]
@@ -277,10 +277,10 @@ BUILDERS: Mapping[Collective, Build] = {
     Collective.GATHER_SPLIT: gather_split,
     Collective.SPLIT_GATHER: split_gather,
 }
-"""How each collective that has sizes is made ready: place, size in bytes, dtype."""
+"""Builder of each collective that has sizes. Arguments: place, size in bytes, dtype."""
 
 BUFFERS = 4
-"""Sizes that the hungriest of them holds at once: two of buffers, and what the backward makes."""
+"""Buffers of the measured size that a collective holds at most: two, and those of the backward."""
 
 
 def _whole(size_bytes: int, dtype: torch.dtype, ranks: int) -> int:

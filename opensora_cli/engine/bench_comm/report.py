@@ -1,4 +1,4 @@
-"""What was measured: as a document, as lines, as CSV and as a chart."""
+"""Report of `osora bench-comm`: a document, lines, CSV and a chart."""
 
 import csv
 import io
@@ -11,7 +11,6 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Verdict
-from opensora_cli.engine.bench_comm.overlap import OverlapRow
 from opensora_cli.engine.bench_comm.scaling import ScalingTable
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Times
 from opensora_cli.engine.bench_comm.topology import Header
@@ -26,7 +25,7 @@ TABLE_HEAD = (
 
 
 class Row(Document):
-    """One collective of one size."""
+    """Times and rates of one collective at one size."""
 
     collective: Collective
     size_bytes: int
@@ -37,13 +36,13 @@ class Row(Document):
     p50_s: float
     p99_s: float
     algorithm_bandwidth_gb_per_s: float
-    """Size over mean time."""
+    """Size divided by the mean time."""
     bus_bandwidth_gb_per_s: float
-    """What the slowest link carries, whatever the number of ranks."""
+    """Rate on the slowest link, comparable between numbers of ranks (nccl-tests, doc/PERFORMANCE.md)."""
     wrong: int
-    """Elements of all ranks."""
+    """Wrong elements of all ranks."""
     wire_bytes: float = Field(serialization_alias="sent_bytes_per_rank")
-    """What one rank puts on the wire, counted: the mean over ranks."""
+    """Bytes that one rank sends, counted: the mean over ranks."""
 
     @classmethod
     def of(
@@ -58,7 +57,7 @@ class Row(Document):
         wrong: int,
         wire_bytes: float,
     ) -> Self:
-        """Return the row of what was measured; `bus_factor` is that of `operations.bus_factor`."""
+        """Return the row of a measurement. `bus_factor` is the result of `operations.bus_factor`."""
         bandwidth = size_bytes / times.avg_s / 1e9
         return cls(
             collective=collective,
@@ -80,25 +79,23 @@ class Row(Document):
 
 
 class BenchReport(Document):
-    """A whole benchmark."""
+    """Report of a benchmark, in the schema `osora.bench-comm/2`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.bench-comm/1"
+    SCHEMA: ClassVar[str | None] = "osora.bench-comm/2"
 
     header: Header
     shows: str
-    """`speed`, or on gloo `function`."""
+    """`speed`, or `function` on gloo."""
     rows: tuple[Row, ...]
     verdicts: tuple[Verdict, ...]
     fits: Mapping[Collective, LatencyBandwidth]
-    """Time over the bytes that one rank sends, for each collective of several sizes."""
-    overlap: tuple[OverlapRow, ...]
-    """Exchanges while attention computes, for each number of chunks."""
+    """Time as a function of the bytes that one rank sends, for collectives with several sizes."""
     scaling: tuple[ScalingTable, ...]
     wrong: int
-    """Elements in all rows."""
+    """Wrong elements in all rows."""
     notes: tuple[str, ...]
     files: Mapping[str, str]
-    """What was written: kind -> path."""
+    """Written files by kind."""
 
     @classmethod
     def of(
@@ -108,19 +105,17 @@ class BenchReport(Document):
         *,
         verdicts: Sequence[Verdict],
         fits: Mapping[Collective, LatencyBandwidth],
-        overlap: Sequence[OverlapRow] = (),
         scaling: Sequence[ScalingTable] = (),
         notes: Sequence[str] = (),
         plot: str | None = None,
     ) -> Self:
-        """Return the report of what was measured; `plot` is the file of its chart."""
+        """Return the report of the measurements. `plot` is the path of its chart."""
         return cls(
             header=header,
             shows="function" if header.is_gloo else "speed",
             rows=tuple(rows),
             verdicts=tuple(verdicts),
             fits=fits,
-            overlap=tuple(overlap),
             scaling=tuple(scaling),
             wrong=sum(row.wrong for row in rows),
             notes=tuple(notes),
@@ -143,7 +138,6 @@ class BenchReport(Document):
         """Return the lines below the table."""
         found = ["", *(f"verdict     {verdict.line()}" for verdict in self.verdicts)]
         found += [f"fit         {_fit_line(collective, fit)}" for collective, fit in self.fits.items()]
-        found += [f"overlap     {row.line()}" for row in self.overlap]
         for table in self.scaling:
             found += ["", *table.lines()]
         found += [f"note        {note}" for note in self.notes]
@@ -159,7 +153,7 @@ class BenchReport(Document):
         return text.getvalue().splitlines()
 
     def write_plot(self, path: str, *, replace: bool) -> None:
-        """Write a chart of bus bandwidth over size; a dashed line is what the links should give at best.
+        """Write a chart of bus bandwidth over size, with a dashed line at the best rate of the links.
         Raises OutputError if it cannot be written, or exists and must not be replaced.
         """
         figure = new_figure()

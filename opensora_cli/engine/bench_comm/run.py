@@ -1,4 +1,4 @@
-"""`osora bench-comm`: which ranks it starts, how each joins, and what all of them measure."""
+"""`osora bench-comm`: start the ranks, join them, and measure with all of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,11 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
-from opensora_cli.engine.bench_comm.overlap import OverlapRow, measure_overlap
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
-from opensora_cli.engine.bench_comm.scaling import ScalingTable, Workload, measure_scaling
+from opensora_cli.engine.bench_comm.scaling import measure_scaling
 from opensora_cli.engine.bench_comm.shapes import released_shapes
-from opensora_cli.engine.bench_comm.timing import (
-    LatencyBandwidth,
-    Repeats,
-    communication_buffers,
-    fit_latency_bandwidth,
-    measure,
-)
+from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Repeats, fit_latency_bandwidth, measure
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
-from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
@@ -39,19 +31,16 @@ Show = Callable[[Sequence[str]], None]
 
 _RANKS_ON_CPU = 2
 _DTYPE = torch.float32
-"""As nccl-tests' default."""
+"""Default of nccl-tests."""
 _USABLE = 0.4
-"""Of the free memory: torch keeps what smaller sizes took, in sum as much again."""
+"""Share of the free memory for buffers. torch caches those of smaller sizes, together as large again."""
 _HEADROOM = 256 * 2**20
-"""For what checking makes, and the backend's own buffers."""
-_LEAST_BATCH = 8
-_STEPS = 20
-_FAR = 4
-"""How far beyond what was measured a line still holds."""
+"""Bytes for the check and the buffers of the backend."""
+_SCALING_STEPS = 20
 
 
 def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:
-    """Return what to start on this machine. Raises HardwareError if none is named, and there is one GPU or none."""
+    """Return the ranks to start on this machine. Raises HardwareError if their number is not given and there is one GPU."""
     parallel, device = settings.parallel, settings.device
     if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
         device = BenchDevice.CUDA
@@ -127,20 +116,26 @@ def bench_comm(
         check_plot(settings)
     place, place_notes = _place(settings, group, device, ranks_per_machine or group.size())
     bench = _Bench(settings, place, reporter or SilentReporter(), show or (lambda lines: None))
-    with communication_buffers(group, device) as buffers:
-        header = gather_header(group, device, environment=environment, buffers=buffers)
-        bench.show([*header.lines(), "", TABLE_HEAD])
-        rows, notes = bench.measure_all()
-        overlap = bench.measure_overlap()
-    tables, table_notes = bench.measure_scaling(rows, is_gloo=header.is_gloo)
+    header = gather_header(group, device, environment=environment)
+    bench.show([*header.lines(), "", TABLE_HEAD])
+    rows, notes = bench.measure_all()
+    tables = []
+    if settings.scaling is not None:
+        with bench.reporter.stage("scaling"):
+            tables = measure_scaling(
+                settings.scaling,
+                group=group,
+                device=device,
+                steps=min(settings.iters, _SCALING_STEPS),
+                is_gloo=header.is_gloo,
+            )
     report = BenchReport.of(
         header,
         rows,
         verdicts=[_verdict(header, of_one) for of_one in _by_collective(rows).values()],
         fits={of: _fit(of_one) for of, of_one in _by_collective(rows).items() if len(of_one) > 1},
-        overlap=overlap,
         scaling=tables,
-        notes=(*place_notes, *notes, *table_notes),
+        notes=(*place_notes, *notes),
         plot=settings.plot,
     )
     if writes and settings.plot is not None:
@@ -189,10 +184,8 @@ class _Bench:
         if largest < asked:
             notes.append(f"sizes end at {sizes[-1]} bytes, not at {asked}: memory is not free for more")
         rows: list[Row] = []
-        for collective in self.settings.measured:
-            if collective is Collective.OVERLAP or (
-                collective is Collective.HIERARCHICAL and self.place.two_stages is None
-            ):
+        for collective in dict.fromkeys(self.settings.collectives):
+            if collective is Collective.HIERARCHICAL and self.place.two_stages is None:
                 continue
             if not collective.has_sizes:
                 size = released_shapes().size_bytes(collective, self.place.ranks)
@@ -242,58 +235,12 @@ class _Bench:
             wire_bytes=sent_bytes / self.place.ranks,
         )
 
-    def measure_overlap(self) -> list[OverlapRow]:
-        """Return how exchanges and attention overlap, if that was asked for."""
-        if Collective.OVERLAP not in self.settings.measured:
-            return []
-        asked = self.settings.largest_bytes(on_gpu=self.place.device.type == "cuda")
-        with self.reporter.stage(Collective.OVERLAP.value):
-            return measure_overlap(
-                self.place,
-                released_shapes(),
-                largest_bytes=min(asked, affordable_bytes(self.place)),
-                repeats=Repeats(self.settings.warmup, self.settings.iters),
-            )
-
-    def measure_scaling(self, rows: Sequence[Row], *, is_gloo: bool) -> tuple[list[ScalingTable], list[str]]:
-        """Return a table for each kind of step, and notes on them."""
-        scaling, device, ranks = self.settings.scaling, self.place.device, self.place.ranks
-        tables: list[ScalingTable] = []
-        notes: list[str] = []
-        if scaling is None:
-            return tables, notes
-        workloads: list[Workload] = [
-            DenoisingStep(device=device),
-            TrainingStep(device=device, batch=max(_LEAST_BATCH, ranks)),
-        ]
-        for workload in workloads:
-            known = [row for row in rows if row.collective is workload.sends]
-            with self.reporter.stage(workload.name):
-                table = measure_scaling(
-                    workload,
-                    scaling,
-                    fit=_fit(known),
-                    group=self.place.group,
-                    device=device,
-                    steps=min(self.settings.iters, _STEPS),
-                    is_gloo=is_gloo,
-                )
-            tables.append(table)
-            sent = workload.traffic(ranks, scaling)
-            at_once, largest = sent.num_bytes / ranks / sent.collectives, max(row.wire_bytes for row in known)
-            if at_once > _FAR * largest:
-                notes.append(
-                    f"a {workload.name} sends {at_once:.0f} bytes at a time, and {workload.sends} was measured up to "
-                    f"{largest:.0f}: the share of communication and predictions are rough; raise --max-bytes"
-                )
-        return tables, notes
-
 
 def _place(
     settings: BenchCommSettings, group: dist.ProcessGroup, device: torch.device, ranks_per_machine: int
 ) -> tuple[Place, list[str]]:
     """Return where operations run, and how the hierarchical one divides the ranks; all ranks call it."""
-    if Collective.HIERARCHICAL not in settings.measured:
+    if Collective.HIERARCHICAL not in settings.collectives:
         return Place(group, device), []
     ranks, inner, notes = group.size(), ranks_per_machine, []
     if inner == ranks and ranks % 2 == 0:

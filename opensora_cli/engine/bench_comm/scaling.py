@@ -1,168 +1,213 @@
-"""How a step of real work grows faster with the ranks, and what the latency-bandwidth model predicts for more ranks."""
+"""Step times of sampling and training at 1, 2, 4 .. ranks, on the demo's transformer with random weights."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.bench_comm.counting import Traffic, counted_bytes
-from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, meet
+from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.timing import meet
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import timed
+from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import new_group
-from opensora_cli.settings.enums import Collective, Scaling
+from opensora_cli.parallel.ring import RingAttention
+from opensora_cli.parallel.sequence import SequenceParallel
+from opensora_cli.parallel.shares import SequenceLengths, shares
+from opensora_cli.parallel.ulysses import UlyssesAttention
+from opensora_cli.sampling.denoise import euler_step
+from opensora_cli.sampling.flow import get_batch_loss
+from opensora_cli.sampling.packing import position_ids
+from opensora_cli.settings.enums import Scaling
+from opensora_cli.settings.load import load_preset
 
-_PREDICTED_DOUBLINGS = 3
+MakeStep = Callable[[dist.ProcessGroup, torch.device, Scaling], Callable[[], object]]
+"""Returns the step of a group, which each of its ranks calls."""
 
-
-class Workload(Protocol):
-    """A step of real work that some ranks share."""
-
-    name: str
-    """For people: `denoising step`."""
-    sends: Collective
-    """What it sends most, whose fit is taken for all of it."""
-
-    def prepare(self, group: dist.ProcessGroup, scaling: Scaling) -> Callable[[], object]:
-        """Return the step for the ranks of a group, from one on, of which each calls it once for every step.
-
-        `scaling` is whether the work as a whole, or that of each rank, is the same for any number of them.
-        """
-
-    def traffic(self, ranks: int, scaling: Scaling) -> Traffic:
-        """Return what a step of so many ranks sends, by formula."""
+_LATENT_FRAMES = 5
+_SIDE = 4
+"""Tokens along a side of the demo's frames."""
+_BRANCHES = 2
+_LEAST_BATCH = 8
 
 
 class ScalingRow(Document):
-    """A step at one number of ranks."""
+    """Step time at one number of ranks."""
 
     ranks: int
     step_s: float
-    """The median of a few steps on the slowest rank; of more ranks than there are, as the model predicts."""
-    is_predicted: bool
+    """Median over the steps, on the slowest rank."""
     sent_bytes: int
-    """By all ranks, counted; predicted: by formula."""
-    communication_share: float
-    """The model's time for what is sent, over that of the step; at most 1."""
+    """Bytes that all ranks send in a step, counted."""
     efficiency: float | None
-    """Of one rank's throughput, per rank; None where it would mean nothing, on gloo."""
+    """Throughput per rank, relative to one rank. None on gloo, where ranks share the cores of one machine."""
 
 
 class ScalingTable(Document):
-    """A workload at 1, 2, 4 .. ranks, and predicted beyond."""
+    """Step times of one kind of step."""
 
-    workload: str
+    step: str
+    """`denoising step` or `training step`."""
     scaling: Scaling
     rows: tuple[ScalingRow, ...]
-    is_gloo: bool
-    shows: str
-    """`speed`, or on gloo `function`."""
 
     def lines(self) -> list[str]:
         found = [
-            f"{self.scaling} scaling of a {self.workload}",
-            f"{'ranks':>8}{'step (ms)':>14}{'sent (MiB)':>14}{'communication':>16}{'efficiency':>14}",
+            f"{self.scaling} scaling of a {self.step}",
+            f"{'ranks':>8}{'step (ms)':>14}{'sent (MiB)':>14}{'efficiency':>14}",
         ]
         for row in self.rows:
             efficiency = "-" if row.efficiency is None else f"{row.efficiency:.1%}"
-            cells = f"{row.step_s * 1e3:>14.2f}{row.sent_bytes / 2**20:>14.3f}{row.communication_share:>16.1%}"
-            found.append(f"{row.ranks:>8}{cells}{efficiency:>14}{'  predicted' if row.is_predicted else ''}")
-        if self.is_gloo:
-            found.append("on gloo this shows function, never efficiency: ranks share one machine's cores")
+            found.append(f"{row.ranks:>8}{row.step_s * 1e3:>14.2f}{row.sent_bytes / 2**20:>14.3f}{efficiency:>14}")
         return found
 
 
-def ranks_to_time(ranks: int) -> list[int]:
-    """Return 1, 2, 4 .. below `ranks`, and `ranks` itself."""
-    doubling = [2**power for power in range(ranks.bit_length()) if 2**power < ranks]
-    return [*doubling, ranks]
-
-
 def measure_scaling(
-    workload: Workload,
+    scaling: Scaling, *, group: dist.ProcessGroup, device: torch.device, steps: int, is_gloo: bool
+) -> list[ScalingTable]:
+    """Time a step of sampling and one of training at 1, 2, 4 .. ranks of a group. All its ranks call this.
+
+    Strong scaling divides the same work, weak scaling gives each rank the same work. One step warms up before `steps`.
+    """
+    made: dict[str, MakeStep] = {
+        "denoising step": denoising_step,
+        "training step": partial(training_step, ranks=group.size()),
+    }
+    return [
+        ScalingTable(
+            step=name,
+            scaling=scaling,
+            rows=_rows(make, scaling, group=group, device=device, steps=steps, is_gloo=is_gloo),
+        )
+        for name, make in made.items()
+    ]
+
+
+def _rows(
+    make: MakeStep,
     scaling: Scaling,
     *,
-    fit: LatencyBandwidth,
     group: dist.ProcessGroup,
     device: torch.device,
     steps: int,
     is_gloo: bool,
-) -> ScalingTable:
-    """Time a workload at 1, 2, 4 .. ranks of a group, which all call this: 1 or more `steps` after one to warm up."""
-    measured: dict[int, tuple[float, Traffic]] = {}
+) -> tuple[ScalingRow, ...]:
+    rows: list[ScalingRow] = []
     for ranks in ranks_to_time(group.size()):
-        members = [dist.get_global_rank(group, rank) for rank in range(ranks)]
-        part = new_group(members)
-        seconds, own = 0.0, Traffic()
+        part = new_group([dist.get_global_rank(group, rank) for rank in range(ranks)])
+        seconds, sent_bytes = 0.0, 0
         if dist.get_rank(group) < ranks:
-            seconds, own = _time_steps(workload.prepare(part, scaling), part, device, steps)
-        # The others wait here, and do not disturb.
-        slowest = _reduced(seconds, dist.ReduceOp.MAX, group, device)
-        sent = int(_reduced(own.num_bytes, dist.ReduceOp.SUM, group, device))
-        measured[ranks] = slowest, Traffic(sent, int(_reduced(own.collectives, dist.ReduceOp.MAX, group, device)))
+            step = make(part, device, scaling)
+            with counted_bytes() as sent:
+                step()
+            seconds, sent_bytes = _median_s(step, part, device, steps), sent.num_bytes
+        # The other ranks wait here, and do not disturb.
+        slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+        total = torch.tensor([sent_bytes], dtype=torch.int64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(total, group=group)
         if dist.get_rank(group) < ranks:
             dist.destroy_process_group(part)
-    return scaling_table(workload, scaling, measured, fit=fit, is_gloo=is_gloo)
+        step_s = float(slowest)
+        ideal_s = (rows[0].step_s if rows else step_s) / (ranks if scaling is Scaling.STRONG else 1)
+        efficiency = None if is_gloo else ideal_s / step_s
+        rows.append(ScalingRow(ranks=ranks, step_s=step_s, sent_bytes=int(total), efficiency=efficiency))
+    return tuple(rows)
 
 
-def scaling_table(
-    workload: Workload,
-    scaling: Scaling,
-    measured: Mapping[int, tuple[float, Traffic]],
-    *,
-    fit: LatencyBandwidth,
-    is_gloo: bool,
-) -> ScalingTable:
-    """Return the table of what was measured, and of what is predicted for three more doublings. Pure.
-
-    The model of a step: the time of one rank, divided by the ranks if the work is, plus latency and bytes of what is
-    sent. It takes computation to be divided evenly, and nothing to overlap. `measured` maps ranks, 1 among them, to
-    the seconds of a step, and what it sent.
-    """
-    alone_s = measured[1][0]
-    steps = {ranks: (seconds, sent, False) for ranks, (seconds, sent) in measured.items()}
-    for doubling in range(1, _PREDICTED_DOUBLINGS + 1):
-        ranks = max(measured) * 2**doubling
-        sent = workload.traffic(ranks, scaling)
-        steps[ranks] = _communication_s(fit, sent, ranks) + _ideal_s(alone_s, ranks, scaling), sent, True
-    rows = tuple(
-        ScalingRow(
-            ranks=ranks,
-            step_s=seconds,
-            is_predicted=is_predicted,
-            sent_bytes=sent.num_bytes,
-            communication_share=min(_communication_s(fit, sent, ranks) / seconds, 1.0),
-            efficiency=None if is_gloo else _ideal_s(alone_s, ranks, scaling) / seconds,
-        )
-        for ranks, (seconds, sent, is_predicted) in steps.items()
-    )
-    shows = "function" if is_gloo else "speed"
-    return ScalingTable(workload=workload.name, scaling=scaling, rows=rows, is_gloo=is_gloo, shows=shows)
+def ranks_to_time(ranks: int) -> list[int]:
+    """Return 1, 2, 4 .. below `ranks`, and `ranks` itself."""
+    return [*(2**power for power in range(ranks.bit_length()) if 2**power < ranks), ranks]
 
 
-def _ideal_s(alone_s: float, ranks: int, scaling: Scaling) -> float:
-    return alone_s / ranks if scaling is Scaling.STRONG else alone_s
-
-
-def _communication_s(fit: LatencyBandwidth, sent: Traffic, ranks: int) -> float:
-    return fit.seconds(sent.num_bytes / ranks, collectives=sent.collectives)
-
-
-def _time_steps(
-    step: Callable[[], object], group: dist.ProcessGroup, device: torch.device, steps: int
-) -> tuple[float, Traffic]:
-    """Return the median seconds of a step, and what this rank sends in one."""
-    with counted_bytes() as sent:
-        step()
+def _median_s(step: Callable[[], object], group: dist.ProcessGroup, device: torch.device, steps: int) -> float:
     seconds: list[float] = []
     for _ in range(steps):
         meet(device, group)
         seconds.append(timed(step, device))
-    return sorted(seconds)[len(seconds) // 2], sent
+    return sorted(seconds)[len(seconds) // 2]
 
 
-def _reduced(value: float, operation: Any, group: dist.ProcessGroup, device: torch.device) -> float:
-    total = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(total, operation, group=group)
-    return float(total)
+def denoising_step(group: dist.ProcessGroup, device: torch.device, scaling: Scaling) -> Callable[[], object]:
+    """Return a step of sampling: two branches of guidance and an Euler step, with tokens divided between the ranks.
+
+    Up to the number of heads, ranks use Ulysses attention, else a ring. Weak scaling makes the video longer.
+    """
+    frames = _LATENT_FRAMES * (group.size() if scaling is Scaling.WEAK else 1)
+    heads = mmdit_config(load_preset("demo", prompt="any").model).num_heads
+    ring = group.size() if group.size() > heads else 1
+    lengths = SequenceLengths(ring=ring, ulysses=group.size() // ring, ring_rank=dist.get_rank(group) % ring)
+    attention: AttentionFn = sdpa
+    if group.size() > 1:
+        attention = (RingAttention if ring > 1 else UlyssesAttention)(sdpa, group, lengths)
+    transformer, latents, others = _inputs(1, frames, device, attention)
+    model = SequenceParallel(
+        transformer,
+        group,
+        lengths,
+        sequence_inputs=SEQUENCE_INPUTS,
+        text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
+    )
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        guided, free = (model(latents, **others) for _ in range(_BRANCHES))
+        return euler_step(latents, free + 4.0 * (guided - free), t=0.5, t_next=0.4)
+
+    return step
+
+
+def training_step(
+    group: dist.ProcessGroup, device: torch.device, scaling: Scaling, *, ranks: int
+) -> Callable[[], object]:
+    """Return a step of training: samples divided between the ranks, gradients summed, one update.
+
+    `ranks` is the largest number of ranks. The batch has at least as many samples. Weak scaling gives each rank a whole
+    batch.
+    """
+    batch = max(_LEAST_BATCH, ranks)
+    if scaling is Scaling.STRONG:
+        batch = shares(batch, group.size())[dist.get_rank(group)]
+    model, latents, others = _inputs(batch, _LATENT_FRAMES, device)
+    optimizer = torch.optim.AdamW(model.requires_grad_().parameters(), lr=1e-5)
+    target = torch.zeros_like(latents)
+
+    def step() -> None:
+        loss = get_batch_loss(model(latents, **others), target)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        if group.size() > 1:
+            dist.all_reduce(flat, group=group)
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, summed in zip(gradients, pieces, strict=True):
+            gradient.copy_(summed.view_as(gradient) / group.size())
+        optimizer.step()
+
+    return step
+
+
+def _inputs(
+    batch: int, frames: int, device: torch.device, attention: AttentionFn = sdpa
+) -> tuple[MMDiT, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the demo's transformer, packed_latents_BND and its other arguments, the same on all ranks."""
+    settings = load_preset("demo", prompt="any")
+    config, tokens = mmdit_config(settings.model), frames * _SIDE * _SIDE
+    with torch.device(device):
+        model = MMDiT(config, attention=attention)
+        others = {
+            "prompt_embeds_BLC": torch.zeros(batch, settings.text.t5_max_length, config.context_in_dim),
+            "pooled_prompt_embeds_BV": torch.zeros(batch, config.vec_in_dim),
+            "conditioning_BNK": torch.zeros(batch, tokens, config.conditioning_channels),
+            "timesteps_B": torch.full((batch,), 0.5),
+            "position_ids_BN3": position_ids(1, frames, _SIDE, _SIDE, device=device),
+        }
+    model.reset_parameters(generator=torch.Generator(device).manual_seed(0))
+    latents = torch.randn(batch, tokens, config.in_channels, generator=torch.Generator().manual_seed(1))
+    return model, latents.to(device), others

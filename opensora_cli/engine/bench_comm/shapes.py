@@ -1,4 +1,4 @@
-"""The shapes in which this project sends most: tokens for heads (Ulysses attention), and the weights of a block."""
+"""Shapes of the largest exchanges of osora: tokens for heads (Ulysses attention), and the weights of a block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
 DTYPE = torch.bfloat16
-"""In which the model computes on GPUs."""
+"""Dtype of the model on GPUs."""
 
 _QKV = 3
 """Tensors that Ulysses attention exchanges at once."""
@@ -27,14 +27,14 @@ _PRESETS = {Collective.ULYSSES_256PX: "256px", Collective.ULYSSES_768PX: "768px"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShapes:
-    """What of a model decides how much is sent."""
+    """Sizes of a model that decide how much is sent."""
 
     tokens: Mapping[Collective, int]
     """Text and video, of one sample, for each Ulysses exchange."""
     num_heads: int
     head_dim: int
     block_parameters: int
-    """Of the larger kind of block."""
+    """Parameters of the larger kind of block."""
 
     def size_bytes(self, collective: Collective, ranks: int) -> int:
         """Return the size of the largest rank's buffer, by the convention of nccl-tests."""
@@ -43,7 +43,7 @@ class ModelShapes:
         return shares(self.tokens[collective], ranks)[0] * self.num_heads * self.head_dim * _QKV * DTYPE.itemsize
 
     def build(self, collective: Collective, place: Place) -> Operation:
-        """Make a collective ready in its one shape."""
+        """Return a collective in its one shape."""
         if collective is Collective.BLOCK_GATHER:
             return all_gather(place, self.size_bytes(collective, place.ranks), DTYPE)
         return ulysses(place, tokens=self.tokens[collective], num_heads=self.num_heads, head_dim=self.head_dim)

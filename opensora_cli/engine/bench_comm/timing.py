@@ -1,20 +1,15 @@
 """Times of one operation, as nccl-tests takes them: warm-up, repeats back to back, and the mean over ranks."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.components.hardware import timed
-
-PLAIN = "plain buffers"
-REGISTERED = "buffers registered with NCCL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +39,14 @@ def _nearest_rank(ordered: Sequence[float], percent: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How often something is done."""
+    """Numbers of calls of an operation."""
 
     warmup: int
-    """Calls before the clock starts, at least 2: the first connects the ranks, the second shows what a call takes."""
+    """Calls before the clock starts, at least 2: the first connects the ranks, the second gives the time of a call."""
     iters: int
     """Timed calls, at least 1."""
     limit_s: float = 10.0
-    """Where they would take longer there are fewer, so that slow links end, too."""
+    """Seconds after which slow links get fewer calls."""
 
 
 def measure(
@@ -83,7 +78,7 @@ def _slowest(run: Callable[[], object], device: torch.device, group: dist.Proces
 
 
 def meet(device: torch.device, group: dist.ProcessGroup) -> None:
-    """Wait until all ranks of a group have come here, and their devices have nothing left to do."""
+    """Wait for all ranks of a group and their devices."""
     value = torch.zeros(1, device=device)
     dist.all_reduce(value, group=group)
     value.item()
@@ -114,17 +109,13 @@ class LatencyBandwidth(Document):
     """The latency-bandwidth model of communication, t = a + b * bytes (Hockney 1994)."""
 
     latency_s: float
-    """a: what a collective takes for no bytes."""
+    """a: time of a collective without bytes."""
     seconds_per_byte: float
-    """b: of what one rank puts on the wire."""
-
-    def seconds(self, num_bytes: float, *, collectives: float = 1) -> float:
-        """Return the time of so many collectives in which a rank sends `num_bytes` altogether."""
-        return self.latency_s * collectives + self.seconds_per_byte * num_bytes
+    """b: time of each byte that one rank sends."""
 
     @property
     def bandwidth_gb_per_s(self) -> float | None:
-        """1/b; None where time does not grow with bytes."""
+        """1/b. None if the time does not grow with the bytes."""
         return 1e-9 / self.seconds_per_byte if self.seconds_per_byte > 0 else None
 
 
@@ -145,47 +136,5 @@ def fit_latency_bandwidth(num_bytes: Sequence[float], seconds: Sequence[float]) 
             return LatencyBandwidth(latency_s=latency, seconds_per_byte=per_byte)
         if per_byte >= 0:
             return LatencyBandwidth(latency_s=0.0, seconds_per_byte=sum(v) / vv)
-    # One size alone, or times that fall with size: all of it is latency.
+    # A single size, or times that fall with the size: everything is latency.
     return LatencyBandwidth(latency_s=sum(u) / uu, seconds_per_byte=0.0)
-
-
-@contextmanager
-def communication_buffers(group: dist.ProcessGroup, device: torch.device) -> Iterator[str]:
-    """Let tensors that are made inside the block lie in memory that is registered with NCCL; yield what they are.
-
-    All ranks of the group call this. NCCL then sends from it without a copy, and over NVLink lets the switch add up
-    (NCCL User Guide, User Buffer Registration). gloo, and a torch, NCCL or driver without it, get plain memory; so do
-    all ranks where one of them gets it, because NCCL allows no mixture.
-    """
-    if device.type != "cuda":
-        yield PLAIN
-        return
-    # Memory is registered with a communicator, which the first collective makes.
-    meet(device, group)
-    backend: Any = group._get_backend(device)
-    pool = _registered_pool(backend)
-    lacking = torch.tensor([int(pool is None)], device=device)
-    dist.all_reduce(lacking, group=group)
-    try:
-        if int(lacking):
-            yield PLAIN
-        else:
-            with torch.cuda.use_mem_pool(pool, device=device):
-                yield REGISTERED
-    finally:
-        if pool is not None:
-            torch.cuda.synchronize(device)
-            backend.deregister_mem_pool(pool)
-
-
-def _registered_pool(backend: Any) -> Any:
-    """Return a pool whose memory a backend registers with its communicators, or None where that is not offered."""
-    offered = ("mem_allocator", "register_mem_pool", "deregister_mem_pool")
-    try:
-        if not all(hasattr(backend, name) for name in offered):
-            return None
-        pool = torch.cuda.MemPool(backend.mem_allocator)
-        backend.register_mem_pool(pool)
-    except RuntimeError:  # an NCCL or a driver without such memory, which even asking for the allocator tells
-        return None
-    return pool

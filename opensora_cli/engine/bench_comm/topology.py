@@ -1,4 +1,4 @@
-"""What connects the ranks, gathered from all of them: hosts, devices, links, networks, versions, variables."""
+"""Facts gathered from all ranks: hosts, devices, links, networks, versions, variables."""
 
 import platform
 import socket
@@ -28,44 +28,42 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 class HostLinks(Document):
-    """One host: its ranks' devices, and what connects them."""
+    """One host: the devices of its ranks, and their links."""
 
     name: str
     ranks: tuple[int, ...]
     devices: tuple[str, ...]
-    """Of the ranks."""
+    """Devices of the ranks."""
     cards: tuple[int, ...] = ()
-    """Numbers of their GPUs; none on CPUs."""
+    """Numbers of their GPUs. Empty on CPUs."""
     links: tuple[LinkFacts, ...] = ()
     ports: tuple[PortFacts, ...] = ()
     network: tuple[NetworkPort, ...] = ()
 
 
 class Header(Document):
-    """Where the measurement took place."""
+    """Machines, software and links of a measurement."""
 
     backend: str
     versions: Mapping[str, str]
     ranks: int
     hosts: tuple[HostLinks, ...]
     environment: Mapping[str, str]
-    """The variables that matter here, of the first rank, secrets hidden."""
-    buffers: str
-    """How the memory is known to the backend."""
+    """Relevant environment variables of the first rank, without secrets."""
     inside: Expectation | None
-    """Of the links between the GPUs of a host."""
+    """Expected rate of the links between the GPUs of a host."""
     between: Expectation | None
-    """Of the network between hosts."""
+    """Expected rate of the network between hosts."""
 
     @property
     def is_gloo(self) -> bool:
-        """Whether it shows function only."""
+        """Whether the backend is gloo, whose rates say nothing of GPUs."""
         return self.backend == "gloo"
 
     def lines(self) -> list[str]:
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         found = [
-            f"backend     {self.backend}, {self.ranks} ranks on {hosts}, {self.buffers}",
+            f"backend     {self.backend}, {self.ranks} ranks on {hosts}",
             f"versions    {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
         ]
         for host in self.hosts:
@@ -91,10 +89,8 @@ def _host_lines(host: HostLinks) -> list[str]:
     return found
 
 
-def gather_header(
-    group: dist.ProcessGroup, device: torch.device, *, environment: Mapping[str, str], buffers: str
-) -> Header:
-    """Return the header, the same on all ranks; `buffers` is how the memory is known to the backend."""
+def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment: Mapping[str, str]) -> Header:
+    """Return the header, the same on all ranks."""
     reports = all_gather_json(_this_rank(group, device).to_json(), group)
     hosts = join_hosts([HostLinks.model_validate(report) for report in reports])
     is_gpu = device.type == "cuda"
@@ -110,7 +106,6 @@ def gather_header(
         ranks=group.size(),
         hosts=hosts,
         environment=_shown(environment),
-        buffers=buffers,
         inside=expectation_inside(kinds, ports) if is_gpu else None,
         between=slowest if is_gpu and len(hosts) > 1 else None,
     )

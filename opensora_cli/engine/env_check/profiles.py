@@ -12,17 +12,17 @@ from opensora_cli.settings.enums import EnvProfile
 
 
 class Recommendation(Document):
-    """An environment variable, and why it should be so."""
+    """Recommended value of an environment variable, with its reason."""
 
     name: str
     value: str
     why: str
     is_set: bool = False
-    """Whether it has this value already."""
+    """Whether the variable has this value already."""
 
 
 class Profile(Document):
-    """What is recommended for a kind of machine: a document of the schema `osora.env-profile/1`."""
+    """Recommended variables for a kind of machine, in the schema `osora.env-profile/1`."""
 
     SCHEMA: ClassVar[str | None] = "osora.env-profile/1"
 
@@ -30,10 +30,10 @@ class Profile(Document):
     title: str
     variables: tuple[Recommendation, ...]
     notes: tuple[str, ...]
-    """What cannot be a variable."""
+    """Advice that is no variable."""
 
     def lines(self) -> list[str]:
-        """Return it for people; what is set already is marked."""
+        """Return the lines for people, with marks at variables that are set."""
         lines = [self.title]
         for item in self.variables:
             lines += [f"  {item.name}={item.value}{' (is set)' if item.is_set else ''}", f"      {item.why}"]
@@ -47,7 +47,7 @@ class Profile(Document):
         return [f"export {item.name}={shlex.quote(item.value)};" for item in self.variables]
 
     def compare(self, environment: Mapping[str, str]) -> Self:
-        """Return it with a mark at what `environment` has already."""
+        """Return the profile with marks at the variables that `environment` sets."""
         marked = [
             item.model_copy(update={"is_set": environment.get(item.name) == item.value}) for item in self.variables
         ]

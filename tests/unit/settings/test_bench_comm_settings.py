@@ -3,7 +3,7 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.enums import Collective, Scaling
+from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import validate
 from opensora_cli.settings.tools import BenchCommSettings
@@ -18,16 +18,9 @@ def test_defaults_are_8_bytes_to_1_gib_on_gpus() -> None:
     assert settings.min_bytes == 8
     assert settings.largest_bytes(on_gpu=True) == 2**30
     assert settings.largest_bytes(on_gpu=False) == 4 * 2**20
-    assert settings.measured == tuple(Collective)
+    assert settings.collectives == tuple(Collective)
     assert _settings(max_bytes="1GiB").largest_bytes(on_gpu=False) == 2**30
     assert _settings(min_bytes="8MiB").largest_bytes(on_gpu=False) == 8 * 2**20
-
-
-def test_a_prediction_needs_what_steps_send() -> None:
-    chosen = _settings(collectives="broadcast", scaling="weak")
-    assert chosen.scaling is Scaling.WEAK
-    assert chosen.measured == (Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.BROADCAST)
-    assert _settings(collectives="broadcast").measured == (Collective.BROADCAST,)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,11 @@
 """Formulas of what is sent, checked by hand. Real processes are in tests/distributed."""
 
 import pytest
-import torch
 from wire_formulas import Scheme, StepSizes, step_traffic, traffic, wire_bytes
 
 from opensora_cli.engine.bench_comm.counting import Traffic
-from opensora_cli.engine.bench_comm.workloads import DenoisingStep
-from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.settings.enums import Scaling
-from opensora_cli.settings.load import load_preset
 
 CONFIG = MMDiTConfig()
 SIZES = StepSizes(config=CONFIG, batch=1, text_tokens=512, latent_tokens=7488, itemsize=2)
@@ -65,20 +60,3 @@ def test_a_step_is_the_sum_of_its_reasons() -> None:
     total = step_traffic(SIZES, shape)
     assert total.num_bytes == sum(wire_bytes(scheme, SIZES, shape) for scheme in Scheme)
     assert all(wire_bytes(scheme, SIZES, shape) > 0 for scheme in Scheme)
-
-
-@pytest.mark.parametrize("scaling", Scaling)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
-def test_bench_comm_predicts_by_the_same_formula(ranks: int, scaling: Scaling) -> None:
-    settings = load_preset("demo", prompt="any")
-    config = mmdit_config(settings.model)
-    sizes = StepSizes(
-        config=config,
-        batch=1,
-        text_tokens=settings.text.t5_max_length,
-        latent_tokens=5 * 4 * 4 * (ranks if scaling is Scaling.WEAK else 1),
-        itemsize=4,
-        branches=2,
-    )
-    shape = MeshShape(ulysses=ranks) if ranks <= config.num_heads else MeshShape(ring=ranks)
-    assert DenoisingStep(device=torch.device("cpu")).traffic(ranks, scaling) == step_traffic(sizes, shape)
