@@ -210,7 +210,7 @@ def judge(
     is_gloo: bool,
     expected: tuple[float, Expectation] | None,
 ) -> Verdict:
-    """Return the verdict on a collective from the best bus bandwidth, the largest size and the wrong elements of its rows."""
+    """Return the verdict on a collective, from best bus bandwidth, largest size and wrong elements of its rows."""
 
     def verdict(judgement: Judgement, reason: str) -> Verdict:
         return Verdict(

@@ -68,7 +68,7 @@ class Operation:
     run: Callable[[], object]
     """Runs the collective once, on buffers of zeros."""
     count_wrong: Callable[[], int]
-    """Runs the collective on numbers that depend on the rank, and returns the number of wrong elements on this rank."""
+    """Runs the collective on numbers that depend on the rank, and counts the wrong elements of this rank."""
 
 
 Build = Callable[[Place, int, torch.dtype], Operation]

@@ -40,7 +40,7 @@ _SCALING_STEPS = 20
 
 
 def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:
-    """Return the ranks to start on this machine. Raises HardwareError if their number is not given and there is one GPU."""
+    """Return the ranks to start on this machine. Raises HardwareError if none are given and there is one GPU."""
     parallel, device = settings.parallel, settings.device
     if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
         device = BenchDevice.CUDA
