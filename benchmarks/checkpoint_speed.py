@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from opensora_cli.checkpoint import lazy
 from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
-from opensora_cli.checkpoint.stream import HeldEntry
-from opensora_cli.checkpoint.views import CastEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.writing import write_checkpoint
 
 SCHEMA = "osora.bench.checkpoint_speed/1"
@@ -42,8 +42,8 @@ _TENSOR_MIB = 4 * _WIDTH * _WIDTH // 2**20
 def make_source(path: Path, *, mib: int) -> int:
     """Write an fp32 checkpoint of matrices and biases as in the released model, and return how long it is."""
     generator = torch.Generator().manual_seed(0)
-    weight = HeldEntry(torch.randn(_WIDTH, _WIDTH, generator=generator))
-    bias = HeldEntry(torch.randn(_WIDTH, generator=generator))
+    weight = LazyTensor.of(torch.randn(_WIDTH, _WIDTH, generator=generator))
+    bias = LazyTensor.of(torch.randn(_WIDTH, generator=generator))
     entries = {}
     for index in range(max(1, round(mib / _TENSOR_MIB))):
         entries |= {f"blocks.{index}.weight": weight, f"blocks.{index}.bias": bias}
@@ -67,7 +67,7 @@ def reshard(source: Path, target: Path) -> None:
 def cast(source: Path, target: Path) -> None:
     """Write `source` again in bf16."""
     entries, metadata = open_safetensors(source)
-    rounded = {name: CastEntry(entry, torch.bfloat16, name=name) for name, entry in entries.items()}
+    rounded = {name: lazy.cast(entry, torch.bfloat16, name=name) for name, entry in entries.items()}
     write_checkpoint(rounded, target, format=Format.SAFETENSORS, metadata=metadata)
 
 

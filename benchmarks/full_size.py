@@ -32,7 +32,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.files import require_space
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
@@ -184,7 +184,7 @@ def make_weights(place: Place) -> dict[str, Any]:
 def placed_in_bf16(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
     """Return the header and the size of a safetensors file of these."""
     entries = {
-        name: HeldEntry(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta"))
+        name: LazyTensor.of(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta"))
         for name, tensor in tensors.items()
     }
     placement = place_tensors(entries, metadata={})

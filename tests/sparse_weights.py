@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 
 
 def save_sparse(path: Path, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype) -> int:
     """Write a safetensors file of tensors' names and shapes, such as of the meta device, and return its size."""
     entries = {
-        name: HeldEntry(torch.empty(tensor.shape, dtype=dtype, device="meta")) for name, tensor in tensors.items()
+        name: LazyTensor.of(torch.empty(tensor.shape, dtype=dtype, device="meta")) for name, tensor in tensors.items()
     }
     placement = place_tensors(entries, metadata={})
     path.parent.mkdir(parents=True, exist_ok=True)

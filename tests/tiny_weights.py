@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.stream import Entry, HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 
@@ -33,12 +33,12 @@ def awkward_state() -> dict[str, Tensor]:
     return state
 
 
-def held(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+def held(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
     """Return tensors as entries that are in memory."""
-    return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+    return {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
 
 
-def read(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+def read(entries: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
     """Read all entries as a whole."""
     return {name: entry.read() for name, entry in entries.items()}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it needs torch, which takes longer to import than many a wrong request takes to be refused
-    from opensora_cli.checkpoint.stream import Entry
+    from opensora_cli.checkpoint.lazy import LazyTensor
 
 _SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
 
@@ -71,7 +71,7 @@ class Checkpoint:
     """Which of its weights `entries` are; None where there is no choice."""
     selections: tuple[Selection, ...] = ()
     """Which weights there are to choose from; empty where there is no choice."""
-    entries: "Mapping[str, Entry]"
+    entries: "Mapping[str, LazyTensor]"
     """The tensors by name, in the file's order."""
     metadata: Mapping[str, str]
     """Text stored beside the tensors."""

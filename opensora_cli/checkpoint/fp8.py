@@ -9,14 +9,14 @@ This is about storage. Files in the wild keep the scale of `x.weight` under one 
 8-bit tensors without any are taken as they are. What is written is `x.weight` and `x.weight_scale`, one number.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.checkpoint.views import ComputedEntry, rounded
+from opensora_cli.checkpoint.lazy import LazyTensor, rounded
 from opensora_cli.core.exceptions import CheckpointError
 
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -30,7 +30,7 @@ _MARKER = "scaled_fp8"
 _TABLES = ("*embed*", "shared.weight", "*.shared.weight", "*relative_attention_bias*")
 
 
-def dequantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entry]:
+def dequantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
     """Multiply 8-bit tensors with their scales, and leave these out; all other tensors pass unchanged.
 
     Args:
@@ -41,7 +41,7 @@ def dequantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, En
         CheckpointError: a tensor has two scales, or one whose shape or dtype is none of the variants.
     """
     scales = _scales(entries)
-    result: dict[str, Entry] = {}
+    result: dict[str, LazyTensor] = {}
     for name, entry in without_scales(entries).items():
         if name not in scales:
             result[name] = entry
@@ -49,11 +49,11 @@ def dequantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, En
         if len(scales[name]) > 1:
             raise CheckpointError(f"{name} has more than one scale: {', '.join(scales[name])}")
         scale = entries[scales[name][0]] if scales[name] else None
-        result[name] = DequantisedEntry(name, entry, scale, dtype)
+        result[name] = _dequantised(name, entry, scale, dtype)
     return result
 
 
-def without_scales(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def without_scales(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the tensors under whose names a model has its weights: all but scales, and notes beside 8-bit tensors."""
     scales = _scales(entries)
     left_out = {name for found in scales.values() for name in found} | _companions(scales)
@@ -64,7 +64,7 @@ def without_scales(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     }
 
 
-def separated(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[str]:
+def separated(before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]) -> list[str]:
     """Return the names in `before` of the 8-bit tensors whose scale is another in `after`, which has some of the same
     entries by the same or other names.
     """
@@ -78,7 +78,7 @@ def separated(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[s
     ]
 
 
-def quantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entry]:
+def quantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
     """Give the weights of linear layers 8 bits, and put the scale of each behind it.
 
     Linear layers are known by names and shapes: floating point, two dimensions, a name that ends in `weight` and is not
@@ -91,114 +91,87 @@ def quantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entr
     Raises:
         CheckpointError: the name of a scale is taken.
     """
-    result: dict[str, Entry] = {}
+    result: dict[str, LazyTensor] = {}
     for name, entry in entries.items():
         if not _is_linear_weight(name, entry):
             result[name] = entry
             continue
         if name + _SCALE in entries:
             raise CheckpointError(f"{name} cannot get a scale: there is a tensor {name + _SCALE} already")
-        scale = ScaleEntry(name, entry, dtype)
-        result[name] = QuantisedEntry(entry, scale, dtype)
-        result[name + _SCALE] = scale
+        result[name], result[name + _SCALE] = _quantised(name, entry, dtype)
     return result
 
 
-class DequantisedEntry(ComputedEntry):
-    """The product of 8-bit values and their scale, if they have one: one number, one for each row, or one for each
-    block of 128 x 128.
+def _quantised(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTensor, LazyTensor]:
+    """Return the tensor over its scale in 8 bits, rounded to the nearest and never over the largest number, and its
+    scale.
     """
+    found: list[Tensor] = []
 
-    def __init__(self, name: str, base: Entry, scale: Entry | None, dtype: torch.dtype) -> None:
-        super().__init__(base.shape, dtype)
-        self._name = name
-        self._base = base
-        self._scale = scale
-        self._block = (1, 1) if scale is None else _block_of_scale(name, base, scale)
+    def scale() -> Tensor:
+        if not found:
+            found.append(_scale_of(name, base.read(), dtype))
+        return found[0]
 
-    def compute(self, start: int, stop: int) -> Tensor:
-        values = _widened(self._base.elements(start, stop))
-        if self._scale is not None:
-            values *= self._factors(self._scale.read().float(), start, stop)
-        return rounded(values, self.dtype, name=self._name)
+    def read() -> Tensor:
+        largest = torch.finfo(dtype).max
+        return (base.read().float() / scale()).clamp_(-largest, largest).to(dtype)
 
-    def _factors(self, scale: Tensor, start: int, stop: int) -> Tensor:
-        """Return the scale of each element, or the one of them all."""
-        if scale.numel() == 1:
-            return scale.reshape(1)
-        block_rows, block_columns = self._block
-        columns = self.row_numel
-        first, last = start // columns, -(-stop // columns)
-        by_row = scale.reshape(scale.shape[0], -1)[torch.arange(first, last) // block_rows]
-        factors = by_row[:, :, None].expand(-1, -1, block_columns).flatten(1)[:, :columns].reshape(-1)
-        return factors[start - first * columns : stop - first * columns]
+    return LazyTensor(base.shape, dtype, read), LazyTensor((), torch.float32, scale)
 
 
-class ScaleEntry(Entry):
-    """The scale with which a tensor's largest magnitude becomes the largest 8-bit number: (), fp32.
+def _dequantised(name: str, base: LazyTensor, scale: LazyTensor | None, dtype: torch.dtype) -> LazyTensor:
+    """Return the product of 8-bit values and their scale, if they have one, rounded to `dtype`."""
+    block_rows, block_columns = (1, 1) if scale is None else _block_of_scale(name, base, scale)
 
-    The magnitude is found when the scale is first read, by reading the whole tensor piece by piece. It is rounded
-    to bfloat16, which is finer than any 8 bits: it then comes back exactly, and quantising what came back in bfloat16
-    gives the same scale and the same 8-bit values again.
+    def read() -> Tensor:
+        values = _widened(base.read())
+        if scale is not None:
+            factors = scale.read().float()
+            if factors.numel() > 1:
+                factors = factors.view(factors.shape[0], -1).repeat_interleave(block_rows, 0)[: values.shape[0]]
+                columns = math.prod(values.shape[1:])
+                factors = factors.repeat_interleave(block_columns, 1)[:, :columns].view(values.shape)
+            values *= factors.view(()) if factors.numel() == 1 else factors
+        return rounded(values, dtype, name=name)
+
+    return LazyTensor(base.shape, dtype, read)
+
+
+def _scale_of(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale with which the largest magnitude becomes the largest 8-bit number: (), fp32.
+
+    It is rounded to bfloat16, which is finer than any 8 bits. So the magnitude comes back exactly, and quantizing the
+    bfloat16 product gives the same scale and the same 8-bit values again.
     """
-
-    def __init__(self, name: str, base: Entry, dtype: torch.dtype) -> None:
-        super().__init__((), torch.float32)
-        self._name = name
-        self._base = base
-        self._largest = torch.finfo(dtype).max
-        self._value: Tensor | None = None
-
-    def elements(self, start: int, stop: int) -> Tensor:
-        if self._value is None:
-            self._value = self._find()
-        return self._value[start:stop]
-
-    def _find(self) -> Tensor:
-        largest = torch.zeros(1)
-        for piece in self._base.pieces():
-            low, high = piece.aminmax()
-            # `maximum` keeps NaN.
-            largest = torch.maximum(largest, torch.maximum(-low, high).float())
-        if not largest.isfinite().all():
-            raise CheckpointError(
-                f"{self._name} has numbers that are not finite, which 8 bits cannot hold",
-                hint="osora ckpt inspect --stats lists such tensors",
-            )
-        if not largest.any():
-            return torch.ones(1)
-        rounded = largest.bfloat16().float().clamp(max=torch.finfo(torch.bfloat16).max)
-        # A magnitude so small that the division underflows gets the smallest scale by which one can divide.
-        return (rounded / self._largest).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-class QuantisedEntry(ComputedEntry):
-    """A tensor over its scale in 8 bits: rounded to the nearest, and never over the largest number."""
-
-    def __init__(self, base: Entry, scale: ScaleEntry, dtype: torch.dtype) -> None:
-        super().__init__(base.shape, dtype)
-        self._base = base
-        self._scale = scale
-
-    def compute(self, start: int, stop: int) -> Tensor:
-        values = self._base.elements(start, stop).float() / self._scale.read()
-        largest = torch.finfo(self.dtype).max
-        return values.clamp_(-largest, largest).to(self.dtype)
+    low, high = values.aminmax() if values.numel() else (torch.zeros(()), torch.zeros(()))
+    # `maximum` keeps NaN.
+    largest = torch.maximum(-low, high).float()
+    if not largest.isfinite():
+        raise CheckpointError(
+            f"{name} has numbers that are not finite, which 8 bits cannot hold",
+            hint="osora ckpt inspect --stats lists such tensors",
+        )
+    if not largest:
+        return torch.ones(())
+    largest = largest.bfloat16().float().clamp(max=torch.finfo(torch.bfloat16).max)
+    # A magnitude so small that the division underflows gets the smallest scale by which one can divide.
+    return (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _widened(values: Tensor) -> Tensor:
     """Return 8-bit values in fp32: a look-up, as torch's own conversion takes four times as long on a CPU."""
     numbers = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
-    return numbers.index_select(0, values.view(torch.uint8).int())
+    return numbers.index_select(0, values.view(-1).view(torch.uint8).int()).view(values.shape)
 
 
-def _scales(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
+def _scales(entries: Mapping[str, LazyTensor]) -> dict[str, list[str]]:
     """Return the 8-bit tensors, each with the tensors that may be its scale: hardly ever more than one."""
     quantised = (name for name, entry in entries.items() if entry.dtype in FP8_DTYPES and not _is_marker(name))
     return {name: _find_scales(name, entries) for name in quantised}
 
 
-def _find_scales(name: str, entries: Mapping[str, Entry]) -> list[str]:
+def _find_scales(name: str, entries: Mapping[str, LazyTensor]) -> list[str]:
     module, _, kind = name.rpartition(".")
     candidates = [f"{name}{_SCALE}", f"{name}_scale_inv", f"{module}.scale_{kind}" if module else f"scale_{kind}"]
     return [candidate for candidate in candidates if candidate in entries]
@@ -214,9 +187,9 @@ def _is_marker(name: str) -> bool:
     return name.rpartition(".")[2] == _MARKER
 
 
-def _block_of_scale(name: str, base: Entry, scale: Entry) -> tuple[int, int]:
+def _block_of_scale(name: str, base: LazyTensor, scale: LazyTensor) -> tuple[int, int]:
     """Return how many rows and columns of `base` have one number of `scale` in common."""
-    rows, columns = (base.shape[0] if base.shape else 1), base.row_numel
+    rows, columns = (base.shape[0] if base.shape else 1), math.prod(base.shape[1:])
     if scale.dtype.is_floating_point:
         if scale.numel == 1:
             return rows, columns
@@ -230,7 +203,7 @@ def _block_of_scale(name: str, base: Entry, scale: Entry) -> tuple[int, int]:
     )
 
 
-def _is_linear_weight(name: str, entry: Entry) -> bool:
+def _is_linear_weight(name: str, entry: LazyTensor) -> bool:
     return (
         name.rpartition(".")[2] == "weight"
         and len(entry.shape) == 2

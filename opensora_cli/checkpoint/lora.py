@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES
-from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.checkpoint.views import CastEntry, ComputedEntry, rounded
+from opensora_cli.checkpoint.lazy import LazyTensor, cast, rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 
@@ -26,9 +25,9 @@ _FP32_SHARE = 2.0**-12
 class LowRank:
     """What an adapter adds to one weight: scale · B·A, as a matrix of the weight's rows."""
 
-    a: Entry
+    a: LazyTensor
     """(rank, in), or of a convolution (rank, in, ...)."""
-    b: Entry
+    b: LazyTensor
     """(out, rank), or of a convolution (out, rank, 1, ...)."""
     scale: float
     """alpha / rank, or alpha / sqrt(rank)."""
@@ -48,12 +47,10 @@ class LowRank:
         kernel = (1,) * (len(shape) - 2)
         return len(shape) >= 2 and self.a.shape == (rank, *shape[1:]) and self.b.shape == (shape[0], rank, *kernel)
 
-    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Compute rows `start` to `stop` of B·A: (stop - start, ...), without the scale."""
-        a = self.a.read().to(dtype).flatten(1)
-        if self.transposed:
-            return a[:, start:stop].T @ self.b.read().to(dtype).T
-        return self.b.rows(start, stop).to(dtype).flatten(1) @ a
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Compute B·A as a matrix of the weight's rows, without the scale."""
+        a, b = self.a.read().to(dtype).flatten(1), self.b.read().to(dtype).flatten(1)
+        return a.T @ b.T if self.transposed else b @ a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ class Adapter:
     metadata: Mapping[str, str]
     updates: Mapping[str, tuple[LowRank, ...]]
     """What it adds, by the names of the weights, as in its file."""
-    replacements: Mapping[str, Entry]
+    replacements: Mapping[str, LazyTensor]
     """Tensors that were trained as a whole (`modules_to_save`, biases), by their names."""
 
 
@@ -82,7 +79,7 @@ class UnmergeError:
     """Where it is as large."""
 
 
-def merge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0) -> dict[str, Entry]:
+def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
     """Add an adapter to the weights it is for; tensors that it replaces altogether are replaced.
 
     Args:
@@ -97,13 +94,13 @@ def merge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0)
     _check(entries, adapter)
     merged = dict(entries)
     for name, replacement in adapter.replacements.items():
-        merged[name] = CastEntry(replacement, entries[name].dtype, name=name)
+        merged[name] = cast(replacement, entries[name].dtype, name=name)
     for name, updates in adapter.updates.items():
-        merged[name] = MergedEntry(merged[name], updates, scale=scale, name=name)
+        merged[name] = _merged(merged[name], updates, scale=scale, name=name)
     return merged
 
 
-def unmerge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0) -> dict[str, Entry]:
+def unmerge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
     """Take out an adapter that `merge` has added with the same scale, as far as rounding allows; see `unmerge_error`.
 
     Raises:
@@ -119,7 +116,7 @@ def unmerge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.
 
 
 def unmerge_error(
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, LazyTensor],
     adapter: Adapter,
     *,
     scale: float = 1.0,
@@ -141,55 +138,29 @@ def unmerge_error(
     worst = UnmergeError(bound=0.0, tensor="")
     for name in adapter.updates:
         before, after = entries[name], unmerged[name]
-        largest = [0.0, 0.0]
-        # `after` reads `before` as well, but in steps that are still in the system's cache.
-        for merged_piece, piece in zip(before.pieces(), after.pieces(), strict=True):
-            largest = [max(old, _magnitude(new)) for old, new in zip(largest, (merged_piece, piece), strict=True)]
-            if advance is not None:
-                advance(piece.nbytes)
+        largest = [_magnitude(tensor.read()) for tensor in (before, after)]
+        if advance is not None:
+            advance(before.nbytes)
         bound = sum(_spacing(magnitude, before.dtype) / 2 for magnitude in largest) * (1 + _FP32_SHARE)
         if bound > worst.bound or not worst.tensor:
             worst = UnmergeError(bound=bound, tensor=name)
     return worst
 
 
-class MergedEntry(ComputedEntry):
-    """The sum of a weight and low-rank updates of it, times `scale`."""
+def _merged(base: LazyTensor, updates: Sequence[LowRank], *, scale: float, name: str) -> LazyTensor:
+    """Return the sum of a weight and low-rank updates of it, times `scale`."""
 
-    def __init__(self, base: Entry, updates: Sequence[LowRank], *, scale: float, name: str) -> None:
-        # A product of matrices may round otherwise where it has other sizes: every range must see the same products.
-        super().__init__(base.shape, base.dtype, whole_rows=True)
-        self._base = base
-        self._updates = updates
-        self._scale = scale
-        self._name = name
-        self._last_change: tuple[int, Tensor] | None = None
+    def read() -> Tensor:
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        total, *others = (update.matrix(dtype).mul_(update.scale * scale) for update in updates)
+        for other in others:
+            total += other
+        return rounded(total.view(base.shape) + base.read(), base.dtype, name=name)
 
-    def compute(self, start: int, stop: int) -> Tensor:
-        begin = start - start % self.step_numel
-        end = min(begin + self.step_numel, self.numel)
-        change = self._change(begin, end)
-        if stop == end:
-            # Sequential reads do not need it again, and there may be a thousand tensors.
-            self._last_change = None
-        total = change[start - begin : stop - begin] + self._base.elements(start, stop)
-        return rounded(total, self.dtype, name=self._name)
-
-    def _change(self, begin: int, end: int) -> Tensor:
-        """Return what is added in one step, which is often read in several pieces."""
-        if self._last_change is None or self._last_change[0] != begin:
-            dtype = torch.promote_types(self.dtype, torch.float32)
-            change, *others = (
-                update.rows(begin // self.row_numel, end // self.row_numel, dtype).mul_(update.scale * self._scale)
-                for update in self._updates
-            )
-            for other in others:
-                change += other
-            self._last_change = begin, change.reshape(-1)
-        return self._last_change[1]
+    return LazyTensor(base.shape, base.dtype, read)
 
 
-def _check(entries: Mapping[str, Entry], adapter: Adapter) -> None:
+def _check(entries: Mapping[str, LazyTensor], adapter: Adapter) -> None:
     names = [*adapter.updates, *adapter.replacements]
     unmatched = [name for name in names if name not in entries]
     if unmatched:
@@ -219,8 +190,10 @@ def _check(entries: Mapping[str, Entry], adapter: Adapter) -> None:
         )
 
 
-def _magnitude(piece: Tensor) -> float:
-    low, high = piece.aminmax()
+def _magnitude(values: Tensor) -> float:
+    if not values.numel():
+        return 0.0
+    low, high = values.aminmax()
     largest = max(-low.item(), high.item())
     # Comparisons with NaN are false: it would be lost on the way to the largest of all.
     return math.inf if math.isnan(largest) else largest

@@ -1,4 +1,4 @@
-"""The tensors of an open checkpoint by their names: parts of mapped files, or on the meta device."""
+"""Tensors of an open checkpoint by name: parts of mapped files, or on the meta device."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.stream import Entry, Extent
+from opensora_cli.checkpoint.lazy import Extent, LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.file_states import FileState, FileStates
 from opensora_cli.core.reading import is_lack_of_memory
 
 
 class MappedTensors(Mapping[str, Tensor]):
-    """The tensors of an open checkpoint; each is mapped or read on access, and none is kept."""
+    """Tensors of an open checkpoint. Each is mapped or read on access, and none is kept."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Mapping[str, LazyTensor]) -> None:
         self._entries = entries
         self._maps: dict[Path, torch.UntypedStorage] = {}
         self._states: tuple[FileState, ...] = ()
@@ -34,13 +34,13 @@ class MappedTensors(Mapping[str, Tensor]):
         return whole[extent.offset : extent.offset + extent.length].view(entry.dtype).view(entry.shape)
 
     def has_mapped(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a part of a file that is mapped here."""
+        """Return whether `tensor` is a part of a file that is mapped here."""
         start = tensor.untyped_storage().data_ptr()
         return any(start == storage.data_ptr() for storage in self._maps.values())
 
     @property
     def files(self) -> FileStates:
-        """The files that are mapped here, as they were then."""
+        """Mapped files, in their states at the time of mapping."""
         return FileStates(self._states)
 
     def __iter__(self) -> Iterator[str]:
@@ -51,9 +51,9 @@ class MappedTensors(Mapping[str, Tensor]):
 
 
 class MetaTensors(Mapping[str, Tensor]):
-    """The same tensors on the meta device: a conversion runs over them without reading a weight."""
+    """The same tensors on the meta device. A conversion runs over them without reading a weight."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Mapping[str, LazyTensor]) -> None:
         self._entries = entries
         self._last: Tensor | None = None
 
@@ -64,7 +64,7 @@ class MetaTensors(Mapping[str, Tensor]):
         return tensor
 
     def is_view(self, tensor: Tensor) -> bool:
-        """Whether `tensor`, made of the one that was accessed last, is a contiguous part of a mapped file."""
+        """Return whether `tensor`, made of the last accessed one, is a contiguous part of a mapped file."""
         if self._last is None or not tensor.is_contiguous():
             return False
         return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
@@ -76,18 +76,15 @@ class MetaTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def _mappable(entry: Entry) -> Extent | None:
-    """Return where the bytes of a tensor are that can be used in a mapped file; None: it has to be read."""
-    extents = entry.extents()
-    if extents is None or len(extents) != 1:
-        return None
-    (extent,) = extents
-    # The formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
-    return None if extent.offset % entry.dtype.itemsize or not extent.length else extent
+def _mappable(entry: LazyTensor) -> Extent | None:
+    """Return the bytes of a tensor that can be used in a mapped file, or None if it has to be read."""
+    extent = entry.extent
+    # Formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
+    return None if extent is None or extent.offset % entry.dtype.itemsize or not extent.length else extent
 
 
 def _map(path: Path) -> torch.UntypedStorage:
-    """Map a file privately: its pages are shared with other maps of it, until they are written to."""
+    """Map a file privately. Its pages are shared with other maps of it, until they are written to."""
     try:
         storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
     except (OSError, RuntimeError) as error:

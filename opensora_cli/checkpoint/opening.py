@@ -18,10 +18,10 @@ from opensora_cli.checkpoint.formats.colossal import (
 from opensora_cli.checkpoint.formats.dcp import DATA_SUFFIX, METADATA_FILE, open_dcp
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import MAGIC, PICKLE_MAGIC, open_torch
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.readable import reading, reading_file, visible_files
 from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
 
@@ -144,7 +144,7 @@ def _open_index(path: Path) -> Checkpoint:
     )
 
 
-def _open_shard(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def _open_shard(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     kind = recognise(path)
     if kind is Kind.SAFETENSORS:
         return open_safetensors(path)

@@ -29,11 +29,11 @@ from opensora_cli.checkpoint.formats.colossal import (
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import load_saved, load_torch, save_whole
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.sharding import model_gathering, rank_and_count, record_model_param_shape
 from opensora_cli.checkpoint.shards import write_shards
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, OutputError, osora_error
 from opensora_cli.core.files import atomic_folder
 from opensora_cli.core.formatting import escaped, first_few
@@ -332,8 +332,8 @@ def _write_folder(folder: Path, kept: Mapping[str, Any], running: Mapping[str, o
         (temporary / RUNNING_STATES_FILE).write_text(json.dumps(running), encoding="utf-8")
 
 
-def _entries(tensors: Mapping[str, Tensor]) -> dict[str, HeldEntry]:
-    return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+def _entries(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
+    return {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
 
 
 def _read_running_states(folder: Path) -> dict[str, Any]:

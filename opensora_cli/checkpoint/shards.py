@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.readable import reading_file
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few
@@ -24,7 +24,7 @@ from opensora_cli.core.strict_json import MAX_JSON_BYTES, as_unicode, parse_obje
 SHARD_BYTES = 4096 * 2**20
 """The default size of shards; ColossalAI's, too."""
 
-OpenShard = Callable[[Path], tuple[dict[str, Entry], dict[str, str]]]
+OpenShard = Callable[[Path], tuple[dict[str, LazyTensor], dict[str, str]]]
 """Opens one shard: path -> (tensors, metadata)."""
 
 WriteShard = Callable[..., None]
@@ -107,7 +107,7 @@ def read_index(path: Path) -> ShardIndex:
     )
 
 
-def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, Entry], dict[str, str], tuple[Path, ...]]:
+def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, LazyTensor], dict[str, str], tuple[Path, ...]]:
     """Open all shards of an index, and return their tensors, all metadata, and all files, the index first.
 
     Raises:
@@ -119,7 +119,7 @@ def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, Entry],
     listed: dict[str, set[str]] = {name: set() for name in shards}
     for key, name in index.weight_map.items():
         listed[name].add(key)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, LazyTensor] = {}
     metadata: dict[str, str] = {}
     for name, shard in shards.items():
         found, shard_metadata = open_shard(shard)
@@ -165,11 +165,11 @@ def refuse_outside(path: Path, folder: Path) -> Path:
     raise CheckpointError(f"{path} is a link out of its folder", hint="put the file itself there")
 
 
-def plan_shards(entries: Mapping[str, Entry], shard_bytes: int) -> list[dict[str, Entry]]:
+def plan_shards(entries: Mapping[str, LazyTensor], shard_bytes: int) -> list[dict[str, LazyTensor]]:
     """Distribute tensors over shards, in their order: at least one, and none larger than `shard_bytes` unless a
     single tensor is.
     """
-    shards: list[dict[str, Entry]] = [{}]
+    shards: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, entry in entries.items():
         if shards[-1] and size + entry.nbytes > shard_bytes:
@@ -182,7 +182,7 @@ def plan_shards(entries: Mapping[str, Entry], shard_bytes: int) -> list[dict[str
 
 def write_shards(
     folder: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, LazyTensor],
     *,
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str],
@@ -214,15 +214,15 @@ def write_shards(
 
 
 def name_shards(
-    entries: Mapping[str, Entry], *, shard_bytes: int = SHARD_BYTES, form: ShardForm = SAFETENSORS_FORM
-) -> dict[str, dict[str, Entry]]:
+    entries: Mapping[str, LazyTensor], *, shard_bytes: int = SHARD_BYTES, form: ShardForm = SAFETENSORS_FORM
+) -> dict[str, dict[str, LazyTensor]]:
     """Return the tensors of each shard, as `plan_shards` distributes them, by the name of its file."""
     shards = plan_shards(entries, shard_bytes)
     return {form.shard_name(number, len(shards)): shard for number, shard in enumerate(shards, start=1)}
 
 
 def make_index(
-    shards: Mapping[str, Mapping[str, Entry]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
+    shards: Mapping[str, Mapping[str, LazyTensor]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
 ) -> dict[str, object]:
     """Return the index: the shard of each tensor, and metadata, with the SHA-256 of the shards unless it is empty."""
     kept: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}

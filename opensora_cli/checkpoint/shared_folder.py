@@ -23,8 +23,8 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, read_running_document
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
+from opensora_cli.checkpoint.lazy import LazyTensor, write_all
 from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
-from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, write_all
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import replace_folder, write_bytes_atomic
 from opensora_cli.core.reading import stays_inside
@@ -168,7 +168,7 @@ def _write(share: Share, folder: Path) -> None:
     for name, tensors in share.tensors.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
-        entries: dict[str, Entry] = {key: HeldEntry(tensor) for key, tensor in tensors.items()}
+        entries: dict[str, LazyTensor] = {key: LazyTensor.of(tensor) for key, tensor in tensors.items()}
         placement = place_tensors(entries, metadata={})
         # Opened without cutting it off: others write to it at the same time.
         with open(open_regular(path, os.O_CREAT | os.O_WRONLY), "wb", buffering=0) as file:
@@ -178,7 +178,7 @@ def _write(share: Share, folder: Path) -> None:
             for key, entry in entries.items():
                 if not tensors[key].is_meta:
                     file.seek(placement.positions[key])
-                    copy_entries([entry], file)
+                    entry.write(file)
             os.fsync(file.fileno())
     for name, content in share.files.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.checkpoint.views import CastEntry
+from opensora_cli.checkpoint import lazy
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 
@@ -18,7 +18,7 @@ _REGEX = "re:"
 _MAX_PATTERN_LENGTH = 200
 
 
-def rename(entries: Mapping[str, Entry], rules: Sequence[str]) -> dict[str, Entry]:
+def rename(entries: Mapping[str, LazyTensor], rules: Sequence[str]) -> dict[str, LazyTensor]:
     """Give tensors other names.
 
     Args:
@@ -32,7 +32,7 @@ def rename(entries: Mapping[str, Entry], rules: Sequence[str]) -> dict[str, Entr
     """
     for rule in rules:
         substitute = _substitution(rule)
-        renamed: dict[str, Entry] = {}
+        renamed: dict[str, LazyTensor] = {}
         sources: dict[str, str] = {}
         found = False
         for name, entry in entries.items():
@@ -52,7 +52,7 @@ def rename(entries: Mapping[str, Entry], rules: Sequence[str]) -> dict[str, Entr
     return dict(entries)
 
 
-def only(entries: Mapping[str, Entry], patterns: Sequence[str]) -> dict[str, Entry]:
+def only(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
     """Keep the tensors whose names match one of `patterns`, which are those of shells: `double_blocks.*.bias`.
 
     Raises:
@@ -62,7 +62,7 @@ def only(entries: Mapping[str, Entry], patterns: Sequence[str]) -> dict[str, Ent
     return {name: entry for name, entry in entries.items() if name in matched}
 
 
-def drop(entries: Mapping[str, Entry], patterns: Sequence[str]) -> dict[str, Entry]:
+def drop(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
     """Leave out the tensors whose names match one of `patterns`; see `only`.
 
     Raises:
@@ -72,13 +72,13 @@ def drop(entries: Mapping[str, Entry], patterns: Sequence[str]) -> dict[str, Ent
     return {name: entry for name, entry in entries.items() if name not in matched}
 
 
-def cast(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entry]:
+def cast(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
     """Give all floating point tensors another dtype; whole numbers and truth values keep theirs.
 
     8-bit tensors must have been multiplied with their scales before: see `fp8.dequantise`.
     """
     return {
-        name: CastEntry(entry, dtype, name=name) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
+        name: lazy.cast(entry, dtype, name=name) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
         for name, entry in entries.items()
     }
 
@@ -107,7 +107,7 @@ def _substitution(rule: str) -> Callable[[str], str | None]:
     return substitute
 
 
-def _matched(entries: Mapping[str, Entry], patterns: Sequence[str], *, option: str) -> set[str]:
+def _matched(entries: Mapping[str, LazyTensor], patterns: Sequence[str], *, option: str) -> set[str]:
     matched: set[str] = set()
     for pattern in patterns:
         found = {name for name in entries if fnmatchcase(name, pattern)}
@@ -117,5 +117,5 @@ def _matched(entries: Mapping[str, Entry], patterns: Sequence[str], *, option: s
     return matched
 
 
-def _such_as(entries: Mapping[str, Entry]) -> str:
+def _such_as(entries: Mapping[str, LazyTensor]) -> str:
     return f"; there is, for example, {plain(next(iter(entries)))}" if entries else "; there are none"

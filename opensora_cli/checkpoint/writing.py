@@ -16,17 +16,17 @@ from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import write_torch
+from opensora_cli.checkpoint.lazy import LazyTensor, cast
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, SHARD_BYTES, ShardForm, write_shards
-from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.checkpoint.targets import FILE_FORMATS, check_target, refuse_to_replace
-from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.core.files import atomic_folder, atomic_path
+from opensora_cli.core.private_memory import freed_at_once
 
 _TORCH_FORM = ShardForm(stem="pytorch_model", suffix=".bin", write=write_torch)
 
 
 def write_checkpoint(
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, LazyTensor],
     path: Path,
     *,
     format: Format,
@@ -58,10 +58,10 @@ def write_checkpoint(
     check_target(path, format=format, needed=sum(entry.nbytes for entry in entries.values()), overwrite=overwrite)
     if format in FILE_FORMATS:
         write = write_safetensors if format is Format.SAFETENSORS else write_torch
-        with atomic_path(path, replace=overwrite) as temporary:
+        with freed_at_once(), atomic_path(path, replace=overwrite) as temporary:
             write(temporary, entries, metadata=metadata or {}, advance=advance)
         return (path,)
-    with atomic_folder(path, replace=overwrite) as temporary:
+    with freed_at_once(), atomic_folder(path, replace=overwrite) as temporary:
         if format is Format.DCP:
             write_dcp(temporary, entries, advance=advance)
         else:
@@ -88,6 +88,6 @@ def write_weights(
     """Write a safetensors file piece by piece, rounded to `dtype`: whole or not at all.
     Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
-    entries = {name: CastEntry(HeldEntry(weight), dtype, name=name) for name, weight in weights.items()}
+    entries = {name: cast(LazyTensor.of(weight), dtype, name=name) for name, weight in weights.items()}
     with atomic_path(path) as temporary:
         write_safetensors(temporary, entries, metadata=metadata or {})

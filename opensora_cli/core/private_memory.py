@@ -1,10 +1,13 @@
-"""How much memory of its own a process on this machine can still have, before the kernel ends one.
+"""Memory that this process can still have before the kernel ends one, and how the process frees it.
 
 Page cache counts as free, since the kernel gives it up: so do the pages of mapped files that nobody has written to.
 Swap does not count.
 """
 
+import ctypes
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +15,11 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 
 from opensora_cli.core.cgroups import cgroup_folders, read_words
 
+_M_MMAP_THRESHOLD = -3
+"""Parameter of glibc's mallopt: size of the smallest allocation that is mapped by itself."""
+_MAPPED_FROM = 2**20
+_LARGEST_THRESHOLD = 2**25
+"""Threshold that glibc reaches by itself."""
 _CACHE_V2 = {"active_file": 1, "inactive_file": 1, "slab_reclaimable": 1, "file_dirty": -1, "file_writeback": -1}
 _CACHE_V1 = {"total_active_file": 1, "total_inactive_file": 1, "total_dirty": -1, "total_writeback": -1}
 """What a group's usage has of page cache that can be given up at once, and what of it must be written first."""
@@ -52,3 +60,21 @@ def _reclaimable(folder: Path, kinds: dict[str, int]) -> int:
     words = read_words(folder, "memory.stat")
     sizes = dict(zip(words[::2], words[1::2], strict=False))
     return max(0, sum(sign * int(sizes[name]) for name, sign in kinds.items() if sizes.get(name, "").isdigit()))
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Map large CPU tensors one by one inside the block, so that their memory is free as soon as they are.
+
+    glibc raises its threshold for mapping to 32 MiB as large allocations are freed. Below it, small objects split the
+    place of a freed tensor, and the heap grows with each tensor. Fresh pages cost time. Other C libraries ignore this.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)

@@ -1,9 +1,8 @@
-"""Host memory: page-locked for copies beside the computation, shared by all ranks of a machine, or freed at once.
+"""Host memory: page-locked for copies beside the computation, or shared by all ranks of a machine.
 
 torch's own page-locked memory comes in powers of two, which would be up to twice what weights or activations need.
 """
 
-import ctypes
 import mmap
 import os
 import sys
@@ -25,32 +24,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every device
 _SEGMENT_BYTES = 256 * 2**20
 """Of one file; its memory is free when no tensor in it is in use any more."""
 _ALIGNMENT = 512
-
-
-_M_MMAP_THRESHOLD = -3
-_MAPPED_FROM = 2**20
-"""Bytes of an allocation."""
-_MOST_BY_ITSELF = 2**25
-"""To which glibc raises the threshold as large allocations are freed."""
-
-
-@contextmanager
-def freed_at_once() -> Iterator[None]:
-    """Have large tensors on the CPU mapped one by one inside the block, so that freed ones leave no gaps behind.
-
-    glibc soon takes up to 32 MiB from its heap. What a checkpoint keeps there, between tensors that are freed, splits
-    their place into gaps that nothing large fits into: the heap grows with each block, to many times what is in use.
-    Fresh pages cost time, which large products hide. Without effect on other C libraries.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
-    try:
-        yield
-    finally:
-        mallopt(_M_MMAP_THRESHOLD, _MOST_BY_ITSELF)
 
 
 def page_aligned(nbytes: int) -> Tensor:

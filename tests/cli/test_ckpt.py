@@ -14,7 +14,7 @@ import yaml
 from fake_hub import FakeHub, FakeRepo, connect, serving
 from safetensors.torch import load_file, save_file
 
-from opensora_cli.checkpoint import stream
+from opensora_cli.checkpoint import lazy
 from opensora_cli.cli.app import main
 from opensora_cli.settings.load import load_preset
 
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(stream, "_copy_run", full)
+    monkeypatch.setattr(lazy, "write_all", full)
     for target in ("new.safetensors", "new"):
         code, _, err = run("convert", "good.safetensors", target, "-q", capsys=capsys)
         assert code == 3
@@ -159,13 +159,13 @@ def test_ctrl_c_leaves_nothing(
 ) -> None:
     Path("old").mkdir()
     before = sorted(os.listdir())
-    copy_run = stream._copy_run
+    write_all = lazy.write_all
 
     def interrupted(*args: object) -> None:
-        copy_run(*args)  # type: ignore[arg-type]
+        write_all(*args)  # type: ignore[arg-type]
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(stream, "_copy_run", interrupted)
+    monkeypatch.setattr(lazy, "write_all", interrupted)
     code, out, err = run("convert", "good.safetensors", target, "-q", capsys=capsys)
     assert (code, out, err) == (130, "", "error: interrupted\n")
     assert sorted(os.listdir()) == before

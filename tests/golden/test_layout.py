@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.engine.ckpt.identify import check, identify, read_released
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout
 from opensora_cli.models.mmdit.layout import QKV, Rotary
@@ -19,7 +19,7 @@ RELEASED = {
 
 
 def entries(params):
-    return {f"param.{name}": HeldEntry(tensor) for name, tensor in params.items()}
+    return {f"param.{name}": LazyTensor.of(tensor) for name, tensor in params.items()}
 
 
 def assert_bit_equal(found, expected):

@@ -16,11 +16,10 @@ import torch
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
 from opensora_cli.checkpoint.formats.pickles import DTYPES, broken_file, check_pickle, refusal_of_name
 from opensora_cli.checkpoint.formats.torch import open_tensor, save_whole
+from opensora_cli.checkpoint.lazy import MAX_DIMENSIONS, Extent, LazyTensor
 from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry
-from opensora_cli.checkpoint.views import JoinedEntry, Tile, TiledEntry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.strict_json import shown
 
@@ -138,7 +137,7 @@ def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
     )
 
 
-def write_dcp(folder: Path, entries: Mapping[str, Entry], *, advance: Callable[[int], None] | None = None) -> None:
+def write_dcp(folder: Path, entries: Mapping[str, LazyTensor], *, advance: Callable[[int], None] | None = None) -> None:
     """Write into a folder what `torch.distributed.checkpoint.load` reads, piece by piece, straight to its names.
 
     `advance` is called with the bytes written by each step.
@@ -156,7 +155,9 @@ def write_dcp(folder: Path, entries: Mapping[str, Entry], *, advance: Callable[[
     with (folder / _DATA_FILE).open("wb") as file:
         for name, entry in entries.items():
             start = file.tell()
-            save_whole(_read(entry, advance), file)
+            save_whole(entry.read(), file)
+            if advance is not None:
+                advance(entry.nbytes)
             index = dcp.MetadataIndex(name, torch.Size([0] * len(entry.shape)))
             places[index] = _StorageInfo(_DATA_FILE, start, file.tell() - start)
     described = dcp.Metadata(
@@ -249,13 +250,13 @@ def _places(folder: Path, stored: dict[_Record, _Record], wanted: set[str]) -> _
     return places
 
 
-def _entry(tensor: _Tensor, places: _Places, path: Path) -> Entry:
+def _entry(tensor: _Tensor, places: _Places, path: Path) -> LazyTensor:
     """Return a tensor that is read from its chunks."""
     name = shown(tensor.name)
     if not prod(tensor.shape):
-        return StoredEntry(tensor.shape, tensor.dtype, [])
+        return LazyTensor.of(torch.empty(tensor.shape, dtype=tensor.dtype))
     _check_cover(tensor)
-    tiles = []
+    tiles: list[tuple[tuple[int, ...], LazyTensor]] = []
     for offsets, shape in tensor.chunks:
         if prod(shape):
             place = places.get((tensor.name, offsets))
@@ -264,11 +265,18 @@ def _entry(tensor: _Tensor, places: _Places, path: Path) -> Entry:
             part = open_tensor(place.path, start=place.offset, length=place.length)
             if part.shape != shape or part.dtype != tensor.dtype:
                 raise CheckpointError(f"{place.path} holds another tensor than {path.name} describes, for {name}")
-            tiles.append(Tile(offsets, part))
-    tiles.sort(key=lambda tile: tile.offsets)
-    if all(tile.entry.shape[1:] == tensor.shape[1:] for tile in tiles):
-        return tiles[0].entry if len(tiles) == 1 else JoinedEntry([tile.entry for tile in tiles])
-    return TiledEntry(tensor.shape, tensor.dtype, tiles)
+            tiles.append((offsets, part))
+    if len(tiles) == 1:
+        return tiles[0][1]
+
+    def read() -> torch.Tensor:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for offsets, part in tiles:
+            place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+            whole[place] = part.read()
+        return whole
+
+    return LazyTensor(tensor.shape, tensor.dtype, read)
 
 
 def _check_cover(tensor: _Tensor) -> None:
@@ -289,17 +297,6 @@ def _check_cover(tensor: _Tensor) -> None:
                 raise ValueError(f"two chunks of {shown(tensor.name)} overlap")
     if sum(prod(shape) for _, shape in tensor.chunks) != prod(tensor.shape):
         raise ValueError(f"chunks of {shown(tensor.name)} are missing")
-
-
-def _read(entry: Entry, advance: Callable[[int], None] | None) -> torch.Tensor:
-    """Read a tensor as a whole, and never more than a piece beside it."""
-    whole = torch.empty(entry.numel, dtype=entry.dtype)
-    start = 0
-    for piece in entry.pieces():
-        whole[start : (start := start + piece.numel())] = piece
-        if advance is not None:
-            advance(piece.nbytes)
-    return whole.view(entry.shape)
 
 
 def _as_shape(value: object, dtype: torch.dtype) -> tuple[int, ...]:

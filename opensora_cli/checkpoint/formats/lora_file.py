@@ -11,9 +11,9 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.formats import peft
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.readable import reading
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.strict_json import parse_object, shown
@@ -98,8 +98,8 @@ def _open_file(path: Path) -> Adapter:
             f"{path} has no lora_A and lora_B, and no lora_down and lora_up: it is no adapter",
             hint="weights of a whole transformer are named with --weights FOLDER --set files.transformer=FILE",
         )
-    factors: dict[str, dict[str, Entry]] = {}
-    alphas: dict[str, Entry] = {}
+    factors: dict[str, dict[str, LazyTensor]] = {}
+    alphas: dict[str, LazyTensor] = {}
     unknown = []
     for key, entry in entries.items():
         if match := _FACTOR.fullmatch(key):
@@ -138,7 +138,7 @@ def _refuse_other_kinds(path: Path, keys: Iterable[str]) -> None:
             )
 
 
-def _update(path: Path, module: str, pair: Mapping[str, Entry], alpha: float | None, stated: float) -> LowRank:
+def _update(path: Path, module: str, pair: Mapping[str, LazyTensor], alpha: float | None, stated: float) -> LowRank:
     if len(pair) != 2:
         raise CheckpointError(f"{path}: {shown(module)} has one of its two matrices and not the other")
     a, b = pair["A"], pair["B"]
@@ -147,7 +147,7 @@ def _update(path: Path, module: str, pair: Mapping[str, Entry], alpha: float | N
     return LowRank(a=a, b=b, scale=stated if alpha is None else alpha / a.shape[0], transposed=False)
 
 
-def _alpha(path: Path, module: str, entry: Entry) -> float:
+def _alpha(path: Path, module: str, entry: LazyTensor) -> float:
     if entry.numel != 1 or entry.dtype.is_complex:
         raise CheckpointError(f"{path}: {shown(module + _ALPHA)} {list(entry.shape)} must be a single number")
     alpha = float(entry.read().double().item())

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import refuse_outside
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError, RequestError, missing_library
 from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.strict_json import parse_object, shown
@@ -84,8 +84,8 @@ def open_peft(path: Path) -> Adapter:
             hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
         )
     entries, metadata = open_safetensors(_regular_file(weights))
-    factors: dict[tuple[str, bool], dict[str, Entry]] = {}
-    replacements: dict[str, Entry] = {}
+    factors: dict[tuple[str, bool], dict[str, LazyTensor]] = {}
+    replacements: dict[str, LazyTensor] = {}
     for key, entry in entries.items():
         name = key.removeprefix(_PREFIX)
         match = _FACTOR.fullmatch(name)
@@ -115,7 +115,9 @@ def open_peft(path: Path) -> Adapter:
     )
 
 
-def _update(path: Path, module: str, pair: Mapping[str, Entry], config: "PeftConfig", *, is_table: bool) -> LowRank:
+def _update(
+    path: Path, module: str, pair: Mapping[str, LazyTensor], config: "PeftConfig", *, is_table: bool
+) -> LowRank:
     if len(pair) != 2:
         raise CheckpointError(f"{path}: {shown(module)} has one of lora_A and lora_B and not the other")
     a, b = pair["A"], pair["B"]

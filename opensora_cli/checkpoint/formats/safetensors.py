@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from opensora_cli.checkpoint.lazy import MAX_DIMENSIONS, Extent, LazyTensor, write_all
 from opensora_cli.checkpoint.readable import reading_file
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry, copy_entries, write_all
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.strict_json import (
     MAX_JSON_BYTES,
@@ -65,7 +65,7 @@ class _Placed:
     stop: int
 
 
-def open_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def open_safetensors(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Read the header of a safetensors file, and return its tensors, in the order of their bytes, and its metadata.
 
     Raises:
@@ -77,8 +77,8 @@ def open_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     except ValueError as error:
         raise CheckpointError(f"{path} is no sound safetensors file: {error}", hint=_FETCH_AGAIN) from None
     first = _LENGTH.size + len(header)
-    entries: dict[str, Entry] = {
-        name: StoredEntry(each.shape, each.dtype, [Extent(path, first + each.start, each.stop - each.start)])
+    entries = {
+        name: LazyTensor.stored(each.shape, each.dtype, Extent(path, first + each.start, each.stop - each.start))
         for name, each in placed.items()
     }
     return entries, metadata
@@ -86,7 +86,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 def write_safetensors(
     path: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, LazyTensor],
     *,
     metadata: Mapping[str, str],
     advance: Callable[[int], None] | None = None,
@@ -110,7 +110,8 @@ def write_safetensors(
     placement = place_tensors(entries, metadata=metadata)
     with path.open("wb", buffering=0) as file:
         write_all(file, placement.header)
-        copy_entries((entries[name] for name in placement.positions), file, advance=advance)
+        for name in placement.positions:
+            entries[name].write(file, advance=advance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class Placement:
     """Bytes of the file."""
 
 
-def place_tensors(entries: Mapping[str, Entry], *, metadata: Mapping[str, str]) -> Placement:
+def place_tensors(entries: Mapping[str, LazyTensor], *, metadata: Mapping[str, str]) -> Placement:
     """Return what `write_safetensors` puts where, by shapes and dtypes alone, so that several can write parts of one
     file.
 
@@ -203,7 +204,7 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
-def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(entries: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:
     """Return all that comes before the tensors, padded so that they begin at a multiple of 8."""
     document: dict[str, object] = {_METADATA: {as_unicode(key): as_unicode(text) for key, text in metadata.items()}}
     end = 0

@@ -15,7 +15,7 @@ import struct
 import zipfile
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -38,10 +38,9 @@ from opensora_cli.checkpoint.formats.pickles import (
     broken_file,
     check_pickle,
 )
+from opensora_cli.checkpoint.lazy import MAX_DIMENSIONS, Extent, LazyTensor, bytes_of
 from opensora_cli.checkpoint.readable import reading, reading_file
 from opensora_cli.checkpoint.state_dicts import find_leaves, find_weights
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, HeldEntry, StoredEntry, byte_pieces
-from opensora_cli.checkpoint.views import StridedEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.reading import is_lack_of_memory
 from opensora_cli.core.strict_json import as_unicode, parse_object, shown
@@ -86,7 +85,7 @@ class _Opened:
     records: tuple[zipfile.ZipInfo, ...] = ()
     """In the order in which they lie in it."""
 
-    def entry(self, name: str, tensor: Tensor) -> Entry:
+    def entry(self, name: str, tensor: Tensor) -> LazyTensor:
         """Return a tensor, having checked that the file has its data."""
         tensor = Tensor.detach(tensor)  # a file can give it attributes in place of its methods
         shape, stride, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
@@ -104,9 +103,9 @@ class _Opened:
                 f"{self.path} is refused: tensor {shown(name)} repeats its data until it is larger than the file"
             )
         if not tensor.numel():
-            return StoredEntry(shape, tensor.dtype, [])
+            return LazyTensor.of(torch.empty(shape, dtype=tensor.dtype))
         if self.archive is None:
-            return HeldEntry(tensor)
+            return LazyTensor.of(tensor)
         first = int(tensor.storage_offset())
         start, stop = first * size, (first + span) * size
         data = self._data(tensor.untyped_storage())
@@ -115,8 +114,9 @@ class _Opened:
                 f"{self.path} is broken: tensor {shown(name)} is longer than its data", hint=FETCH_AGAIN
             )
         if tensor.is_contiguous():
-            return StoredEntry(shape, tensor.dtype, [data.part(start, stop)])
-        return StridedEntry(shape, stride, StoredEntry((span,), tensor.dtype, [data.part(start, stop)]))
+            return LazyTensor.stored(shape, tensor.dtype, data.part(start, stop))
+        reached = LazyTensor.stored((span,), tensor.dtype, data.part(start, stop))
+        return LazyTensor(shape, tensor.dtype, lambda: reached.read().as_strided(shape, stride).contiguous())
 
     def _data(self, storage: torch.UntypedStorage) -> Extent | None:
         """Return where the bytes of a storage are; None if the file does not have all of them."""
@@ -192,7 +192,7 @@ def load_saved(buffer: io.BytesIO) -> Any:
     return _load(buffer, path, device=None)
 
 
-def open_tensor(path: Path, *, start: int, length: int) -> Entry:
+def open_tensor(path: Path, *, start: int, length: int) -> LazyTensor:
     """Open the tensor that `torch.save` wrote into a part of a file; a CheckpointError if that holds something else."""
     opened = _open_archive(Extent(path, start, length))
     if not isinstance(opened.tree, Tensor):
@@ -329,7 +329,7 @@ class _Window(io.RawIOBase):
 
 def write_torch(
     path: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, LazyTensor],
     *,
     metadata: Mapping[str, str] = MappingProxyType({}),
     advance: Callable[[int], None] | None = None,
@@ -347,7 +347,7 @@ def write_torch(
     tree = {name: _describe(entry, str(number)) for number, (name, entry) in enumerate(entries.items())}
     content = io.BytesIO()
     _Pickler(content, protocol=PROTOCOL).dump(tree)
-    data = ((f"data/{number}", byte_pieces([entry], advance)) for number, entry in enumerate(entries.values()))
+    data = ((f"data/{number}", _content(entry, advance)) for number, entry in enumerate(entries.values()))
     described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
     _write_archive(
         path,
@@ -358,6 +358,12 @@ def write_torch(
             [(_METADATA, [described.encode()])] if metadata else [],
         ),
     )
+
+
+def _content(entry: LazyTensor, advance: Callable[[int], None] | None) -> Iterator[memoryview]:
+    yield bytes_of(entry.read())
+    if advance is not None:
+        advance(entry.nbytes)
 
 
 def save_whole(state: object, file: BinaryIO) -> None:
@@ -403,7 +409,7 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (obj.storage, *view, obj.dtype)
 
 
-def _describe(entry: Entry, key: str) -> _Described:
+def _describe(entry: LazyTensor, key: str) -> _Described:
     dtype = entry.dtype
     if str(dtype) not in DTYPES:
         raise RequestError(f"torch.save does not write {str(dtype).removeprefix('torch.')}", hint="convert it")

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Checkpoint, Selection
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise, separated, without_scales
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
@@ -92,7 +92,7 @@ def _plan(settings: ConvertSettings) -> Product:
     return product
 
 
-def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, Entry], dict[str, str]]:
+def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     entries, metadata = dict(source.entries), dict(source.metadata)
     if settings.dtype is not None:
         # First of all, while every scale is there under its name. fp32 holds its product with any 8-bit number.

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.fp8 import dequantise, without_scales
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.inspect import dtype_name
-from opensora_cli.engine.ckpt.statistics import STEP_NUMEL, as_integers, as_real_numbers
+from opensora_cli.engine.ckpt.statistics import as_integers, as_real_numbers, steps
 from opensora_cli.settings.ckpt import DiffSettings
 from opensora_cli.settings.enums import WeightSelection
 
@@ -112,7 +113,7 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     values = {}
     largest = 0.0
     total = sum(first[name].nbytes + second[name].nbytes for name in comparable)
-    with reporter.stage("compare", total=total, unit=BYTES) as progress:
+    with freed_at_once(), reporter.stage("compare", total=total, unit=BYTES) as progress:
         for name in comparable:
             found = _compare(numbers[0][name], numbers[1][name], settings)
             largest = max(largest, found.largest_difference)
@@ -145,7 +146,7 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     )
 
 
-def _open(path: str, select: WeightSelection | None) -> Mapping[str, Entry]:
+def _open(path: str, select: WeightSelection | None) -> Mapping[str, LazyTensor]:
     """Return the tensors of a checkpoint: those that were selected, where there is a choice."""
     checkpoint = open_checkpoint(Path(path))
     if select is not None and checkpoint.selections:
@@ -153,13 +154,11 @@ def _open(path: str, select: WeightSelection | None) -> Mapping[str, Entry]:
     return checkpoint.entries
 
 
-def _compare(first: Entry, second: Entry, settings: DiffSettings) -> ValueDifference:
-    """Compare two tensors of one shape, reading as many elements of each at a time."""
+def _compare(first: LazyTensor, second: LazyTensor, settings: DiffSettings) -> ValueDifference:
+    """Compare two tensors of one shape, `STEP_NUMEL` elements at a time."""
     differing, farthest = 0, 0.0
     same_dtype = first.dtype == second.dtype
-    for start in range(0, first.numel, STEP_NUMEL):
-        stop = min(start + STEP_NUMEL, first.numel)
-        pair = first.elements(start, stop), second.elements(start, stop)
+    for pair in zip(steps(first), steps(second), strict=True):
         if same_dtype and torch.equal(*(_bits(piece) for piece in pair)):
             continue
         a, b = (as_real_numbers(piece).double() for piece in pair)
@@ -170,7 +169,7 @@ def _compare(first: Entry, second: Entry, settings: DiffSettings) -> ValueDiffer
             largest, far = _integers_far_apart(*whole, settings.atol + settings.rtol * b.abs())
         farthest = max(farthest, largest)
         if settings.is_exact and same_dtype:
-            bits = (_bits(piece).view(stop - start, -1) for piece in pair)
+            bits = (_bits(piece).view(len(piece), -1) for piece in pair)
             differing += int((next(bits) != next(bits)).any(dim=1).sum())
         else:
             differing += int(far.sum())

@@ -9,11 +9,12 @@ from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Format, Selection
 from opensora_cli.checkpoint.fp8 import without_scales
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.documents import Document
 from opensora_cli.core.formatting import format_bytes, plain
+from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import Identity, identify
 from opensora_cli.engine.ckpt.layout import find_layout
@@ -38,7 +39,7 @@ class InspectedTensor(Document):
     bytes: int
 
     @classmethod
-    def of(cls, name: str, entry: Entry, **more: Any) -> Self:
+    def of(cls, name: str, entry: LazyTensor, **more: Any) -> Self:
         """Describe a tensor; `more` are the fields that a subclass adds."""
         return cls(name=name, dtype=dtype_name(entry.dtype), shape=entry.shape, bytes=entry.nbytes, **more)
 
@@ -145,7 +146,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
     statistics = {}
     if settings.stats:
         total = sum(entry.nbytes for entry in entries.values())
-        with reporter.stage("read", total=total, unit=BYTES) as progress:
+        with freed_at_once(), reporter.stage("read", total=total, unit=BYTES) as progress:
             statistics = {name: TensorStatistics.of(entry, advance=progress.advance) for name, entry in entries.items()}
     shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
     layout = find_layout(shapes, checkpoint.metadata)
@@ -175,7 +176,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
     )
 
 
-def _totals(entries: Mapping[str, Entry]) -> dict[str, DtypeTotal]:
+def _totals(entries: Mapping[str, LazyTensor]) -> dict[str, DtypeTotal]:
     totals: dict[str, DtypeTotal] = {}
     for entry in entries.values():
         old = totals.get(name := dtype_name(entry.dtype), DtypeTotal(tensors=0, parameters=0, bytes=0))

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.checkpoint.views import JoinedEntry, ReorderedEntry, RowsEntry
+from opensora_cli.checkpoint.lazy import LazyTensor, joined, reordered, rows
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
@@ -37,12 +36,12 @@ def is_implied_by_names(qkv: QKV, rotary: Rotary) -> bool:
 
 
 def change_layout(
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, LazyTensor],
     metadata: Mapping[str, str],
     *,
     qkv: QKV | None = None,
     rotary: Rotary | None = None,
-) -> tuple[dict[str, Entry], dict[str, str]]:
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Bring an MMDiT into another layout; the function it computes stays the same.
 
     Args:
@@ -86,12 +85,12 @@ def change_layout(
     return changed, {**metadata, ROTARY_METADATA: new_rotary.value}
 
 
-def _taken(piece: Piece, entry: Entry, sizes: HeadSizes, rotary: Rotary) -> Entry:
-    rows = entry if piece.stop is None else RowsEntry(entry, piece.start, piece.stop)
-    return ReorderedEntry(rows, head_order(sizes.head_dim, rotary)) if piece.reordered else rows
+def _taken(piece: Piece, entry: LazyTensor, sizes: HeadSizes, rotary: Rotary) -> LazyTensor:
+    part = entry if piece.stop is None else rows(entry, piece.start, piece.stop)
+    return reordered(part, head_order(sizes.head_dim, rotary)) if piece.reordered else part
 
 
-def _joined(name: str, parts: Sequence[Entry]) -> Entry:
+def _joined(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
     if len(parts) == 1:
         return parts[0]
     dtypes = {part.dtype for part in parts}
@@ -100,4 +99,4 @@ def _joined(name: str, parts: Sequence[Entry]) -> Entry:
             f"q, k and v have different dtypes and cannot become {name}: {', '.join(sorted(map(str, dtypes)))}",
             hint="give them one with --dtype",
         )
-    return JoinedEntry(parts)
+    return joined(parts)

@@ -8,6 +8,7 @@ from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.lora import merge, unmerge, unmerge_error
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.documents import Document
+from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.early import check_paths
 from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_product, write
@@ -69,7 +70,7 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     error = None
     if settings.unmerge:
         total = sum(base.entries[name].nbytes for name in adapter.updates)
-        with reporter.stage("measure", total=total, unit=BYTES) as progress:
+        with freed_at_once(), reporter.stage("measure", total=total, unit=BYTES) as progress:
             found = unmerge_error(base.entries, adapter, scale=settings.scale, advance=progress.advance)
         error = MergeError(bound=found.bound if math.isfinite(found.bound) else None, tensor=found.tensor)
     sha256, files = write(product, reporter=reporter)

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import opensora_cli
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.shards import SHARD_BYTES, sha256_of
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.documents import Document
@@ -32,7 +32,7 @@ class Product:
 
     source: Checkpoint
     """What they are made from."""
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, LazyTensor]
     metadata: Mapping[str, str]
     options: Mapping[str, object]
     """What is done to the source."""

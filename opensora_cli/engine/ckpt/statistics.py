@@ -1,4 +1,4 @@
-"""Statistics of a tensor's numbers, computed piece by piece."""
+"""Statistics of the numbers of a tensor."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.documents import Document
 
 STEP_NUMEL = 2**20
@@ -29,7 +29,7 @@ class TensorStatistics:
     _sum: float = 0.0
 
     @classmethod
-    def of(cls, entry: Entry, *, advance: Callable[[int], None]) -> "TensorStatistics":
+    def of(cls, entry: LazyTensor, *, advance: Callable[[int], None]) -> "TensorStatistics":
         """Read a tensor piece by piece; call `advance` with the bytes of each."""
         statistics = cls()
         for piece in steps(entry):
@@ -96,9 +96,9 @@ class StatisticsDocument(Document):
     mean: float | None
 
 
-def steps(entry: Entry) -> Iterator[Tensor]:
-    """Read a tensor in pieces of `STEP_NUMEL` elements."""
-    return entry.pieces(STEP_NUMEL * entry.dtype.itemsize)
+def steps(entry: LazyTensor) -> Iterator[Tensor]:
+    """Read a tensor, and yield it in pieces of `STEP_NUMEL` elements. An empty tensor has none."""
+    yield from torch.split(entry.read().reshape(-1), STEP_NUMEL) if entry.numel else ()
 
 
 def as_real_numbers(piece: Tensor) -> Tensor:

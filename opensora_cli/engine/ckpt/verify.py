@@ -17,6 +17,7 @@ from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_file
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
+from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.strict_json import parse_object, shown
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
@@ -163,7 +164,7 @@ def _read_indexes(parts: Sequence[Checkpoint]) -> list[tuple[ShardIndex, Checkpo
 def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
     entries = checkpoint.entries
     # Tensors of a torch file may share their data, which some count once and others each time.
-    once: dict[object, int] = {entry.extents() or (name,): entry.nbytes for name, entry in entries.items()}
+    once: dict[object, int] = {entry.extent or name: entry.nbytes for name, entry in entries.items()}
     found = sum(entry.nbytes for entry in entries.values())
     if index.total_size is not None and index.total_size not in (found, sum(once.values())):
         yield f"{index.path} gives {plain(str(index.total_size))} bytes for the tensors, and they have {found}"
@@ -215,7 +216,7 @@ def _wrong_hashes(expected: dict[Path, set[str]], reporter: Reporter) -> Iterato
 def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
     """Read every tensor."""
     total = sum(entry.nbytes for entry in checkpoint.entries.values())
-    with reporter.stage("read", total=total, unit=BYTES) as progress:
+    with freed_at_once(), reporter.stage("read", total=total, unit=BYTES) as progress:
         for name, entry in checkpoint.entries.items():
             try:
                 statistics = TensorStatistics.of(entry, advance=progress.advance)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_cli.checkpoint import lazy
 from opensora_cli.checkpoint.formats.lora_file import DOTTED_PREFIXES, KOHYA_PREFIXES, open_adapter
 from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.lazy import LazyTensor, rounded
 from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.shards import sha256_of
-from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.checkpoint.views import PaddedEntry, ReorderedEntry, RowsEntry, rounded
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain
@@ -188,10 +188,10 @@ def _not_finite(path: Path, size: int, changed_ns: int) -> tuple[str, ...]:
     return tuple(name for name, entry in entries.items() if not _is_finite(entry))
 
 
-def _is_finite(entry: Entry) -> bool:
+def _is_finite(entry: LazyTensor) -> bool:
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
         return True
-    return all(bool(torch.isfinite(piece).all()) for piece in entry.pieces())
+    return bool(torch.isfinite(entry.read()).all())
 
 
 def _hash_files(files: Sequence[Path]) -> str:
@@ -303,16 +303,16 @@ class _Model:
     def _part(self, span: Span, update: LowRank, *, reorders: bool) -> tuple[str, LowRank]:
         """Return the weight that has the rows of `span`, and the part of an update for it."""
         assert self.sizes is not None, "layers of other models have only their own names"
-        b: Entry = RowsEntry(update.b, span.source, span.source + span.count)
+        b: LazyTensor = lazy.rows(update.b, span.source, span.source + span.count)
         if reorders:
-            b = ReorderedEntry(b, head_order(self.sizes.head_dim, self.rotary))
+            b = lazy.reordered(b, head_order(self.sizes.head_dim, self.rotary))
         layer, start = span.layer, span.start
         if f"{self.prefix}{layer}{_WEIGHT}" not in self.shapes:
             layer, offset = self.fused[layer]
             start += offset
         weight = f"{self.prefix}{layer}{_WEIGHT}"
         if (rows := self.shapes[weight][0]) != span.count:
-            b = PaddedEntry(b, start=start, rows=rows)
+            b = lazy.padded(b, start=start, rows=rows)
         return weight, replace(update, b=b)
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.files import atomic_path
 from opensora_cli.core.reading import require_file
@@ -207,7 +207,7 @@ class CacheWriter:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    entries = {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+    entries = {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
         write_safetensors(temporary, entries, metadata=metadata)
 

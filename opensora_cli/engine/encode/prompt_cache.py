@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.files import atomic_path, user_cache
 from opensora_cli.core.progress import Reporter
@@ -121,8 +121,8 @@ class PromptCache:
             return
         size = embeds.nbytes + _HEADER_BYTES
         tensors = {
-            _PROMPT_EMBEDS: HeldEntry(embeds.prompt_embeds_1LC),
-            _POOLED_PROMPT_EMBEDS: HeldEntry(embeds.pooled_prompt_embeds_1V),
+            _PROMPT_EMBEDS: LazyTensor.of(embeds.prompt_embeds_1LC),
+            _POOLED_PROMPT_EMBEDS: LazyTensor.of(embeds.pooled_prompt_embeds_1V),
         }
         try:
             if size > self._room:

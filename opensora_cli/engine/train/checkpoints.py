@@ -19,6 +19,7 @@ from opensora_cli.checkpoint.formats.colossal import (
     checkpoint_folder_name,
     epoch_folders,
 )
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards
 from opensora_cli.checkpoint.shared_folder import (
     Share,
@@ -27,7 +28,6 @@ from opensora_cli.checkpoint.shared_folder import (
     temporary_folder,
     write_share,
 )
-from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import FileProblem, OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
@@ -171,7 +171,7 @@ class CheckpointWriter:
     def _share(self, trainer: Trainer[Any], running_states: Mapping[str, object]) -> Share:
         tensors = self._copy(trainer)
         model = tensors.pop(MODEL_FOLDER)
-        outlines: dict[str, Entry] = {key: HeldEntry(tensor) for key, tensor in model.items()}
+        outlines: dict[str, LazyTensor] = {key: LazyTensor.of(tensor) for key, tensor in model.items()}
         shards = name_shards(outlines)
         files = {f"{MODEL_FOLDER}/{name}": {key: model[key] for key in shard} for name, shard in shards.items()}
 

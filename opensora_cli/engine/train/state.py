@@ -16,9 +16,9 @@ from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import load_torch
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.save import LR_SCHEDULER_FILE, SAMPLER_FILE
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.reading import read_json_object
@@ -133,7 +133,7 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
 
 @torch.no_grad()
 def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
-    stored: dict[str, Mapping[str, Entry]] = {
+    stored: dict[str, Mapping[str, LazyTensor]] = {
         MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
         **{
             name: open_safetensors(folder / name)[0] if (folder / name).exists() else {}
@@ -170,7 +170,7 @@ def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
         path = folder / _MOMENTS_OF[name]
         entries = open_safetensors(path)[0] if path.exists() else {}
 
-        def find(parameter: str, moment: str, entries: Mapping[str, Entry] = entries) -> Tensor:
+        def find(parameter: str, moment: str, entries: Mapping[str, LazyTensor] = entries) -> Tensor:
             whole = entries[f"{moment}.{distribution.whole_name(parameter)}"].read()
             return distribution.part(parameter, whole)
 

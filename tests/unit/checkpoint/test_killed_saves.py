@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.contents import Format
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.save import CheckpointIO
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.shared_folder import Share, temporary_folder, write_share
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
@@ -31,7 +31,7 @@ def tensors(value: float) -> dict[str, Tensor]:
 
 
 def save_format(format: Format, target: Path, value: float) -> None:
-    entries = {name: HeldEntry(tensor) for name, tensor in tensors(value).items()}
+    entries = {name: LazyTensor.of(tensor) for name, tensor in tensors(value).items()}
     # What must not be replaced comes to its name in another way.
     options = {"shard_bytes": 2500, "hash_each": lambda files: [*map(sha256_of, files)], "overwrite": target.exists()}
     write_checkpoint(entries, target, format=format, **options)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import RequestError
 
 
 def entries(*names):
-    return {name: HeldEntry(torch.full((2,), float(index))) for index, name in enumerate(names)}
+    return {name: LazyTensor.of(torch.full((2,), float(index))) for index, name in enumerate(names)}
 
 
 NAMES = ("module.blocks.0.qkv.weight", "module.blocks.1.qkv.weight", "module.head.bias", "step")
@@ -86,10 +86,10 @@ class TestSelect:
 
 def test_cast_leaves_whole_numbers_and_what_fits():
     given = {
-        "float": HeldEntry(torch.tensor([1.0 + 2**-9])),
-        "half": HeldEntry(torch.tensor([1.5], dtype=torch.bfloat16)),
-        "count": HeldEntry(torch.tensor([7])),
-        "mask": HeldEntry(torch.tensor([True])),
+        "float": LazyTensor.of(torch.tensor([1.0 + 2**-9])),
+        "half": LazyTensor.of(torch.tensor([1.5], dtype=torch.bfloat16)),
+        "count": LazyTensor.of(torch.tensor([7])),
+        "mask": LazyTensor.of(torch.tensor([True])),
     }
     changed = cast(given, torch.bfloat16)
     assert list(changed) == list(given)

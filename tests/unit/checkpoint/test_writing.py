@@ -20,11 +20,10 @@ from tiny_weights import bit_equal, held, read, write_holes
 
 from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import sha256_of
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.checkpoint.targets import check_target
-from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
@@ -204,7 +203,7 @@ class TestRefusals:
 
 class TestFullDisk:
     def test_it_is_refused_before_anything_is_written(self, tmp_path):
-        huge = CastEntry(HeldEntry(torch.zeros(1).expand(2**60)), torch.float32, name="x")
+        huge = LazyTensor.of(torch.zeros(1).expand(2**60))
         with pytest.raises(OutputError, match=r"a needs 4611686.0 TB, and its disk has ") as caught:
             write_checkpoint({"a": huge}, tmp_path / "a", format=Format.SAFETENSORS)
         assert caught.value.hint is not None
@@ -252,9 +251,9 @@ LIMITED = """
 import os, resource, sys
 from pathlib import Path
 import torch
-from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.lazy import cast
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
 
@@ -285,11 +284,11 @@ def write(entries, format):
 for format in map(Format, sys.argv[4:]):
     assert write(entries, format) >= total
     for entry in open_checkpoint(target).entries.values():
-        assert sum(piece.nbytes for piece in entry.pieces()) == entry.nbytes
+        assert entry.read().nbytes == entry.nbytes
     for file in sorted(target.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     target.rmdir() if target.is_dir() else target.unlink()
-small = {k: CastEntry(e, torch.bfloat16, name=k) for k, e in entries.items()}
+small = {k: cast(e, torch.bfloat16, name=k) for k, e in entries.items()}
 assert total // 2 <= write(small, Format.SAFETENSORS) < total
 
 try:

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.load import differences
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.transfers import queued_copy
 
@@ -75,7 +75,7 @@ def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
     `lin0.model.1.weight` to `lin4.model.1.weight`); or one file of a whole `lpips.LPIPS(net="vgg")`; or any of these as
     safetensors. Raises CheckpointError if a file is missing or broken, or weights are missing or of another shape.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, LazyTensor] = {}
     for path in paths:
         for key, entry in open_checkpoint(path).entries.items():
             name = _name_of(key)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata as described
 
 from opensora_cli.checkpoint.contents import Format, Selection
 from opensora_cli.checkpoint.formats.dcp import METADATA_FILE, open_dcp, write_dcp
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -107,12 +107,11 @@ class TestWriting:
         assert list(open_dcp(tmp_path).entries) == list(tensors())
 
     def test_the_metadata_comes_last(self, tmp_path):
-        class Unreadable(HeldEntry):
-            def elements(self, start, stop):
-                raise CheckpointError("a bad sector")
+        def fail():
+            raise CheckpointError("a bad sector")
 
         with pytest.raises(CheckpointError, match="a bad sector"):
-            write_dcp(tmp_path, {"a": Unreadable(torch.ones(1))})
+            write_dcp(tmp_path, {"a": LazyTensor((1,), torch.float32, fail)})
         assert [path.name for path in tmp_path.iterdir()] == [DATA]
         assert "was not written to its end" in refused(lambda: open_dcp(tmp_path))
 

@@ -12,8 +12,8 @@ from tiny_adapters import CONFIG, draw, factors, write_adapter
 from tiny_weights import read
 
 from opensora_cli.checkpoint.formats.peft import _ValuesByName, open_peft
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 
@@ -202,4 +202,4 @@ def test_thousands_of_adapters_are_merged_or_refused(tmp_path_factory, changes, 
     content = weights.read_bytes()
     position %= len(content)
     weights.write_bytes(content[:position] + damage + content[position + len(damage) :])
-    opened_or_refused(lambda: read(merge({"block.proj.weight": HeldEntry(draw(6, 5))}, open_peft(folder))))
+    opened_or_refused(lambda: read(merge({"block.proj.weight": LazyTensor.of(draw(6, 5))}, open_peft(folder))))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.stream import Extent, HeldEntry, StoredEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -74,8 +74,8 @@ def test_order_of_the_file_is_kept(model):
 
 def test_names_may_have_a_prefix_and_other_tensors_stay(model):
     entries = {f"net.{name}": entry for name, entry in model.items()} | {
-        "text.layers.0.q_proj.weight": HeldEntry(torch.ones(7, 5)),
-        "step": HeldEntry(torch.tensor(3)),
+        "text.layers.0.q_proj.weight": LazyTensor.of(torch.ones(7, 5)),
+        "step": LazyTensor.of(torch.tensor(3)),
     }
     changed, _ = change_layout(entries, {}, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)
     assert "net.single_blocks.1.linear1.bias" in changed
@@ -89,27 +89,9 @@ def test_without_bias(model):
     assert "double_blocks.0.img_attn.qkv.bias" not in changed
 
 
-def test_rows_that_keep_their_order_stay_bytes_of_the_file(tmp_path, model):
-    path = tmp_path / "all"
-    stored, offset = {}, 0
-    for name, entry in model.items():
-        stored[name] = StoredEntry(entry.shape, entry.dtype, [Extent(path, offset, entry.nbytes)])
-        offset += entry.nbytes
-    fused, metadata = change_layout(stored, {}, qkv=QKV.FUSED)
-    parts = [stored[f"single_blocks.0.{part}.weight"].extents()[0] for part in ("q_proj", "k_proj", "v_mlp")]
-    assert list(fused["single_blocks.0.linear1.weight"].extents()) == parts
-    split, _ = change_layout(fused, metadata, qkv=QKV.SPLIT)
-    assert all(split[name].extents() == stored[name].extents() for name in stored)
-    interleaved, _ = change_layout(stored, {}, rotary=Rotary.INTERLEAVED)
-    computed = {name for name, entry in interleaved.items() if entry.extents() is None}
-    assert computed == {
-        name for name in stored if any(part in name for part in ("q_proj", "k_proj", "query_norm", "key_norm"))
-    }
-
-
 class TestRefused:
     def test_another_model(self):
-        entries = {"encoder.q_proj.weight": HeldEntry(torch.ones(4, 4))}
+        entries = {"encoder.q_proj.weight": LazyTensor.of(torch.ones(4, 4))}
         with pytest.raises(RequestError, match=r"--qkv=fused and --rotary=half is for an MMDiT") as caught:
             change_layout(entries, {}, qkv=QKV.FUSED, rotary=Rotary.HALF)
         assert caught.value.exit_code == 2
@@ -129,7 +111,7 @@ class TestRefused:
         ],
     )
     def test_sizes_that_contradict_each_other(self, model, name, tensor, qkv, rotary):
-        model[name] = HeldEntry(tensor)
+        model[name] = LazyTensor.of(tensor)
         rotary = rotary or Rotary.HALF
         with pytest.raises(CheckpointError, match=r"do not fit the model's hidden_size=48 and head_dim=12") as caught:
             change_layout(model, {"osora.rotary": "half"}, qkv=qkv, rotary=rotary)
@@ -144,7 +126,7 @@ class TestRefused:
 
     def test_different_dtypes(self, model):
         name = "double_blocks.0.img_attn.k_proj.weight"
-        model[name] = HeldEntry(model[name].read().bfloat16())
+        model[name] = LazyTensor.of(model[name].read().bfloat16())
         with pytest.raises(
             CheckpointError, match=r"different dtypes .*img_attn\.qkv\.weight: torch.bfloat16, torch.floa"
         ):

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.engine.ckpt import statistics
 from opensora_cli.engine.ckpt.statistics import TensorStatistics
 
 
 def figures(tensor: torch.Tensor) -> TensorStatistics:
-    return TensorStatistics.of(HeldEntry(tensor), advance=lambda count: None)
+    return TensorStatistics.of(LazyTensor.of(tensor), advance=lambda count: None)
 
 
 @pytest.mark.parametrize("step", [3, 7, 1000])

@@ -10,7 +10,7 @@ import torch
 from hostile_files import NO_OBJECTS
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.encode.clip_cache import (
@@ -142,7 +142,7 @@ def test_a_clip_of_a_replaced_file_replaces_the_first(folder):
 
 
 def test_caches_of_earlier_versions_are_read(folder):
-    tensors = {f"{key_of(REQUEST)}.{name}": HeldEntry(tensor) for name, tensor in encoded(0).items()}
+    tensors = {f"{key_of(REQUEST)}.{name}": LazyTensor.of(tensor) for name, tensor in encoded(0).items()}
     clips = json.dumps({key_of(REQUEST): [*encoded(0)]})
     write_safetensors(folder / "clips-0.safetensors", tensors, metadata={"osora.clips": clips})
     cache = ClipCache(folder)
@@ -229,7 +229,7 @@ NO_CLIPS = [b'{"a": 3}', b'{"a": {}}', b'{"a": [[]]}', b'{"a": null}', b'{"a": {
 @pytest.mark.parametrize("found", [*NO_OBJECTS, *NO_CLIPS])
 def test_a_broken_list_of_clips_is_named_with_its_file(folder, found):
     path = folder / "clips-0.safetensors"
-    write_safetensors(path, {"x": HeldEntry(torch.zeros(1))}, metadata={"osora.clips": found.decode()})
+    write_safetensors(path, {"x": LazyTensor.of(torch.zeros(1))}, metadata={"osora.clips": found.decode()})
     with pytest.raises(CheckpointError) as caught:
         ClipCache(folder)
     assert caught.value.message.startswith(f"{path} is broken: it")
@@ -238,6 +238,6 @@ def test_a_broken_list_of_clips_is_named_with_its_file(folder, found):
 @pytest.mark.parametrize("found", NO_OBJECTS)
 def test_a_broken_identity_is_named_with_its_file(folder, found):
     path = folder / HEADER_FILE
-    write_safetensors(path, {"x": HeldEntry(torch.zeros(1))}, metadata={"osora.identity": found.decode()})
+    write_safetensors(path, {"x": LazyTensor.of(torch.zeros(1))}, metadata={"osora.identity": found.decode()})
     with pytest.raises(CheckpointError, match=r"cache\.safetensors is broken: it"):
         is_cache_of(folder, IDENTITY)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from opensora_cli.checkpoint import stream
+from opensora_cli.checkpoint import lazy
 from opensora_cli.core import files as core_files
 from opensora_cli.core import threads
 from opensora_cli.core.conditions import CONDITION_MODES
@@ -384,7 +384,7 @@ def end_at(step, monkeypatch):
         return stepping
 
     monkeypatch.setattr(fill_cache, "read_clip", watched(fill_cache.read_clip))
-    monkeypatch.setattr(stream, "write_all", watched(stream.write_all))
+    monkeypatch.setattr(lazy, "write_all", watched(lazy.write_all))
     monkeypatch.setattr(core_files, "_flush_to_disk", watched(core_files._flush_to_disk))
     monkeypatch.setattr(Path, "replace", watched(Path.replace))
     # A killed process removes no temporary files.

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tiny_transformer import inputs, loss_of, transformer
 
 from opensora_cli.checkpoint.formats.peft import open_peft, require_peft
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.lora import add_lora, save_lora
@@ -165,7 +165,7 @@ class TestSaveLora:
         add_lora(model, RANK_4, seed=0)
         learn(model)
         adapter = open_peft(saved(model, tmp_path / "adapter"))
-        entries = {name: HeldEntry(weight) for name, weight in plain.state_dict().items()}
+        entries = {name: LazyTensor.of(weight) for name, weight in plain.state_dict().items()}
         plain.load_state_dict({name: entry.read() for name, entry in merge(entries, adapter).items()})
         expected = velocity(model, plain)
         assert not torch.allclose(expected, velocity(transformer(), plain), atol=1e-3)

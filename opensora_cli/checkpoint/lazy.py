@@ -1,0 +1,198 @@
+"""Tensors of a checkpoint that are read when they are needed, and tensors that are computed from them.
+
+A `LazyTensor` has a shape and a dtype, and reads its values as a whole. Conversions wrap lazy tensors in others. So one
+tensor at a time is in memory, and never a checkpoint.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opensora_cli.checkpoint.readable import reading
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.formatting import plain
+
+MAX_DIMENSIONS = 64
+"""Most dimensions of a tensor with which torch computes."""
+
+_PIECE_BYTES = 2**20
+"""Bytes that are written at a time, for progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Run of bytes of a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def part(self, start: int, stop: int) -> "Extent":
+        """Return bytes `start` to `stop` of the run."""
+        return Extent(self.path, self.offset + start, stop - start)
+
+    def read(self) -> Tensor:
+        """Return the bytes as a tensor (length,), uint8.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before the run does.
+        """
+        buffer = torch.empty(self.length, dtype=torch.uint8)
+        rest = buffer.numpy().data
+        with reading(self.path), self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise CheckpointError(f"{self.path} has become shorter while it was read")
+                rest = rest[count:]
+        return buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LazyTensor:
+    """Tensor that is read when it is needed.
+
+    `read` returns the values on the CPU, in this shape and dtype. It raises CheckpointError if a file cannot be read.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    extent: Extent | None = None
+    """Bytes of a file that are the values as they are: row by row, little-endian. None for other tensors."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "LazyTensor":
+        """Wrap a tensor in memory, on any device. Its values are those at the time of reading."""
+        held = tensor.detach()
+        return cls(tuple(held.shape), held.dtype, held.cpu)
+
+    @classmethod
+    def stored(cls, shape: Sequence[int], dtype: torch.dtype, extent: Extent) -> "LazyTensor":
+        """Return the tensor whose values are the bytes of `extent`."""
+        return cls(tuple(shape), dtype, lambda: extent.read().view(dtype).view(tuple(shape)), extent)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def write(self, file: FileIO, *, advance: Callable[[int], None] | None = None) -> None:
+        """Write the bytes at the position of an unbuffered file: row by row, little-endian.
+
+        `advance` is called with the bytes written by each step.
+
+        Raises:
+            CheckpointError: the values cannot be read.
+            OSError: `file` cannot be written.
+        """
+        if self.extent is None:
+            content = bytes_of(self.read())
+            for start in range(0, len(content), _PIECE_BYTES):
+                piece = content[start : start + _PIECE_BYTES]
+                write_all(file, piece)
+                if advance is not None:
+                    advance(len(piece))
+            return
+        for start in range(0, self.extent.length, _PIECE_BYTES):
+            piece = self.extent.part(start, min(start + _PIECE_BYTES, self.extent.length)).read().numpy().data
+            write_all(file, piece)
+            if advance is not None:
+                advance(len(piece))
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU: row by row, little-endian."""
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
+
+
+def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
+    """Write all of `content` at the position of an unbuffered file, in as many calls as the system needs."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(file.fileno(), rest) :]
+
+
+def cast(tensor: LazyTensor, dtype: torch.dtype, *, name: str) -> LazyTensor:
+    """Return the tensor in another dtype, rounded as torch does. `name` is for errors, see `rounded`."""
+    return LazyTensor(tensor.shape, dtype, lambda: rounded(tensor.read(), dtype, name=name))
+
+
+def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
+    """Return numbers in another dtype.
+
+    Raises:
+        CheckpointError: finite numbers of the tensor `name` would become infinite.
+    """
+    result = values.to(dtype)
+    if _may_overflow(values, dtype) and bool((result.isinf() & values.isfinite()).any()):
+        raise CheckpointError(
+            f"{plain(name)} has numbers that are too large for {str(dtype).removeprefix('torch.')}",
+            hint="choose bf16 for it" if dtype is torch.float16 else "choose fp32 for it, or leave it as it is",
+        )
+    return result
+
+
+def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
+    if not (values.numel() and values.dtype.is_floating_point and dtype.is_floating_point):
+        return False
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max <= largest:
+        return False
+    return not max(math.fabs(bound) for bound in torch.stack(values.aminmax()).tolist()) < largest
+
+
+def rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
+    """Return rows `start` to `stop` of a tensor of one dimension or more."""
+    return LazyTensor((stop - start, *tensor.shape[1:]), tensor.dtype, lambda: tensor.read()[start:stop])
+
+
+def joined(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Return the rows of several tensors of one dtype and one shape of rows, in order.
+
+    Raises:
+        ValueError: the dtypes or the shapes of rows differ.
+    """
+    kinds = {(part.dtype, part.shape[1:]) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"rows of different kinds cannot be joined: {sorted(map(str, kinds))}")
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]))
+
+
+def reordered(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
+    """Return the tensor with its rows in another order within each group of `len(order)` rows.
+
+    `order` lists the old places of the new rows.
+    """
+
+    def read() -> Tensor:
+        groups = tensor.read().view(tensor.shape[0] // len(order), len(order), *tensor.shape[1:])
+        return groups[:, torch.tensor(order)].view(tensor.shape)
+
+    return LazyTensor(tensor.shape, tensor.dtype, read)
+
+
+def padded(tensor: LazyTensor, *, start: int, rows: int) -> LazyTensor:
+    """Return a tensor of `rows` rows, zero except for those of `tensor`, which begin at `start`."""
+    shape = (rows, *tensor.shape[1:])
+
+    def read() -> Tensor:
+        result = torch.zeros(shape, dtype=tensor.dtype)
+        result[start : start + tensor.shape[0]] = tensor.read()
+        return result
+
+    return LazyTensor(shape, tensor.dtype, read)
