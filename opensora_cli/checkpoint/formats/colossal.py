@@ -21,7 +21,8 @@ MASTER_FILE = "master.safetensors"
 OPTIMIZER_FOLDER = "optimizer"
 RUNNING_STATES_FILE = "running_states.json"
 """Written last: without it, a folder with more than `model/` is of a saving that was interrupted."""
-RUNNING_STATES_SCHEMA = "osora.running-states/1"
+RUNNING_STATES_SCHEMA = "osora.running-states/2"
+_EARLIER_SCHEMA = "osora.running-states/1"
 
 _PARTS = {
     Selection.MODEL: (MODEL_FOLDER,),
@@ -77,14 +78,13 @@ def colossalai_parts(folder: Path) -> dict[Selection, Path]:
 
 
 def read_running_document(folder: Path) -> dict[str, Any]:
-    """Return the content of `running_states.json`; that of the reference and of earlier versions has no schema.
+    """Return the content of `running_states.json`, which has no schema in folders of the reference.
 
-    Raises:
-        CheckpointError: it is missing, broken, or of a version that is not known here.
+    Raises CheckpointError if it is missing, broken, or of a later version.
     """
     path = folder / RUNNING_STATES_FILE
     document = read_json_object(path, problem=CheckpointError)
-    if "schema" in document:
+    if document.get("schema", _EARLIER_SCHEMA) != _EARLIER_SCHEMA:
         require_schema(document, RUNNING_STATES_SCHEMA, path, problem=CheckpointError)
     return document
 

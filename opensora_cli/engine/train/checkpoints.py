@@ -1,9 +1,8 @@
 """Saving the checkpoints of a run in the background, and removing old ones."""
 
-import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -13,13 +12,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
-from opensora_cli.checkpoint.formats.colossal import (
-    MODEL_FOLDER,
-    RUNNING_STATES_SCHEMA,
-    checkpoint_folder_name,
-    epoch_folders,
-)
-from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards
+from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_SCHEMA, checkpoint_folder_name, epoch_folders
 from opensora_cli.checkpoint.shared_folder import (
     Share,
     remove_checkpoint,
@@ -27,24 +20,18 @@ from opensora_cli.checkpoint.shared_folder import (
     temporary_folder,
     write_share,
 )
-from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import FileProblem, OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.train.running_states import read_running_states
-from opensora_cli.engine.train.state import files_of, tensors_of
+from opensora_cli.engine.train.resuming import read_running_states
+from opensora_cli.engine.train.state import tensors_of, updates_file
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings
 
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
 """The scores by which checkpoints are compared."""
-
-ATTENTION = "attention"
-"""Key in `running_states.json`: what computed the transformer's attention."""
-DONE = "done"
-"""Key in `running_states.json`: what of validation and samples this step has had before an interruption."""
 
 _LOOK_S = 1.0
 
@@ -53,11 +40,11 @@ class CheckpointWriter:
     """Saves a run in the background, with all ranks.
 
     `save` copies everything and returns; weights may change right after it. The next `save` and `wait` wait for the
-    writing to end. All ranks must call them at the same time. One `save` whose writing fails is only warned about:
-    a full disk may get space again. A second failure in a row raises, and so does any failure in `wait`.
+    writing to end. All ranks must call them at the same time. A `save` whose writing fails only warns, since a full
+    disk may get space again. A second failure in a row raises, and so does any failure in `wait`.
 
-    A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/`, small
-    states, and last `running_states.json`. All tensors are whole, so a run may be resumed with another number of ranks.
+    A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/` and
+    `running_states.json`. All tensors are whole, so a run may be resumed with another number of ranks.
     """
 
     def __init__(self, output: Path, settings: CheckpointSettings, *, reporter: Reporter | None = None) -> None:
@@ -67,10 +54,10 @@ class CheckpointWriter:
         self._job = BackgroundJob()
         self._copies = HostCopies()
         self._distribution: Distribution | None = None
-        """Of the last save, until it was waited for."""
+        """Ranks of the last save, until it was waited for."""
         self._has_warned = False
         self._had_failed = False
-        """Whether the writing before the last one failed, on any rank."""
+        """Whether the writing before the last one failed on any rank."""
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -92,14 +79,11 @@ class CheckpointWriter:
         done: Sequence[str] = (),
         attention: AttentionPlan | None = None,
     ) -> Path:
-        """Copy the state of a run between two steps, start to write it, and return its folder, not there until whole.
+        """Copy the state of a run between two steps, start to write it, and return its folder, which appears last.
 
-        The best checkpoint is chosen by `validation_loss`; None: by the mean loss of the steps since the last call.
-        `done` names what has been done at this step beside training; the checkpoint keeps it, and `attention`.
-
-        Raises:
-            OutputError: neither of the two saves before could be written; the same on all ranks.
-            TrainingError: the weights are not finite: nothing is saved.
+        The best checkpoint has the lowest `validation_loss`, or else mean loss of the steps since the last call. `done`
+        names the validation and samples of this step; the checkpoint records them and `attention`. Raises OutputError
+        on all ranks if the last two saves failed, and TrainingError if the weights are not finite.
         """
         distribution = trainer.distribution
         self._let_one_failure_pass(distribution)
@@ -114,8 +98,14 @@ class CheckpointWriter:
         temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
         running = _running_states(trainer, validation_loss, done)
         if attention is not None:
-            running[ATTENTION] = attention.to_json()
-        share = self._share(trainer, running)
+            running["attention"] = attention.to_json()
+        share = Share(
+            tensors=self._copy(trainer),
+            files=updates_file(trainer) if distribution.is_main else {},
+            running_states=running,
+            process=distribution.rank,
+            processes=distribution.ranks,
+        )
         trainer.losses.clear()
 
         def write() -> None:
@@ -127,7 +117,7 @@ class CheckpointWriter:
         return target
 
     def warn_of_failure(self) -> None:
-        """Warn if the writing has failed by now; it waits for nothing, and any rank may call it."""
+        """Warn if the writing has failed by now. Any rank may call this; it does not wait."""
         error = self._job.error
         if isinstance(error, OutputError) and not self._has_warned:
             self._has_warned = True
@@ -135,7 +125,7 @@ class CheckpointWriter:
             self._reporter.warn(f"{error.message}: {outlook}")
 
     def wait(self) -> None:
-        """Wait for the writing of all ranks to end. An OutputError of any rank is raised once, on all of them."""
+        """Wait for the writing of all ranks to end. Raises an OutputError of any rank once, on all ranks."""
         if self._distribution is not None:
             self._join(self._distribution)
             error = self._take_error(self._distribution)
@@ -149,9 +139,9 @@ class CheckpointWriter:
             pass
 
     def _take_error(self, distribution: Distribution) -> BaseException | None:
-        """Return the error, once: on all ranks, if there is one on any."""
+        """Return the error once: on all ranks if there is one on any."""
         error = self._job.take_error()
-        # The other ranks do not see where the first one fails at the end.
+        # The other ranks do not see an error of the first one at the end.
         if distribution.any(error is not None) and error is None:
             error = OutputError(f"another rank could not write a checkpoint in {self._output}")
         return error
@@ -165,31 +155,11 @@ class CheckpointWriter:
             raise error
         self._had_failed = error is not None
         if self._had_failed and distribution.is_main:
-            # It frees space; the other ranks write nothing before this one has sent them the folder's name.
+            # The other ranks write nothing before this one has sent the folder's name.
             remove_unfinished(self._output)
 
-    def _share(self, trainer: Trainer[Any], running_states: Mapping[str, object]) -> Share:
-        tensors = self._copy(trainer)
-        model = tensors.pop(MODEL_FOLDER)
-        outlines: dict[str, Entry] = {key: HeldEntry(tensor) for key, tensor in model.items()}
-        shards = name_shards(outlines)
-        files = {f"{MODEL_FOLDER}/{name}": {key: model[key] for key in shard} for name, shard in shards.items()}
-
-        def index(hashes: Mapping[str, str]) -> bytes:
-            sha256 = {name: hashes[f"{MODEL_FOLDER}/{name}"] for name in shards}
-            return json.dumps(make_index(shards, metadata={"format": "pt"}, sha256=sha256), indent=2).encode()
-
-        return Share(
-            tensors={**files, **tensors},
-            files=files_of(trainer),
-            indexes={f"{MODEL_FOLDER}/{SAFETENSORS_FORM.index_name}": index},
-            running_states=running_states,
-            process=trainer.distribution.rank,
-            processes=trainer.distribution.ranks,
-        )
-
     def _copy(self, trainer: Trainer[Any]) -> dict[str, dict[str, Tensor]]:
-        """Copy this rank's tensors to the host, into the memory of the last copy where they fit."""
+        """Copy this rank's tensors to the host."""
         ranks, rank = trainer.distribution.ranks, trainer.distribution.rank
         bytes_of = [0] * ranks
         copied: dict[str, dict[str, Tensor]] = {}
@@ -207,7 +177,7 @@ class CheckpointWriter:
 
 
 def remove_old(output: Path, settings: CheckpointSettings) -> None:
-    """Remove the checkpoints of a run that are neither among the newest nor the best."""
+    """Remove the checkpoints of a run, except the newest and the best."""
     folders = epoch_folders(output)
     newest = folders[: settings.keep]
     best = _best(folders) if settings.keep_best else None
@@ -217,10 +187,7 @@ def remove_old(output: Path, settings: CheckpointSettings) -> None:
 
 
 def _best(folders: list[Path]) -> Path | None:
-    """Return the folder with the lowest validation loss or, where none has such, training loss.
-
-    The older one of two equals.
-    """
+    """Return the folder with the lowest validation loss, or else training loss; the older one of two equals."""
     scores = {}
     for folder in folders:
         try:
@@ -250,6 +217,7 @@ def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: 
         "threads": torch.get_num_threads(),
         "skipped_in_a_row": trainer.skipped_in_a_row,
         "precision": trainer.precision.state_dict(),
-        DONE: list(done),
+        "sampler": trainer.batches.state_dict(),
+        "done": list(done),
         **scored,
     }

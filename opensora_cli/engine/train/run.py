@@ -288,7 +288,7 @@ class _Run:
         if self._attention is not None and before not in (None, self._attention.backend):
             self._reporter.warn(
                 f"attention: {self._attention.line()}, and up to this checkpoint it was {before}: "
-                "the run goes on equal but for rounding"
+                "results match up to rounding"
             )
         if folder.parent == self._output:
             self._saved, self._saved_step = folder, trainer.step

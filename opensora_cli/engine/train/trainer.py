@@ -40,11 +40,6 @@ class Learner:
         """Of the last update, in the first group of weights."""
         return float(self.optimizers[0].param_groups[0]["lr"])
 
-    @property
-    def rates(self) -> list[float]:
-        """Of the last update, in all groups of weights."""
-        return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
-
     def zero_grad(self) -> None:
         """Drop the gradients of the last update."""
         for optimizer in self.optimizers:

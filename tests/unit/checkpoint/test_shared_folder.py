@@ -38,9 +38,8 @@ def share_of(process: int, processes: int, *, files: Mapping[str, bytes] | None 
         for number, (name, tensor) in enumerate(tensors(count).items())
     }
     return Share(
-        tensors={"ema.safetensors": own, "model/model-00001-of-00001.safetensors": own},
+        tensors={"ema.safetensors": own, "model": own},
         files=files if files is not None else {f"random/rank{process}.pt": bytes([process])},
-        indexes={"model/index.json": lambda hashes: json.dumps(sorted(hashes)).encode()},
         running_states={"global_step": 1},
         process=process,
         processes=processes,
@@ -82,9 +81,10 @@ def test_all_shares_make_one_checkpoint(tmp_path: Path, processes: int) -> None:
     hashes = recorded_hashes(tmp_path / NAME)
     assert len(hashes) == 3 + processes
     assert wrong_files(tmp_path / NAME) == []
-    # An index is given the hashes of all that came before it.
-    index = json.loads((tmp_path / NAME / "model/index.json").read_text())
-    assert len(index) == 2 + processes
+    index = json.loads((tmp_path / NAME / "model/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors().keys()
+    (shard,) = index["metadata"]["sha256"]
+    assert index["metadata"]["sha256"][shard] == hashes[tmp_path / NAME / "model" / shard]
     assert json.loads((tmp_path / NAME / "running_states.json").read_text())["global_step"] == 1
 
 
