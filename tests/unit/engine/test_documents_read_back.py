@@ -24,9 +24,9 @@ from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
+from opensora_cli.engine.train.metrics import truncate_records
 from opensora_cli.engine.train.resuming import read_running_states
 from opensora_cli.engine.train.state import read_update_counts
-from opensora_cli.engine.train.watching.logs import cut_back
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
@@ -163,7 +163,7 @@ KINDS = {
     "recorded hashes": Kind(RUNNING, lambda path: recorded_hashes(path.parent), "running_states.json"),
     "counts of updates": Kind({"model": {"a": 1}}, read_update_counts, "updates.json"),
     "sampler": Kind({"epoch": 0, "position": 0, "number": 0, "data": "a"}, _sampler, "sampler.json"),
-    "log": Kind({"step": 1}, lambda path: cut_back(path, step=1), "log.jsonl"),
+    "log": Kind({"step": 1}, lambda path: truncate_records(path.parent, step=1), "log.jsonl"),
     "settings of a run": Kind(
         TrainSettings(output="a", target=TrainTarget.VAE).model_dump(mode="json"),
         lambda path: load_train_settings(

@@ -17,8 +17,8 @@ from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
 from opensora_cli.engine.ckpt.hub_records import read_listing, read_record
 from opensora_cli.engine.data.journal import ScanJournal
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
-from opensora_cli.engine.train.watching.logs import JsonLog
-from opensora_cli.engine.train.watching.samples import remove_later
+from opensora_cli.engine.train.evaluate import remove_later_samples
+from opensora_cli.engine.train.metrics import JsonLog
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
 
@@ -124,6 +124,6 @@ def test_later_samples_that_are_links_go_and_what_they_point_to_stays(tmp_path: 
     (tmp_path / "samples" / "step1").mkdir(parents=True)
     (tmp_path / "samples" / "step2").symlink_to(tmp_path / "kept")
     (tmp_path / "samples" / "step3").touch()
-    remove_later(tmp_path / "samples", step=1)
+    remove_later_samples(tmp_path / "samples", step=1)
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step1"]
     assert (tmp_path / "kept" / "a.mp4").exists()
