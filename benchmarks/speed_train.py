@@ -16,7 +16,7 @@ from train import FixedBatches, demo_settings, encoded_batches, make_trainer
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.encoders import EmptyPrompt
-from opensora_cli.engine.train.metrics import open_metrics
+from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
@@ -59,9 +59,7 @@ def _watched(
     settings = _settings(batch_size, changes)
     batches, empty = _encoded(batch_size)
     with tempfile.TemporaryDirectory() as folder:
-        metrics = open_metrics(
-            settings, distribution=Distribution(_CPU), output=Path(folder), reporter=SilentReporter()
-        )
+        metrics = Metrics(settings, distribution=Distribution(_CPU), output=Path(folder), reporter=SilentReporter())
         trainer = make_trainer(settings, FixedBatches(batches), _CPU, metrics=metrics)
         metrics.start(0)
         try:

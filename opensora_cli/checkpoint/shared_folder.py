@@ -1,8 +1,8 @@
 """The writer of training checkpoints: one or several processes fill a folder, which is whole or absent.
 
 Each process has some of the tensors, whole, and the shapes of all, so it computes where in which file its own belong.
-Processes signal progress by files in the shared folder whose names begin with a dot. So saving runs in the background
-and needs no collectives.
+Between the parts of the work the processes exchange results in a process group that nothing else uses, so saving runs
+in the background.
 
 The folder has a temporary name until it is complete. Its last file, `running_states.json`, makes it a checkpoint and
 holds the SHA-256 of all others.
@@ -11,17 +11,16 @@ Tensors are safetensors and everything else is JSON or bytes, not torch's distri
 format is a pickle, its shards depend on the number of ranks, and other programs read neither.
 """
 
-import json
 import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER, RUNNING_STATES_FILE, read_running_document
@@ -29,7 +28,8 @@ from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards, refuse_outside, sha256_of
 from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, write_all
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.files import json_bytes, replace_folder, write_bytes_atomic
+from opensora_cli.core.files import json_bytes, replace_folder
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.strict_json import shown
@@ -41,9 +41,7 @@ _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 _READ_SUFFIXES = (".safetensors", ".pt", ".bin", ".json")
 
 _PREFIX = ".saving-"
-_POLL_S = 0.02
 _METADATA = {"format": "pt"}
-_WRITTEN, _HASHED, _FAILED = ".written", ".hashed", ".failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +55,13 @@ class Share:
     """Relative name -> content of other files, which this process alone writes."""
     running_states: Mapping[str, object]
     """Content of the last file besides the hashes. The first process writes it."""
-    process: int = 0
-    processes: int = 1
+    group: dist.ProcessGroup | None = None
+    """Group of the processes; None for one process."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process."""
+        return self.group is None or dist.get_rank(self.group) == 0
 
 
 def temporary_folder(target: Path, *, token: str) -> Path:
@@ -85,29 +88,43 @@ def remove_checkpoint(folder: Path) -> None:
 def write_share(share: Share, temporary: Path, target: Path) -> None:
     """Write this process's share. The first process gives the folder its name when all are done.
 
-    Raises OutputError if this process or another could not write its share. `target` is unchanged then, and
-    `remove_unfinished` removes what several processes leave.
+    Raises OutputError on all processes if one of them failed; `target` is unchanged then.
     """
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        try:
-            model = {name: HeldEntry(tensor) for name, tensor in share.tensors.get(MODEL_FOLDER, {}).items()}
-            shards = name_shards(model) if MODEL_FOLDER in share.tensors else {}
-            _write(share, shards, temporary)
-            _signal(temporary, _WRITTEN, share, "")
-            _wait_for(temporary, _WRITTEN, share)
-            _signal(temporary, _HASHED, share, json.dumps(_hashes(share, temporary)))
-            if share.process == 0:
-                _finish(share, shards, temporary, target)
-        except BaseException as error:
-            if share.processes == 1:
-                shutil.rmtree(temporary, ignore_errors=True)
-            else:
-                _signal_failure(temporary, share, str(error))
+        model = {name: HeldEntry(tensor) for name, tensor in share.tensors.get(MODEL_FOLDER, {}).items()}
+        shards = name_shards(model) if MODEL_FOLDER in share.tensors else {}
+        on_all(share.group, lambda: _write(share, shards, temporary))
+        hashes = on_all(share.group, lambda: _hashes(share, temporary))
+        on_all(share.group, lambda: _finish(share, shards, hashes, temporary, target))
+    except BaseException as error:
+        if share.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError | CheckpointError | OutputError):
             raise
-    except (OSError, CheckpointError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OutputError(f"cannot write {target}: {reason}", hint="make room there, or write elsewhere") from error
+        raise OutputError(
+            f"cannot write {target}: {_reason(error)}", hint="make room there, or write elsewhere"
+        ) from error
+
+
+def on_all(group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
+    """Call `do` on all processes of a group, and return the results, which are JSON.
+
+    A process on which it fails raises its error, and the others raise OutputError.
+    """
+    result = failure = None
+    try:
+        result = do()
+    except BaseException as error:
+        failure = error
+    found = [[None, result]]
+    if group is not None:
+        found = all_gather_json([failure and _reason(failure), result], group)
+    if failure is not None:
+        raise failure
+    for rank, (reason, _) in enumerate(found):
+        if reason is not None:
+            raise OutputError(f"rank {rank}: {reason}")
+    return [result for _, result in found]
 
 
 def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -163,6 +180,7 @@ def unhashed_files(folder: Path, hashes: Collection[Path]) -> list[Path]:
 
 
 def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     files = {name: tensors for name, tensors in share.tensors.items() if name != MODEL_FOLDER}
     for name, keys in shards.items():
         files[f"{MODEL_FOLDER}/{name}"] = {key: share.tensors[MODEL_FOLDER][key] for key in keys}
@@ -174,7 +192,7 @@ def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) ->
         # Other processes write to the file at the same time, so it is not truncated.
         with open(open_regular(path, os.O_CREAT | os.O_WRONLY), "wb", buffering=0) as file:
             os.truncate(file.fileno(), placement.size)
-            if share.process == 0:
+            if share.is_first:
                 write_all(file, placement.header)
             for key, entry in entries.items():
                 if not tensors[key].is_meta:
@@ -187,25 +205,28 @@ def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) ->
 
 
 def _hashes(share: Share, folder: Path) -> dict[str, str]:
-    """Return the hashes of every n-th file, for process k of n."""
-    names = sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and not path.relative_to(folder).parts[0].startswith(".")
-    )
-    return {name: sha256_of(folder / name) for name in names[share.process :: share.processes]}
+    """Return the hashes of this process's part of the files."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    if share.group is not None:
+        names = names[dist.get_rank(share.group) :: dist.get_world_size(share.group)]
+    return {name: sha256_of(folder / name) for name in names}
 
 
-def _finish(share: Share, shards: Mapping[str, Mapping[str, Entry]], temporary: Path, target: Path) -> None:
-    hashed = _wait_for(temporary, _HASHED, share)
-    hashes = {name: digest for text in hashed for name, digest in json.loads(text).items()}
+def _finish(
+    share: Share,
+    shards: Mapping[str, Mapping[str, Entry]],
+    hashed: Sequence[Mapping[str, str]],
+    temporary: Path,
+    target: Path,
+) -> None:
+    if not share.is_first:
+        return
+    hashes = {name: digest for each in hashed for name, digest in each.items()}
     if shards:
         name = f"{MODEL_FOLDER}/{SAFETENSORS_FORM.index_name}"
         sha256 = {shard: hashes[f"{MODEL_FOLDER}/{shard}"] for shard in shards}
         _write_bytes(temporary / name, json_bytes(make_index(shards, metadata=_METADATA, sha256=sha256)))
         hashes[name] = sha256_of(temporary / name)
-    for flag in temporary.glob(".*"):
-        flag.unlink()
     _write_bytes(
         temporary / RUNNING_STATES_FILE, json_bytes({**share.running_states, SHA256: dict(sorted(hashes.items()))})
     )
@@ -219,29 +240,5 @@ def _write_bytes(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _signal(folder: Path, flag: str, share: Share, text: str) -> None:
-    write_bytes_atomic(folder / f"{flag}-{share.process}", text.encode())
-
-
-def _signal_failure(folder: Path, share: Share, reason: str) -> None:
-    """Record why this process failed, so that the others stop waiting."""
-    try:
-        _signal(folder, _FAILED, share, reason)
-    except OutputError:
-        # A full disk still has room for an empty file.
-        with suppress(OSError):
-            (folder / f"{_FAILED}-{share.process}").touch()
-
-
-def _wait_for(folder: Path, flag: str, share: Share) -> list[str]:
-    """Wait for this flag of all processes, and return the contents. Raises OutputError if a process failed."""
-    while True:
-        for process in range(share.processes):
-            failed = folder / f"{_FAILED}-{process}"
-            if failed.exists():
-                reason = failed.read_text(encoding="utf-8") or "cannot write its part, nor why: is the disk full?"
-                raise OutputError(f"rank {process}: {reason}")
-        flags = [folder / f"{flag}-{process}" for process in range(share.processes)]
-        if all(each.exists() for each in flags):
-            return [each.read_text(encoding="utf-8") for each in flags]
-        time.sleep(_POLL_S)
+def _reason(error: BaseException) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -3,20 +3,22 @@
 import math
 import secrets
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_SCHEMA, checkpoint_folder_name, epoch_folders
 from opensora_cli.checkpoint.shared_folder import (
     Share,
+    on_all,
     remove_checkpoint,
-    remove_unfinished,
     temporary_folder,
     write_share,
 )
@@ -26,14 +28,13 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.train.resuming import read_running_states
 from opensora_cli.engine.train.state import tensors_of, updates_file
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings
 
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
 """The scores by which checkpoints are compared."""
 
-_LOOK_S = 1.0
+_LONGEST = timedelta(days=7)
 
 
 class CheckpointWriter:
@@ -53,8 +54,8 @@ class CheckpointWriter:
         self._reporter = reporter or SilentReporter()
         self._job = BackgroundJob()
         self._copies = HostCopies()
-        self._distribution: Distribution | None = None
-        """Ranks of the last save, until it was waited for."""
+        self._group: dist.ProcessGroup | None = None
+        """Group of the background threads of all ranks."""
         self._has_warned = False
         self._had_failed = False
         """Whether the writing before the last one failed on any rank."""
@@ -67,8 +68,7 @@ class CheckpointWriter:
     ) -> None:
         if error is None:
             self.wait()
-        elif self._distribution is None or self._distribution.ranks == 1:
-            # Other ranks may be gone; the launcher ends this one too.
+        else:
             self._job.join()
 
     def save(
@@ -86,13 +86,14 @@ class CheckpointWriter:
         on all ranks if the last two saves failed, and TrainingError if the weights are not finite.
         """
         distribution = trainer.distribution
-        self._let_one_failure_pass(distribution)
+        self._let_one_failure_pass()
         if not trainer.are_weights_finite():
             raise TrainingError(
                 f"weights are not finite after step {trainer.step}: they are not saved",
                 hint="use a lower rate: --set optimizer.learning_rate=X",
             )
-        self._distribution = distribution
+        if distribution.ranks > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_LONGEST)
         target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
         token = secrets.token_hex(4)
         temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
@@ -103,15 +104,13 @@ class CheckpointWriter:
             tensors=self._copy(trainer),
             files=updates_file(trainer) if distribution.is_main else {},
             running_states=running,
-            process=distribution.rank,
-            processes=distribution.ranks,
+            group=self._group,
         )
         trainer.losses.clear()
 
         def write() -> None:
             write_share(share, temporary, target)
-            if distribution.is_main:
-                remove_old(self._output, self._settings)
+            on_all(self._group, lambda: remove_old(self._output, self._settings) if distribution.is_main else None)
 
         self._job.start(write)
         return target
@@ -126,37 +125,19 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the writing of all ranks to end. Raises an OutputError of any rank once, on all ranks."""
-        if self._distribution is not None:
-            self._join(self._distribution)
-            error = self._take_error(self._distribution)
-            self._distribution = None
-            if error is not None:
-                raise error
-
-    def _join(self, distribution: Distribution) -> None:
-        # Hashing and removal may take one rank longer than a collective's timeout.
-        while distribution.any(not self._job.join(_LOOK_S)):
-            pass
-
-    def _take_error(self, distribution: Distribution) -> BaseException | None:
-        """Return the error once: on all ranks if there is one on any."""
+        self._job.join()
         error = self._job.take_error()
-        # The other ranks do not see an error of the first one at the end.
-        if distribution.any(error is not None) and error is None:
-            error = OutputError(f"another rank could not write a checkpoint in {self._output}")
-        return error
+        if error is not None:
+            raise error
 
-    def _let_one_failure_pass(self, distribution: Distribution) -> None:
-        self._join(distribution)
+    def _let_one_failure_pass(self) -> None:
+        self._job.join()
         self.warn_of_failure()
         self._has_warned = False
-        error = self._take_error(distribution)
+        error = self._job.take_error()
         if error is not None and (self._had_failed or not isinstance(error, OutputError)):
             raise error
         self._had_failed = error is not None
-        if self._had_failed and distribution.is_main:
-            # The other ranks write nothing before this one has sent the folder's name.
-            remove_unfinished(self._output)
 
     def _copy(self, trainer: Trainer[Any]) -> dict[str, dict[str, Tensor]]:
         """Copy this rank's tensors to the host."""

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.flops import peak_tflops, training_flops
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.parallel.scheduling import Slow
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 
@@ -42,42 +41,30 @@ class Metrics:
     """Writes a line with the means of every few steps, and one for each validation and each skipped step.
 
     Lines go to `log.jsonl` and, where TensorBoard is on, to events such as `train/loss`, `validation/loss` and
-    `seconds/data`. After each step the figures of the unfinished line are shown on the terminal. `memory` returns peaks
-    in GiB by name. `mfu` returns the model FLOPs utilization from samples, tokens and seconds. `exchange` returns the
-    bytes per second of exchanges by name, and slow exchanges, since its last call; the first slow one is a warning.
-    `profile_steps` are the first and last step of a Chrome trace.
+    `seconds/data`. After each step the figures of the unfinished line are shown on the terminal. The main rank alone
+    writes and reports. Raises HardwareError if TensorBoard is missing, or a setting needs a GPU and there is none.
     """
 
     def __init__(
-        self,
-        output: Path,
-        *,
-        clock: Clock,
-        every: int,
-        steps: int,
-        memory: Callable[[], Mapping[str, float]],
-        mfu: Callable[[int, int, float], float] | None = None,
-        exchange: Callable[[], tuple[Mapping[str, float], Sequence[Slow]]] = lambda: ({}, ()),
-        tensorboard: bool = False,
-        profile_steps: tuple[int, int] | None = None,
-        reporter: Reporter,
-        writes: bool = True,
+        self, settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
     ) -> None:
-        self.clock = clock
+        self.clock = _open_clock(settings, distribution.device)
+        self._writes = distribution.is_main
+        self._every = settings.loop.log_every
+        self._total_steps = settings.loop.steps
+        self._device = distribution.device
+        self._mfu = _open_mfu(settings, distribution)
+        self._monitor = distribution.monitor
         self._output = output
-        self._every = every
-        self._total_steps = steps
-        self._memory = memory
-        self._mfu = mfu
-        self._exchange = exchange
         self._reporter = reporter
-        self._writes = writes
         self._log = JsonLog(output / LOG_FILE, reporter=reporter)
-        self._open_events = require_tensorboard() if tensorboard and writes else None
+        has_events = settings.watching.tensorboard and self._writes
+        self._open_events = require_tensorboard() if has_events else None
         self._events: SummaryWriter | None = None
-        self._profile_steps = profile_steps if writes else None
+        self._profile_steps = settings.watching.profile_steps if self._writes else None
         self._profile: profile | None = None
         self._window: list[StepReport] = []
+        """Steps of the unfinished line."""
         self._has_warned = False
 
     def start(self, step: int) -> None:
@@ -144,7 +131,7 @@ class Metrics:
             "seconds_per_step": round(total / count, 4),
             **self._speed(trained),
             "data_wait": round(seconds.get("data", 0.0) / trained, 4) if trained > 0 else 0.0,
-            **self._memory(),
+            **peak_memory_gib(self._device),
             "eta_s": round((self._total_steps - last.step) * total / count, 1),
             "seconds": {name: round(value / count, 6) for name, value in seconds.items()},
             "skipped": sum(report.skipped for report in self._window),
@@ -159,7 +146,7 @@ class Metrics:
         return {"samples_per_s": round(samples / seconds, 3), "tokens_per_s": round(tokens / seconds, 1), **mfu}
 
     def _exchange_figures(self) -> dict[str, object]:
-        rates, slow = self._exchange()
+        rates, slow = self._monitor.take()
         if slow and not self._has_warned:
             self._has_warned = True
             first = slow[0]
@@ -189,7 +176,7 @@ class Metrics:
     def _start_profile(self, step: int) -> None:
         # A run that is resumed between the first and the last step writes no profile.
         if self._profile_steps is not None and step == self._profile_steps[0] - 1:
-            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
             self._profile.start()
 
@@ -205,12 +192,8 @@ class Metrics:
         self._reporter.note(f"profile: {path}")
 
 
-def open_metrics(settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter) -> Metrics:
-    """Return the metrics of a run; the main rank alone writes and reports.
-
-    Raises HardwareError if TensorBoard is not installed, or a setting needs a GPU and there is none.
-    """
-    watching, device = settings.watching, distribution.device
+def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
+    watching = settings.watching
     if device.type != "cuda":
         given = " and ".join(f"watching.{name}=true" for name in ("exact_timers", "nvtx") if getattr(watching, name))
         if given:
@@ -220,20 +203,9 @@ def open_metrics(settings: TrainSettings, *, distribution: Distribution, output:
         marks.append(torch.profiler.record_function)
     if watching.nvtx:
         marks.append(torch.cuda.nvtx.range)
-    wait = partial(torch.cuda.synchronize, device) if watching.exact_timers else lambda: None
-    return Metrics(
-        output,
-        clock=Clock(marks=marks, wait=wait),
-        every=settings.loop.log_every,
-        steps=settings.loop.steps,
-        memory=partial(peak_memory_gib, device),
-        mfu=_open_mfu(settings, distribution),
-        exchange=distribution.monitor.take,
-        tensorboard=watching.tensorboard,
-        profile_steps=watching.profile_steps,
-        reporter=reporter,
-        writes=distribution.is_main,
-    )
+    if watching.exact_timers:
+        return Clock(marks=marks, wait=partial(torch.cuda.synchronize, device))
+    return Clock(marks=marks)
 
 
 def _open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:

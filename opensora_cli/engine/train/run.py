@@ -39,7 +39,7 @@ from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
-from opensora_cli.engine.train.metrics import open_metrics, remove_records, truncate_records
+from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_records
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision, multiplies_bf16
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
@@ -156,7 +156,7 @@ class _Run:
         self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
         self._saved: Path | None = None
         self._saved_step: int | None = None
-        self._metrics = open_metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
+        self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
         self._samples: SampleVideos | None = None
         self._validation: HeldOutLoss | None = None
         self._attention: AttentionPlan | None = None

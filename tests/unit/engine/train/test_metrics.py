@@ -4,6 +4,7 @@ import json
 import math
 import os
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import tiny_training
@@ -12,9 +13,10 @@ from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError
 from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.train import metrics as metrics_module
 from opensora_cli.engine.train.clock import PARTS, Clock, StepReport
 from opensora_cli.engine.train.flops import training_flops
-from opensora_cli.engine.train.metrics import JsonLog, Metrics, open_metrics, remove_records, truncate_records
+from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, truncate_records
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
@@ -64,16 +66,13 @@ def report(step, *, loss=1.0, skipped=False, **seconds):
     )
 
 
-def metrics(output, *, every=2, clock=None, reporter=None, **options):
-    return Metrics(
-        output,
-        clock=clock or Clock(),
-        every=every,
-        steps=10,
-        memory=lambda: {"peak_resident_gib": 0.5},
-        reporter=reporter or Shown(),
-        **options,
+def metrics(output, *, every=2, reporter=None, distribution=None, target="vae", **watching):
+    """Return the metrics of a run of ten steps."""
+    settings = getattr(tiny_training, f"{target}_settings")(output).replace(
+        {"loop.steps": 10, "loop.log_every": every, **{f"watching.{name}": value for name, value in watching.items()}}
     )
+    distribution = distribution or Distribution(CPU)
+    return Metrics(settings, distribution=distribution, output=output, reporter=reporter or Shown())
 
 
 def read(path):
@@ -113,7 +112,8 @@ class TestLines:
             asked.append((samples, tokens, seconds))
             return 0.25
 
-        lines = metrics(tmp_path, mfu=mfu)
+        lines = metrics(tmp_path)
+        lines._mfu = mfu
         lines.on_step(report(1, loss=1.0, data=0.25, forward=1.0))
         lines.on_step(report(2, loss=3.0, data=0.5, checkpoint=1.0))
         [line] = read(tmp_path / "log.jsonl")
@@ -128,7 +128,8 @@ class TestLines:
         slow = Slow("ulysses", 2.0, 0.01)
         taken = [({"ulysses": 2.5e9}, [slow]), ({"ulysses": 5e9}, [slow, slow]), ({}, [])]
         shown = Shown()
-        lines = metrics(tmp_path, every=1, exchange=lambda: taken.pop(0), reporter=shown)
+        lines = metrics(tmp_path, every=1, reporter=shown)
+        lines._monitor = Mock(take=lambda: taken.pop(0))
         for step in (1, 2, 3):
             lines.on_step(report(step))
         first, second, third = read(tmp_path / "log.jsonl")
@@ -161,9 +162,11 @@ class TestLines:
         [line] = read(tmp_path / "log.jsonl")
         assert line["adversary_loss"] == 4.0
 
-    def test_figures_are_shown_after_each_step_and_printed_with_each_line(self, tmp_path):
+    def test_figures_are_shown_after_each_step_and_printed_with_each_line(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(metrics_module, "peak_memory_gib", lambda device: {"peak_resident_gib": 0.5})
         shown = Shown()
-        lines = metrics(tmp_path, reporter=shown, mfu=lambda *_: 0.4)
+        lines = metrics(tmp_path, reporter=shown)
+        lines._mfu = lambda *_: 0.4
         for step in (1, 2, 3):
             lines.on_step(report(step, data=0.5))
         assert len(shown.tables) == 3
@@ -308,7 +311,7 @@ class TestTimers:
 
 class TestProfiler:
     def run(self, folder, steps, *, first, last):
-        lines = metrics(folder, clock=Clock(marks=[torch.profiler.record_function]), profile_steps=steps)
+        lines = metrics(folder, profile_steps=steps)
         trainer = toy_trainer(ToyTask(), on_step=lines.on_step)
         trainer._clock = lines.clock
         trainer.step = first
@@ -336,8 +339,7 @@ class TestOpening:
     def test_the_main_rank_alone_writes(self, tmp_path, rank):
         distribution, shown = Distribution(CPU), Shown()
         distribution.rank = rank
-        settings = tiny_training.vae_settings(tmp_path).replace({"watching.profile_steps": (1, 1)})
-        opened = open_metrics(settings, distribution=distribution, output=tmp_path, reporter=shown)
+        opened = metrics(tmp_path, distribution=distribution, reporter=shown, profile_steps=(1, 1), every=1)
         assert opened.clock._marks == [torch.profiler.record_function]
         opened.start(0)
         opened.on_step(report(1))
@@ -349,14 +351,13 @@ class TestOpening:
     @pytest.mark.parametrize(
         ("target", "changes", "known"),
         [
-            ("mmdit", {"watching.peak_tflops": 1.0}, True),
+            ("mmdit", {"peak_tflops": 1.0}, True),
             ("mmdit", {}, False),
-            ("vae", {"watching.peak_tflops": 1.0}, False),
+            ("vae", {"peak_tflops": 1.0}, False),
         ],
     )
     def test_utilisation_needs_a_known_peak(self, tmp_path, target, changes, known):
-        settings = getattr(tiny_training, f"{target}_settings")(tmp_path).replace(changes)
-        opened = open_metrics(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
+        opened, settings = metrics(tmp_path, target=target, **changes), tiny_training.mmdit_settings(tmp_path)
         assert (opened._mfu is not None) is known
         if opened._mfu is not None:
             sizes = {"samples": 4, "latent_tokens": 400, "text_tokens": settings.text.t5_max_length}
@@ -367,9 +368,7 @@ class TestOpening:
         settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", "watching.exact_timers": True})
         for changes, given in (({}, ""), ({"watching.nvtx": True}, " and watching.nvtx=true")):
             with pytest.raises(HardwareError, match=rf"^watching\.exact_timers=true{given} needs a GPU"):
-                open_metrics(
-                    settings.replace(changes), distribution=Distribution(CPU), output=tmp_path, reporter=Shown()
-                )
+                Metrics(settings.replace(changes), distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
 
     def test_records_are_truncated_and_removed(self, tmp_path):
         for step in (2, 4, 10):
