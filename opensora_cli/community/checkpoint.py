@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -39,16 +41,16 @@ from opensora_cli.checkpoint.sharding import rank_and_count
 from opensora_cli.checkpoint.sharding import record_model_param_shape as record_model_param_shape
 from opensora_cli.checkpoint.shared_folder import (
     Share,
+    on_all,
     remove_checkpoint,
     remove_unfinished,
     temporary_folder,
     write_share,
 )
 from opensora_cli.community import refused
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, osora_error
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
 from opensora_cli.core.formatting import escaped, first_few
-from opensora_cli.core.rank_messages import broadcast_json
 
 _ADAPTER_FOLDER = "lora"
 _OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
@@ -58,16 +60,6 @@ _REPLACED = (
     *(_LR_SCHEDULER_FILE, _SAMPLER_FILE, RUNNING_STATES_FILE),
 )
 T = TypeVar("T")
-
-
-class Stateful(Protocol):
-    """Optimizer, schedule, sampler, or other object with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Restore the state."""
 
 
 class CheckpointIO:
@@ -279,21 +271,9 @@ def _load_state(target: Stateful, path: Path) -> None:
 
 
 def _do_on_first_rank(do: Callable[[], object]) -> None:
-    """Call `do` on the first rank alone, and raise its error on all ranks."""
+    """Call `do` on the first rank alone. Its error is raised there, and as an OutputError on the others."""
     rank, ranks = rank_and_count()
-    raised: Exception | None = None
-    if rank == 0:
-        try:
-            do()
-        except Exception as error:
-            raised = error
-    report = raised and [type(raised).__name__, str(raised), getattr(raised, "hint", None)]
-    if ranks > 1:
-        report = broadcast_json(report)
-    if raised is not None:
-        raise raised
-    if report is not None:
-        raise osora_error(*report)
+    on_all(dist.group.WORLD if ranks > 1 else None, lambda: None if rank else do())
 
 
 def load_from_hf_hub(repo_path: str, cache_dir: str | None = None) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
+from opensora_cli.checkpoint.background import BackgroundJob
 from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_SCHEMA, checkpoint_folder_name, epoch_folders
 from opensora_cli.checkpoint.shared_folder import (
     Share,
@@ -53,7 +53,7 @@ class CheckpointWriter:
         self._settings = settings
         self._reporter = reporter or SilentReporter()
         self._job = BackgroundJob()
-        self._copies = HostCopies()
+        self._buffers: dict[tuple[str, str], Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         """Group of the background threads of all ranks."""
         self._has_warned = False
@@ -140,20 +140,25 @@ class CheckpointWriter:
         self._had_failed = error is not None
 
     def _copy(self, trainer: Trainer[Any]) -> dict[str, dict[str, Tensor]]:
-        """Copy this rank's tensors to the host."""
-        ranks, rank = trainer.distribution.ranks, trainer.distribution.rank
-        bytes_of = [0] * ranks
+        """Copy this rank's tensors to the host, into the buffers of the last copy where they fit."""
+        bytes_of = [0] * trainer.distribution.ranks
+        buffers: dict[tuple[str, str], Tensor] = {}
         copied: dict[str, dict[str, Tensor]] = {}
-        with self._copies.renewed() as copy:
-            for part in tensors_of(trainer):
-                whole = trainer.distribution.whole(part.parameter, part.tensor)
-                owner = bytes_of.index(min(bytes_of))
-                bytes_of[owner] += whole.nbytes
-                if owner == rank:
-                    kept = copy((part.file, part.key), whole)
-                else:
-                    kept = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-                copied.setdefault(part.file, {})[part.key] = kept
+        for part in tensors_of(trainer):
+            whole = trainer.distribution.whole(part.parameter, part.tensor)
+            owner = bytes_of.index(min(bytes_of))
+            bytes_of[owner] += whole.nbytes
+            kept = whole.new_empty(whole.shape, device="meta")
+            if owner == trainer.distribution.rank:
+                name = part.file, part.key
+                buffer = self._buffers.get(name)
+                if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
+                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                kept = buffers[name] = buffer.copy_(whole, non_blocking=whole.is_cuda)
+            copied.setdefault(part.file, {})[part.key] = kept
+        if any(buffer.is_pinned() for buffer in buffers.values()):
+            torch.cuda.synchronize()
+        self._buffers = buffers
         return copied
 
 

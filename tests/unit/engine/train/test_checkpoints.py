@@ -163,10 +163,10 @@ class TestSave:
         trainer = trained()
         with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
             writer.save(trainer)
-            first = {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()}
+            first = {name: buffer.data_ptr() for name, buffer in writer._buffers.items()}
             trainer.do_step()
             writer.save(trainer)
-            assert {name: writer._copies._buffers[name].data_ptr() for name in first} == first
+            assert {name: writer._buffers[name].data_ptr() for name in first} == first
 
 
 class TestKept:
