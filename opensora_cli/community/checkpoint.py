@@ -277,7 +277,7 @@ def _do_on_first_rank(do: Callable[[], object]) -> None:
 
 
 def load_from_hf_hub(repo_path: str, cache_dir: str | None = None) -> str:
-    """Return where a file of the Hub is, fetched unless it is there: `owner/repository/file`, or all weights."""
+    """Return the path of `owner/repository/file` of the Hub, fetched if missing; without a file, all weights."""
     return str(fetch_from_hub(repo_path, cache_dir=cache_dir))
 
 
