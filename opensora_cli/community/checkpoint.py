@@ -115,18 +115,18 @@ class CheckpointIO:
         self.wait()
         updates = global_step if actual_update_step is None else actual_update_step
         folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=updates)
-        model = _unwrapped(model)
-        shapes = ema_shape_dict or ({} if model is None else record_model_param_shape(model))
+        module = _unwrapped(model)
+        shapes = ema_shape_dict or ({} if module is None else record_model_param_shape(module))
         tensors: dict[str, Mapping[str, Tensor]] = {}
         files: dict[str, bytes] = {}
-        if model is not None and lora:
+        if module is not None and lora:
             import peft
 
-            config = json.loads(json.dumps(model.peft_config[model.active_adapter].to_dict(), default=sorted))
+            config = json.loads(json.dumps(module.peft_config[module.active_adapter].to_dict(), default=sorted))
             files[f"{_ADAPTER_FOLDER}/{CONFIG_FILE}"] = json_bytes(config)
-            tensors[f"{_ADAPTER_FOLDER}/{WEIGHTS_FILE}"] = _gathered(peft.get_peft_model_state_dict(model))
-        elif model is not None:
-            tensors[MODEL_FOLDER] = _gathered(model.state_dict())
+            tensors[f"{_ADAPTER_FOLDER}/{WEIGHTS_FILE}"] = _gathered(peft.get_peft_model_state_dict(module))
+        elif module is not None:
+            tensors[MODEL_FOLDER] = _gathered(module.state_dict())
         if ema is not None:
             tensors[EMA_FILE] = _averages(ema, shapes)
         if master is not None:

@@ -28,7 +28,7 @@ OSORA = typer.main.get_command(app)
 # Commands with a plan that loads no weights; the options of all others are parsed.
 PLANNED = {"generate", "train"}
 # These options print something and end.
-PRINTING = {"--list", "--version", "--help", "-h", "--list-presets", "--check-data", "--new"}
+PRINTING = {"--list", "--version", "--help", "-h", "--list-presets", "--check-data", "--new", "--plot"}
 
 
 def _help_examples(command: Any) -> Iterator[Block]:

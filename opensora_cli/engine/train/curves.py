@@ -40,10 +40,10 @@ def plot_runs(runs: Sequence[str], path: Path, *, overwrite: bool = False) -> Tr
     if path.suffix.lower() not in _ENDINGS:
         raise RequestError(f"--plot {path} must end in {', '.join(_ENDINGS)}")
     require_writable(path, overwrite=overwrite)
+    logs = {run: _read(Path(run)) for run in runs}
     figure = new_figure(height=9.0)
     rows = figure.subplots(len(_CURVES), sharex=True)
-    for run in dict.fromkeys(runs):
-        lines = _read(Path(run))
+    for run, lines in logs.items():
         for axes, name in zip(rows, _CURVES, strict=True):
             (curve,) = axes.plot(*_points(lines, None, name), label=run)
             if name == "loss" and any(line.get("event") == "validation" for line in lines):
@@ -55,13 +55,13 @@ def plot_runs(runs: Sequence[str], path: Path, *, overwrite: bool = False) -> Tr
     rows[0].legend()
     rows[-1].set_xlabel("step")
     write_figure(figure, path, replace=overwrite)
-    return TrainPlot(plot=path, runs=tuple(map(Path, dict.fromkeys(runs))))
+    return TrainPlot(plot=path, runs=tuple(map(Path, logs)))
 
 
 def _read(run: Path) -> list[Mapping[str, Any]]:
     """Return the lines of a log, except a broken one: a crash or a run in progress may leave half a line."""
     path = run / LOG_FILE if run.is_dir() else run
-    lines = []
+    lines: list[Mapping[str, Any]] = []
     for text in read_text(path, max_bytes=_MAX_LOG_BYTES, hint="name the folder of a run").splitlines():
         try:
             line = json.loads(text)

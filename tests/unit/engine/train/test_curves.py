@@ -43,27 +43,6 @@ def test_curves_of_several_runs_in_one_chart(
     assert path.read_text() != drawn
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        (["--plot", "{0}/a.png"], 2, "--plot needs the folders of runs"),
-        (["--plot", "{0}/a.gif", "{0}"], 2, "must end in .png, .svg, .pdf"),
-        (["--plot", "{0}/a.png", "{0}", "--resume"], 2, "--resume has no effect with --plot, which trains nothing"),
-        (["{0}"], 2, "RUN has no effect without --plot"),
-        (["--plot", "{0}/a.png", "{0}/gone"], 3, "gone"),
-        (["--plot", "{0}/a.png", "{0}/empty"], 3, "has no line of a step with a loss"),
-    ],
-)
-def test_requests_that_are_refused(
-    words: list[str], code: int, says: str, runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "first" / "empty").mkdir()
-    (tmp_path / "first" / "empty" / "log.jsonl").touch()
-    assert main(["train", *(word.format(runs[0]) for word in words)]) == code
-    assert says in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.rglob("a.*"))
-
-
 def test_a_missing_matplotlib_is_named(
     runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
