@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings, PrecisionSettings
 
 SCHEMA = "osora.bench.checkpoint-stall/1"

@@ -16,9 +16,9 @@ from train import FixedBatches, demo_settings, encoded_batches, make_trainer
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.encoders import EmptyPrompt
+from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.watching import open_watching
 from opensora_cli.settings.train import TrainSettings
 
 GOAL = 1 / 1.01
@@ -59,15 +59,13 @@ def _watched(
     settings = _settings(batch_size, changes)
     batches, empty = _encoded(batch_size)
     with tempfile.TemporaryDirectory() as folder:
-        watching = open_watching(
-            settings, distribution=Distribution(_CPU), output=Path(folder), reporter=SilentReporter()
-        )
-        trainer = make_trainer(settings, FixedBatches(batches), _CPU, watching=watching)
-        watching.start(0)
+        metrics = Metrics(settings, distribution=Distribution(_CPU), output=Path(folder), reporter=SilentReporter())
+        trainer = make_trainer(settings, FixedBatches(batches), _CPU, metrics=metrics)
+        metrics.start(0)
         try:
             yield trainer, batches, empty
         finally:
-            watching.close()
+            metrics.close()
 
 
 @cache

@@ -39,12 +39,12 @@ from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_c
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.clock import Clock
+from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives.task import BatchSource
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import Clock
-from opensora_cli.engine.train.watching.watching import Watching
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -130,11 +130,10 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
 
 
 def make_trainer(
-    settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device, *, watching: Watching | None = None
+    settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device, *, metrics: Metrics | None = None
 ) -> Trainer[ClipBatch]:
-    """Return the trainer, as `osora train` builds it; `watching` None: nothing but a clock."""
+    """Return the trainer, as `osora train` builds it; without `metrics`, nothing is recorded."""
     distribution, reporter = Distribution(device), SilentReporter()
-    watching = watching or Watching(Clock())
     return Trainer(
         build_task(settings, distribution=distribution, reporter=reporter),
         batches,
@@ -142,8 +141,8 @@ def make_trainer(
         optimizer=settings.optimizer,
         precision=Precision(settings.precision, device),
         distribution=distribution,
-        clock=watching.clock,
-        observers=watching.observers,
+        clock=Clock() if metrics is None else metrics.clock,
+        on_step=(lambda report: None) if metrics is None else metrics.on_step,
         reporter=reporter,
     )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
@@ -15,7 +16,6 @@ from opensora_cli.engine.train.objectives.vae import VAETask
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.data import SceneSettings
 from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings

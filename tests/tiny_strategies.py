@@ -12,11 +12,11 @@ from wire_formulas import StepSizes
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.train.build import build_batches, build_task
+from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings

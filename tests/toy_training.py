@@ -1,6 +1,6 @@
 """A task of a dozen weights, which can go wrong at chosen micro-batches."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.clock import Clock, StepReport
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -141,7 +141,7 @@ def toy_trainer(
     distribution: Distribution | None = None,
     reporter: SilentReporter | None = None,
     precision: str = "fp32",
-    observers: tuple[Any, ...] = (),
+    on_step: Callable[[StepReport], object] = lambda report: None,
     **loop: object,
 ) -> Trainer[ToyBatch]:
     """Return a trainer of the toy, for six steps unless `loop` says otherwise."""
@@ -159,6 +159,6 @@ def toy_trainer(
         precision=Precision(PrecisionSettings(compute=precision), distribution.device),
         distribution=distribution,
         clock=Clock(),
-        observers=observers,
+        on_step=on_step,
         reporter=reporter or SilentReporter(),
     )

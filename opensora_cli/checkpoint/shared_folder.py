@@ -1,32 +1,35 @@
-"""A checkpoint folder that several processes write: whole or absent.
+"""The writer of training checkpoints: one or several processes fill a folder, which is whole or absent.
 
-Each process has some of the tensors, whole, and the shapes of all; so it can compute where in which file its own go. It
-needs nothing of the others but a shared folder, where files whose names begin with a dot signal progress. So saving
-runs in the background, and uses no collectives.
+Each process has some of the tensors, whole, and the shapes of all, so it computes where in which file its own belong.
+Between the parts of the work the processes exchange results in a process group that nothing else uses, so saving runs
+in the background.
 
-The folder has another name until everything is in it, and the last file of it is the one without which no reader takes
-it for a checkpoint; that one has the SHA-256 of all others.
+The folder has a temporary name until it is complete. Its last file, `running_states.json`, makes it a checkpoint and
+holds the SHA-256 of all others.
+
+Tensors are safetensors and everything else is JSON or bytes, not torch's distributed checkpoint: the metadata of that
+format is a pickle, its shards depend on the number of ranks, and other programs read neither.
 """
 
-import json
 import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, read_running_document
+from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER, RUNNING_STATES_FILE, read_running_document
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.lazy import LazyTensor, write_all
-from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
+from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards, refuse_outside, sha256_of
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.files import replace_folder, write_bytes_atomic
+from opensora_cli.core.files import json_bytes, replace_folder
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.strict_json import shown
@@ -38,44 +41,42 @@ _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 _READ_SUFFIXES = (".safetensors", ".pt", ".bin", ".json")
 
 _PREFIX = ".saving-"
-_POLL_S = 0.02
-_WRITTEN, _HASHED, _FAILED = ".written", ".hashed", ".failed"
+_METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one process adds to a checkpoint."""
+    """The part of a checkpoint that one process writes."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """Relative name of each safetensors file -> all its tensors by name, on all processes; those of others are on the
-    meta device."""
+    """Relative name of each safetensors file -> all its tensors by name; those of other processes are on the meta
+    device. `model` becomes a folder of shards with an index."""
     files: Mapping[str, bytes]
     """Relative name -> content of other files, which this process alone writes."""
-    indexes: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
-    """Relative name -> content of files that need the SHA-256 of others, by relative name; the first process's."""
     running_states: Mapping[str, object]
-    """Content of the last file besides the hashes; the first process's."""
-    process: int = 0
-    processes: int = 1
+    """Content of the last file besides the hashes. The first process writes it."""
+    group: dist.ProcessGroup | None = None
+    """Group of the processes; None for one process."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process."""
+        return self.group is None or dist.get_rank(self.group) == 0
 
 
 def temporary_folder(target: Path, *, token: str) -> Path:
-    """Return where a checkpoint is written until it is whole: the same for all processes that have the same token."""
+    """Return the temporary name of a checkpoint, the same for all processes that have the same token."""
     return target.parent / f"{_PREFIX}{token}-{target.name}"
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove what was being saved or removed in the folder of a run when that was killed."""
+    """Remove the folders that a killed process was saving or removing in the folder of a run."""
     for folder in run.glob(f"{_PREFIX}*") if run.is_dir() else ():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, whose name is gone before its first file is.
-
-    Raises:
-        OutputError: that is not possible.
-    """
+    """Remove a checkpoint; it loses its name before its first file. Raises OutputError if that is not possible."""
     going = temporary_folder(folder, token=secrets.token_hex(4))
     try:
         folder.rename(going)
@@ -85,36 +86,51 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def write_share(share: Share, temporary: Path, target: Path) -> None:
-    """Write this process's share, and, as the first of them, give the folder its name when all have done so.
+    """Write this process's share. The first process gives the folder its name when all are done.
 
-    Raises:
-        OutputError: this process or another could not write its share. `target` is as it was then; what several
-            processes leave is for `remove_unfinished`.
+    Raises OutputError on all processes if one of them failed; `target` is unchanged then.
     """
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        try:
-            _write(share, temporary)
-            _signal(temporary, _WRITTEN, share, "")
-            _wait_for(temporary, _WRITTEN, share)
-            _signal(temporary, _HASHED, share, json.dumps(_hashes(share, temporary)))
-            if share.process == 0:
-                _finish(share, temporary, target)
-        except BaseException as error:
-            if share.processes == 1:
-                shutil.rmtree(temporary, ignore_errors=True)
-            else:
-                _signal_failure(temporary, share, str(error))
+        model = {name: LazyTensor.of(tensor) for name, tensor in share.tensors.get(MODEL_FOLDER, {}).items()}
+        shards = name_shards(model) if MODEL_FOLDER in share.tensors else {}
+        on_all(share.group, lambda: _write(share, shards, temporary))
+        hashes = on_all(share.group, lambda: _hashes(share, temporary))
+        on_all(share.group, lambda: _finish(share, shards, hashes, temporary, target))
+    except BaseException as error:
+        if share.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError | CheckpointError | OutputError):
             raise
-    except (OSError, CheckpointError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OutputError(f"cannot write {target}: {reason}", hint="make room there, or write elsewhere") from error
+        raise OutputError(
+            f"cannot write {target}: {_reason(error)}", hint="make room there, or write elsewhere"
+        ) from error
+
+
+def on_all(group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
+    """Call `do` on all processes of a group, and return the results, which are JSON.
+
+    A process on which it fails raises its error, and the others raise OutputError.
+    """
+    result = failure = None
+    try:
+        result = do()
+    except BaseException as error:
+        failure = error
+    found = [[None, result]]
+    if group is not None:
+        found = all_gather_json([failure and _reason(failure), result], group)
+    if failure is not None:
+        raise failure
+    for rank, (reason, _) in enumerate(found):
+        if reason is not None:
+            raise OutputError(f"rank {rank}: {reason}")
+    return [result for _, result in found]
 
 
 def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, compared with the hashes that were written with it.
+    """Return the problems of a checkpoint's files, compared with their recorded hashes.
 
-    With a share (k, n) only every n-th file is read, beginning with the k-th, since n processes share the work.
+    With `share` (k, n), this is process k of n that each read every n-th file.
     """
     if not (folder / RUNNING_STATES_FILE).is_file():
         return [f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}"]
@@ -135,10 +151,9 @@ def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def recorded_hashes(folder: Path) -> dict[Path, str]:
-    """Return the SHA-256 of the files of a checkpoint, as they were written with it; none where they were not.
+    """Return the SHA-256 of a checkpoint's files from `running_states.json`, empty if that holds none.
 
-    Raises:
-        CheckpointError: what was written with it is broken, or names no file or no hash.
+    Raises CheckpointError if the record is broken, or names no file or no hash.
     """
     path = folder / RUNNING_STATES_FILE
     if not path.is_file():
@@ -158,22 +173,26 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
 
 
 def unhashed_files(folder: Path, hashes: Collection[Path]) -> list[Path]:
-    """Return the files of a checkpoint that readers open and that are not among those with a hash."""
+    """Return the files of a checkpoint that readers open and that have no recorded hash."""
     files = (path for path in folder.rglob("*") if path.suffix in _READ_SUFFIXES and path.is_file())
     known = {*hashes, folder / RUNNING_STATES_FILE}
     return sorted(path for path in files if path not in known and not path.name.startswith("."))
 
 
-def _write(share: Share, folder: Path) -> None:
-    for name, tensors in share.tensors.items():
+def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: tensors for name, tensors in share.tensors.items() if name != MODEL_FOLDER}
+    for name, keys in shards.items():
+        files[f"{MODEL_FOLDER}/{name}"] = {key: share.tensors[MODEL_FOLDER][key] for key in keys}
+    for name, tensors in files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         entries: dict[str, LazyTensor] = {key: LazyTensor.of(tensor) for key, tensor in tensors.items()}
-        placement = place_tensors(entries, metadata={})
-        # Opened without cutting it off: others write to it at the same time.
+        placement = place_tensors(entries, metadata=_METADATA)
+        # Other processes write to the file at the same time, so it is not truncated.
         with open(open_regular(path, os.O_CREAT | os.O_WRONLY), "wb", buffering=0) as file:
             os.truncate(file.fileno(), placement.size)
-            if share.process == 0:
+            if share.is_first:
                 write_all(file, placement.header)
             for key, entry in entries.items():
                 if not tensors[key].is_meta:
@@ -186,25 +205,31 @@ def _write(share: Share, folder: Path) -> None:
 
 
 def _hashes(share: Share, folder: Path) -> dict[str, str]:
-    """Return the hashes of this process's part of all files."""
-    names = sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and not path.relative_to(folder).parts[0].startswith(".")
-    )
-    return {name: sha256_of(folder / name) for name in names[share.process :: share.processes]}
+    """Return the hashes of this process's part of the files."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    if share.group is not None:
+        names = names[dist.get_rank(share.group) :: dist.get_world_size(share.group)]
+    return {name: sha256_of(folder / name) for name in names}
 
 
-def _finish(share: Share, temporary: Path, target: Path) -> None:
-    hashed = _wait_for(temporary, _HASHED, share)
-    hashes = {name: digest for text in hashed for name, digest in json.loads(text).items()}
-    for name, content in share.indexes.items():
-        _write_bytes(temporary / name, content(hashes))
+def _finish(
+    share: Share,
+    shards: Mapping[str, Mapping[str, LazyTensor]],
+    hashed: Sequence[Mapping[str, str]],
+    temporary: Path,
+    target: Path,
+) -> None:
+    if not share.is_first:
+        return
+    hashes = {name: digest for each in hashed for name, digest in each.items()}
+    if shards:
+        name = f"{MODEL_FOLDER}/{SAFETENSORS_FORM.index_name}"
+        sha256 = {shard: hashes[f"{MODEL_FOLDER}/{shard}"] for shard in shards}
+        _write_bytes(temporary / name, json_bytes(make_index(shards, metadata=_METADATA, sha256=sha256)))
         hashes[name] = sha256_of(temporary / name)
-    for flag in temporary.glob(".*"):
-        flag.unlink()
-    running = {**share.running_states, SHA256: dict(sorted(hashes.items()))}
-    _write_bytes(temporary / RUNNING_STATES_FILE, json.dumps(running, indent=2, allow_nan=False).encode())
+    _write_bytes(
+        temporary / RUNNING_STATES_FILE, json_bytes({**share.running_states, SHA256: dict(sorted(hashes.items()))})
+    )
     replace_folder(temporary, target)
 
 
@@ -215,29 +240,5 @@ def _write_bytes(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _signal(folder: Path, flag: str, share: Share, text: str) -> None:
-    write_bytes_atomic(folder / f"{flag}-{share.process}", text.encode())
-
-
-def _signal_failure(folder: Path, share: Share, reason: str) -> None:
-    """Record why this process failed: the others wait until they find a file of it."""
-    try:
-        _signal(folder, _FAILED, share, reason)
-    except OutputError:
-        # On a full disk there is room for an empty file yet.
-        with suppress(OSError):
-            (folder / f"{_FAILED}-{share.process}").touch()
-
-
-def _wait_for(folder: Path, flag: str, share: Share) -> list[str]:
-    """Wait until all processes have written this flag, and return the content of each; OutputError if one fails."""
-    while True:
-        for process in range(share.processes):
-            failed = folder / f"{_FAILED}-{process}"
-            if failed.exists():
-                reason = failed.read_text(encoding="utf-8") or "cannot write its part, nor why: is the disk full?"
-                raise OutputError(f"rank {process}: {reason}")
-        flags = [folder / f"{flag}-{process}" for process in range(share.processes)]
-        if all(each.exists() for each in flags):
-            return [each.read_text(encoding="utf-8") for each in flags]
-        time.sleep(_POLL_S)
+def _reason(error: BaseException) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -33,12 +33,25 @@ def train(given: "Layer", call: Call) -> None:
       osora train --new clips
 
       osora train --config demo_lora --gpus 4 --set strategy=zero2
+
+      osora train --plot curves.png runs/first runs/second
     """
     if "--list" in call.given:
         call.refuse(ROWS.keys() - {"--list"}, beside="--list, which prints the recipes alone")
         from opensora_cli.engine.listings import describe_recipes
 
         call.show(describe_recipes())
+    elif (plot := call.value("--plot", Path)) is not None:
+        others = ROWS.keys() - {"RUN", "--plot", "--overwrite"}
+        call.refuse(others, beside="--plot, which trains nothing")
+        runs = call.value("RUN", list)
+        if runs is None:
+            raise RequestError("--plot needs the folders of runs", hint=f"osora train --plot {plot} RUN")
+        from opensora_cli.engine.train.curves import plot_runs
+
+        call.show(plot_runs(runs, plot, overwrite="--overwrite" in call.given))
+    elif "RUN" in call.given:
+        call.require("--plot", beside="RUN")
     elif (folder := call.value("--new", str)) is not None:
         others = ROWS.keys() - {"--new", "--config"}
         call.refuse(others, beside="--new, which trains nothing", hint="put it into the file")
@@ -129,6 +142,7 @@ def _run(given: "Layer", call: Call) -> None:
 CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 ROWS = {
+    "RUN": Option(kind=list[str], help="With --plot: folder of a run. Repeatable."),
     "--config": options.config_row(CONFIG_HELP, "train")._replace(is_common=True),
     "--set": options.set_row(SET_HELP)._replace(is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),
@@ -166,6 +180,12 @@ ROWS = {
         kind=bool, panel=_CHECKS, help="Print the plan and the memory of each rank; do nothing.", is_common=True
     ),
     "--on": options.ON._replace(panel=_CHECKS),
+    "--plot": Option(
+        kind=Path,
+        panel=_CHECKS,
+        metavar="FILE",
+        help="Draw loss, learning rate and gradient norm of each RUN, and train nothing: .png, .svg or .pdf.",
+    ),
     **options.device_rows(),
     "--gpus": Option(
         "parallel.gpus",

@@ -1,34 +1,90 @@
 """Checkpoints: weights of any format, the state of a training run, sharded averages."""
 
+import atexit
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-from opensora_cli.checkpoint import save
-from opensora_cli.checkpoint.formats.colossal import epoch_folders
-from opensora_cli.checkpoint.formats.peft import WEIGHTS_FILE
-from opensora_cli.checkpoint.load import fetch_from_hub
+from opensora_cli.checkpoint.background import BackgroundJob
+from opensora_cli.checkpoint.contents import Selection
+from opensora_cli.checkpoint.formats.colossal import (
+    EMA_FILE,
+    MASTER_FILE,
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    RUNNING_STATES_FILE,
+    checkpoint_folder_name,
+    epoch_folders,
+    read_running_document,
+)
+from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
+from opensora_cli.checkpoint.formats.torch import load_torch, torch_bytes
+from opensora_cli.checkpoint.load import fetch_from_hub, fill_module
 from opensora_cli.checkpoint.load import load_checkpoint as load_checkpoint
-from opensora_cli.checkpoint.save import ADAPTER_FOLDER, Stateful
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.sharding import model_gathering as model_gathering
 from opensora_cli.checkpoint.sharding import model_sharding as model_sharding
+from opensora_cli.checkpoint.sharding import rank_and_count
 from opensora_cli.checkpoint.sharding import record_model_param_shape as record_model_param_shape
-from opensora_cli.checkpoint.shared_folder import remove_checkpoint
+from opensora_cli.checkpoint.shared_folder import (
+    Share,
+    on_all,
+    remove_checkpoint,
+    remove_unfinished,
+    temporary_folder,
+    write_share,
+)
 from opensora_cli.community import refused
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.files import json_bytes
+from opensora_cli.core.formatting import escaped, first_few
+
+_ADAPTER_FOLDER = "lora"
+_OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
+_LR_SCHEDULER_FILE, _SAMPLER_FILE = "lr_scheduler.pt", "sampler.pt"
+_REPLACED = (
+    *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
+    *(_LR_SCHEDULER_FILE, _SAMPLER_FILE, RUNNING_STATES_FILE),
+)
+T = TypeVar("T")
 
 
-class CheckpointIO(save.CheckpointIO):
-    """Writes checkpoint folders in the background, and reads them; all ranks call it, and the first one writes."""
+class CheckpointIO:
+    """Writes checkpoint folders in the background, and reads them; all ranks call it, and the first one writes.
+
+    `save` copies everything and returns. The next `save`, `wait` and leaving a `with` block wait for the writing to
+    end, and raise its error on all ranks. A program that ends without them waits too, and prints the error.
+    """
 
     def __init__(self, n_write_entries: int = 32) -> None:
-        super().__init__()
+        self._job = BackgroundJob()
+        self._outcome_is_open = False
+        """Whether the ranks have yet to exchange the outcome of the last writing."""
 
-    def save(  # type: ignore[override]
+    def __enter__(self) -> "CheckpointIO":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # After an error the other ranks may be gone.
+        self._outcome_is_open = self._outcome_is_open and error is None
+        self.wait()
+
+    def save(
         self,
         booster: None,
         save_dir: str | Path,
@@ -49,19 +105,65 @@ class CheckpointIO(save.CheckpointIO):
         *,
         master: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """Save what is given, and return the folder, named after the updates; with `lora` only a PEFT model's adapter.
+        """Save the given objects, and return the folder, named after the updates.
 
-        `ema` may be sharded, `master` are fp32 weights. Errors are those of the engine's.
+        `ema` may be sharded by `model_sharding`. `master` are fp32 weights. With `lora`, only the adapter of a PEFT
+        model is saved. Raises OutputError if this or the last save cannot be written, if a state cannot be read again
+        safely, or if the folder holds foreign files.
         """
         _refuse(booster, include_master_weights and master is None)
-        model = _unwrapped(model)
-        states = (None if lora else model, ema, optimizer, lr_scheduler, sampler)
-        counts = (epoch, step, global_step if actual_update_step is None else actual_update_step, batch_size)
-        extras: dict[str, Any] = {"master": master, "ema_shapes": ema_shape_dict, "async_io": async_io}
-        extras |= _peft_state(model) if lora and model is not None else {}
-        return str(super().save(save_dir, *states, *counts, **extras))
+        self.wait()
+        updates = global_step if actual_update_step is None else actual_update_step
+        folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=updates)
+        module = _unwrapped(model)
+        shapes = ema_shape_dict or ({} if module is None else record_model_param_shape(module))
+        tensors: dict[str, Mapping[str, Tensor]] = {}
+        files: dict[str, bytes] = {}
+        if module is not None and lora:
+            import peft
 
-    def load(  # type: ignore[override]
+            config = json.loads(json.dumps(module.peft_config[module.active_adapter].to_dict(), default=sorted))
+            files[f"{_ADAPTER_FOLDER}/{CONFIG_FILE}"] = json_bytes(config)
+            tensors[f"{_ADAPTER_FOLDER}/{WEIGHTS_FILE}"] = _gathered(peft.get_peft_model_state_dict(module))
+        elif module is not None:
+            tensors[MODEL_FOLDER] = _gathered(module.state_dict())
+        if ema is not None:
+            tensors[EMA_FILE] = _averages(ema, shapes)
+        if master is not None:
+            tensors[MASTER_FILE] = _gathered(dict(master))
+        named = {_OPTIMIZER_FILE: optimizer, _LR_SCHEDULER_FILE: lr_scheduler, _SAMPLER_FILE: sampler}
+        states = {name: _gathered(state.state_dict()) for name, state in named.items() if state is not None}
+        running = {"epoch": epoch, "step": step, "global_step": updates, "batch_size": batch_size}
+
+        def copy_and_write() -> None:
+            _refuse_to_replace(folder)
+            remove_unfinished(folder.parent)
+            copies = {
+                name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in group.items()}
+                for name, group in tensors.items()
+            }
+            serialized = {name: _serialized(name, state) for name, state in states.items()}
+            share = Share(tensors=copies, files=files | serialized, running_states=running)
+            write = partial(write_share, share, temporary_folder(folder, token=secrets.token_hex(4)), folder)
+            if async_io:
+                atexit.register(self._report_at_exit)
+                self._job.start(write)
+            else:
+                write()
+
+        _do_on_first_rank(copy_and_write)
+        self._outcome_is_open = async_io and rank_and_count()[1] > 1
+        return str(folder)
+
+    def wait(self) -> None:
+        """Wait for the writing to end. Raises its OutputError once, on all ranks."""
+        outcome_is_open, self._outcome_is_open = self._outcome_is_open, False
+        if outcome_is_open:
+            _do_on_first_rank(self._wait_alone)
+        else:
+            self._wait_alone()
+
+    def load(
         self,
         booster: None,
         load_dir: str | Path,
@@ -73,21 +175,45 @@ class CheckpointIO(save.CheckpointIO):
         strict: bool = False,
         include_master_weights: bool = False,
     ) -> tuple[int, int]:
-        """Restore what is given, in place, and return epoch and step; a PEFT model gets the adapter that was saved."""
+        """Restore the given objects in place, and return epoch and step. A PEFT model gets the saved adapter.
+
+        Raises CheckpointError if the folder is incomplete, lacks a state, or does not fit, and RequestError if it lacks
+        the weights.
+        """
         _refuse(booster, include_master_weights)
         self.wait()
-        model = _unwrapped(model)
-        adapter = Path(load_dir, ADAPTER_FOLDER, WEIGHTS_FILE)
+        folder, model = Path(load_dir), _unwrapped(model)
+        if not (folder / RUNNING_STATES_FILE).is_file():
+            raise CheckpointError(f"{folder} is not a complete checkpoint: {RUNNING_STATES_FILE} is missing")
+        running = read_running_document(folder)
+        adapter = folder / _ADAPTER_FOLDER / WEIGHTS_FILE
         if model is not None and adapter.is_file():
             import peft
 
             peft.set_peft_model_state_dict(model, load_file(adapter))
             model = None
-        running = super().load(load_dir, model, ema, optimizer, lr_scheduler, sampler, strict=strict)
+        for module, select in ((model, Selection.MODEL), (ema, Selection.EMA)):
+            if module is not None:
+                fill_module(module, open_checkpoint(folder, select=select), strict=strict)
+        named = {_OPTIMIZER_FILE: optimizer, _LR_SCHEDULER_FILE: lr_scheduler, _SAMPLER_FILE: sampler}
+        for name, target in named.items():
+            if target is not None:
+                _load_state(target, folder / name)
         return running["epoch"], running["step"]
 
+    def _wait_alone(self) -> None:
+        self._job.join()
+        atexit.unregister(self._report_at_exit)
+        error = self._job.take_error()
+        if error is not None:
+            raise error
 
-def _unwrapped(model: nn.Module | None) -> nn.Module | None:
+    def _report_at_exit(self) -> None:
+        if self._job.error is not None:
+            print(escaped(f"error: the last checkpoint is lost: {self._job.error}"), file=sys.stderr)
+
+
+def _unwrapped(model: nn.Module | None) -> Any:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -98,15 +224,60 @@ def _refuse(booster: object, wants_master: bool) -> None:
         raise RequestError("include_master_weights: optimizers hold no weights here", hint="save(..., master=weights)")
 
 
-def _peft_state(model: Any) -> dict[str, Any]:
-    import peft
+def _refuse_to_replace(folder: Path) -> None:
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in _REPLACED) if folder.is_dir() else []
+    if foreign:
+        raise OutputError(
+            f"{folder} holds more than a checkpoint, which would be lost: {first_few(foreign)}",
+            hint="move it, or save to another folder",
+        )
 
-    config = json.loads(json.dumps(model.peft_config[model.active_adapter].to_dict(), default=sorted))
-    return {"adapter": peft.get_peft_model_state_dict(model), "adapter_config": config}
+
+def _gathered(state: T) -> T:
+    """Return a state with whole tensors in place of DTensors; all ranks call it."""
+    gathered: T = pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), state)
+    return gathered
+
+
+def _averages(ema: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Return the averaged weights, gathered on the first rank where `model_sharding` has sharded them."""
+    if all(tuple(weight.shape) == tuple(shapes.get(name, weight.shape)) for name, weight in ema.named_parameters()):
+        return _gathered(ema.state_dict())
+    state = ema.state_dict() if rank_and_count()[0] == 0 else {}
+    whole = {name: torch.empty(tuple(shapes.get(name, held.shape)), dtype=held.dtype) for name, held in state.items()}
+    model_gathering(ema, shapes, whole)
+    return whole
+
+
+def _serialized(name: str, state: object) -> bytes:
+    try:
+        return torch_bytes(state, name=name)
+    except Exception as error:
+        raise OutputError(
+            f"{name} cannot be saved: {' '.join(str(error).split())[:300]}",
+            hint="keep tensors, numbers, text, and lists and dictionaries of them in the state",
+        ) from error
+
+
+def _load_state(target: Stateful, path: Path) -> None:
+    # The reference writes names without endings.
+    if not path.exists() and path.with_suffix("").is_file():
+        path = path.with_suffix("")
+    state = load_torch(path)
+    try:
+        target.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(f"{path} is broken or of another run: {' '.join(str(error).split())[:300]}") from error
+
+
+def _do_on_first_rank(do: Callable[[], object]) -> None:
+    """Call `do` on the first rank alone. Its error is raised there, and as an OutputError on the others."""
+    rank, ranks = rank_and_count()
+    on_all(dist.group.WORLD if ranks > 1 else None, lambda: None if rank else do())
 
 
 def load_from_hf_hub(repo_path: str, cache_dir: str | None = None) -> str:
-    """Return where a file of the Hub is, fetched unless it is there: `owner/repository/file`, or all weights."""
+    """Return the path of `owner/repository/file` of the Hub, fetched if missing; without a file, all weights."""
     return str(fetch_from_hub(repo_path, cache_dir=cache_dir))
 
 

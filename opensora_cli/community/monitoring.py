@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opensora_cli.engine.train.watching.logs import require_tensorboard
+from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.memory import monitor
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import GIB

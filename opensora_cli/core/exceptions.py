@@ -15,14 +15,6 @@ class OsoraError(Exception):
         self.hint = hint
 
 
-def osora_error(kind: str, message: str, hint: str | None) -> Exception:
-    """Return the error that another rank reports by the name of its class; what is not ours is a RuntimeError."""
-    known = globals().get(kind)
-    if isinstance(known, type) and issubclass(known, OsoraError):
-        return known(message, hint=hint)
-    return RuntimeError(f"the first rank failed: {kind}: {message}")
-
-
 class OsoraWarning(UserWarning):
     """A failure that changes no result. The command line shows it as one line."""
 

@@ -2,14 +2,23 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fake_hub import FakeHub, connect
+from hostile_files import little_resident_memory, state_bombs
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.community import checkpoint
 from opensora_cli.community.checkpoint import (
     CheckpointIO,
@@ -23,7 +32,7 @@ from opensora_cli.community.checkpoint import (
     rm_checkpoints,
 )
 from opensora_cli.community.training import create_lr_scheduler
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
 
 class Sampler:
@@ -164,6 +173,113 @@ class TestCheckpointIO:
             None, tmp_path, model(0), include_master_weights=True, master=master, async_io=False
         )
         assert torch.equal(load_file(f"{folder}/master.safetensors")["0.weight"], master["0.weight"])
+
+    def test_conversion_reads_the_folder_and_its_hashes(self, tmp_path: Path):
+        saved = run(0)
+        folder = Path(CheckpointIO().save(None, tmp_path, **saved, async_io=False))
+        for select, module in ((Selection.MODEL, saved["model"]), (Selection.EMA, saved["ema"])):
+            opened = open_checkpoint(folder, select=select)
+            assert opened.format is Format.COLOSSALAI
+            assert all(torch.equal(opened.entries[name].read(), each) for name, each in module.state_dict().items())
+        assert wrong_files(folder) == []
+
+    def test_states_may_change_while_they_are_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        saved, may_write, write = run(3), threading.Event(), checkpoint.write_share
+        expected = copy.deepcopy(saved)
+        monkeypatch.setattr(checkpoint, "write_share", lambda *given: may_write.wait(10) and write(*given))
+        io, other = CheckpointIO(), run(1)
+        folder = Path(io.save(None, tmp_path, **saved))
+        assert not folder.exists()
+        with torch.no_grad():
+            for tensor in (*saved["model"].parameters(), saved["optimizer"].state_dict()["state"][0]["exp_avg"]):
+                tensor.zero_()
+        saved["sampler"].position = 9
+        may_write.set()
+        io.load(None, folder, **other)
+        assert equal(other["model"], expected["model"])
+        moments = [each["optimizer"].state_dict()["state"][0]["exp_avg"] for each in (other, expected)]
+        assert torch.equal(*moments)
+        # The optimizer continues with the parameters of the module.
+        assert other["optimizer"].param_groups[0]["params"][0] is other["model"][0].weight
+        assert other["sampler"].position == 3
+
+    def test_a_second_save_replaces_the_folder(self, tmp_path: Path):
+        with CheckpointIO() as io:
+            io.save(None, tmp_path, model(0))
+            folder = io.save(None, tmp_path, model(1))
+        found = load_checkpoint(model(2), folder)
+        assert equal(found, model(1))
+
+
+class TestErrors:
+    def test_a_state_that_cannot_be_read_again_is_refused_at_once(self, tmp_path: Path):
+        with pytest.raises(OutputError, match=r"sampler\.pt cannot be saved: .*numpy"):
+            CheckpointIO().save(None, tmp_path, sampler=Sampler(np.arange(3)))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_foreign_files_are_kept(self, tmp_path: Path):
+        folder = Path(CheckpointIO().save(None, tmp_path, model(0), async_io=False))
+        (folder / "notes.md").write_text("mine")
+        with pytest.raises(OutputError, match=r"holds more than a checkpoint, which would be lost: notes\.md"):
+            CheckpointIO().save(None, tmp_path, model(0))
+        assert (folder / "notes.md").read_text() == "mine"
+
+    @pytest.fixture
+    def blocked(self, tmp_path: Path) -> Path:
+        (tmp_path / "file").touch()
+        return tmp_path / "file" / "run"
+
+    def test_an_error_of_the_background_is_raised_once(self, tmp_path: Path, blocked: Path):
+        io = CheckpointIO()
+        for after in (io.wait, lambda: io.save(None, tmp_path, model(0))):
+            io.save(None, blocked, model(0))
+            with pytest.raises(OutputError, match="cannot write"):
+                after()
+            io.wait()
+        with pytest.raises(OutputError), CheckpointIO() as io:
+            io.save(None, blocked, model(0))
+        with pytest.raises(OutputError):
+            io.save(None, blocked, model(0), async_io=False)
+
+    @pytest.mark.slow
+    def test_exit_waits_for_the_writing_and_prints_its_error(self, tmp_path: Path, blocked: Path):
+        script = (
+            "import sys, time, torch; from opensora_cli.community import checkpoint\n"
+            "write = checkpoint.write_share\n"
+            "checkpoint.write_share = lambda *given: (time.sleep(0.3), write(*given))\n"
+            "for folder in sys.argv[1:]:\n"
+            "    checkpoint.CheckpointIO().save(None, folder, torch.nn.Linear(2, 2), global_step=4)\n"
+        )
+        command = [sys.executable, "-c", script, str(tmp_path / "run"), str(blocked)]
+        environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert len(open_checkpoint(tmp_path / "run" / "epoch0-global_step4").entries) == 2
+        assert done.stderr.startswith("error: the last checkpoint is lost: cannot write")
+        assert "Traceback" not in done.stderr
+
+    def test_folders_that_do_not_fit_are_refused(self, tmp_path: Path):
+        saved, io = run(0), CheckpointIO()
+        folder = Path(io.save(None, tmp_path, saved["model"], optimizer=saved["optimizer"], async_io=False))
+        with pytest.raises(RequestError, match="ema"):  # without a question to the network
+            io.load(None, folder, ema=model(1))
+        with pytest.raises(CheckpointError, match=r"sampler\.pt does not exist"):
+            io.load(None, folder, sampler=Sampler())
+        with pytest.raises(CheckpointError, match=r"optimizer\.pt is broken or of another run"):
+            io.load(None, folder, optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        for content in state_bombs().values():
+            (folder / "sampler.pt").write_bytes(content)
+            with little_resident_memory(), pytest.raises(CheckpointError, match=r"sampler\.pt") as caught:
+                io.load(None, folder, sampler=Sampler())
+            assert "weights_only=False" not in f"{caught.value.message} {caught.value.hint}"
+        running = folder / "running_states.json"
+        for content in ("", "[1]", "{", '{"schema": "osora.running-states/3"}'):
+            running.write_text(content)
+            with pytest.raises(CheckpointError, match="running_states"):
+                io.load(None, folder)
+        running.unlink()
+        with pytest.raises(CheckpointError, match=r"running_states\.json is missing"):
+            io.load(None, folder)
 
 
 def test_pieces_come_together_with_the_buffers():

@@ -105,8 +105,9 @@ def test_a_command_is_understood_and_planned(
     monkeypatch.setattr(train_plan, "count_parameters", lambda settings: 1)
     monkeypatch.chdir(_sandbox(tmp_path))
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
-    if PRINTING & set(command) or command[0] in PLANNED:
-        planned = main([*command, *([] if PRINTING & set(command) else ["--dry-run"])])
+    prints = bool(PRINTING & set(command)) or command[:2] == ("train", "--plot")
+    if prints or command[0] in PLANNED:
+        planned = main([*command, *([] if prints else ["--dry-run"])])
         assert planned in COMMANDS[command].exit_codes, capsys.readouterr().err
     else:
         _parse(OSORA, command)

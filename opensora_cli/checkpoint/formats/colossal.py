@@ -1,4 +1,4 @@
-"""The layout of folders that trainings and downloads leave."""
+"""Layout of ColossalAI's checkpoint folders, which training writes too."""
 
 import re
 from pathlib import Path
@@ -10,18 +10,19 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object, require_schema
 
 TRAINING_FILE = "checkpoint.pt"
-"""What runs of `osora train` kept in their folder before they had checkpoints of their own."""
+"""State of a run of early versions, in its folder."""
 
 SETTINGS_FILE = "settings.json"
-"""What a run of `osora train` keeps in its folder beside its checkpoints."""
+"""Settings of a run, in its folder."""
 
 MODEL_FOLDER = "model"
 EMA_FILE = "ema.safetensors"
 MASTER_FILE = "master.safetensors"
 OPTIMIZER_FOLDER = "optimizer"
 RUNNING_STATES_FILE = "running_states.json"
-"""Written last: without it, a folder with more than `model/` is of a saving that was interrupted."""
-RUNNING_STATES_SCHEMA = "osora.running-states/1"
+"""The last file: a folder with more than `model/` is incomplete without it."""
+RUNNING_STATES_SCHEMA = "osora.running-states/2"
+_EARLIER_SCHEMA = "osora.running-states/1"
 
 _PARTS = {
     Selection.MODEL: (MODEL_FOLDER,),
@@ -32,17 +33,17 @@ _EPOCH_FOLDER = re.compile(r"epoch(\d+)-global_step(\d+)")
 
 
 def checkpoint_folder_name(*, epoch: int, global_step: int) -> str:
-    """Return what ColossalAI's folders are called: of an epoch, counted from 0, after so many updates."""
+    """Return the name of the folder of an epoch, counted from 0, after so many updates."""
     return f"epoch{epoch}-global_step{global_step}"
 
 
 def epoch_folders(run: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run that were written to their end, newest first."""
+    """Return the complete checkpoints in the folder of a run, newest first."""
     return [folder for folder in all_epoch_folders(run) if is_complete(folder)]
 
 
 def all_epoch_folders(run: Path) -> list[Path]:
-    """Return the folders with the names of checkpoints, newest first, whether they were written to their end or not."""
+    """Return the complete and incomplete checkpoints in the folder of a run, newest first."""
     found = []
     for folder in visible_files(run):
         match = _EPOCH_FOLDER.fullmatch(folder.name)
@@ -52,15 +53,14 @@ def all_epoch_folders(run: Path) -> list[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether ColossalAI's folder was written to its end: converted ones hold nothing but `model/`."""
+    """Return whether a folder is complete; converted ones hold `model/` alone."""
     return (folder / RUNNING_STATES_FILE).is_file() or [each.name for each in visible_files(folder)] == [MODEL_FOLDER]
 
 
 def colossalai_parts(folder: Path) -> dict[Selection, Path]:
-    """Return where which weights are in one of ColossalAI's folders; nothing if it is none.
+    """Return the path of each kind of weights in a folder, empty for another kind of folder.
 
-    Raises:
-        CheckpointError: it was not written to its end.
+    Raises CheckpointError if the folder is incomplete.
     """
     if not (folder / MODEL_FOLDER).is_dir() and not (folder / RUNNING_STATES_FILE).is_file():
         return {}
@@ -77,20 +77,19 @@ def colossalai_parts(folder: Path) -> dict[Selection, Path]:
 
 
 def read_running_document(folder: Path) -> dict[str, Any]:
-    """Return the content of `running_states.json`; that of the reference and of earlier versions has no schema.
+    """Return the content of `running_states.json`, which has no schema in folders of the reference.
 
-    Raises:
-        CheckpointError: it is missing, broken, or of a version that is not known here.
+    Raises CheckpointError if it is missing, broken, or of a later version.
     """
     path = folder / RUNNING_STATES_FILE
     document = read_json_object(path, problem=CheckpointError)
-    if "schema" in document:
+    if document.get("schema", _EARLIER_SCHEMA) != _EARLIER_SCHEMA:
         require_schema(document, RUNNING_STATES_SCHEMA, path, problem=CheckpointError)
     return document
 
 
 def unfinished_error(folder: Path) -> CheckpointError:
-    """Return the error for a folder that was not written to its end."""
+    """Return the error for an incomplete folder."""
     return CheckpointError(
         f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}",
         hint=f"choose an earlier one; or, if you know that they are whole, name {folder / MODEL_FOLDER} or a file",

@@ -184,12 +184,14 @@ def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
         return _load(file, path, device="cpu")
 
 
-def load_saved(buffer: io.BytesIO) -> Any:
-    """Return what `torch.save` wrote into a buffer, if `load_torch` would read it from a file; else CheckpointError."""
-    path = Path("the state")
+def torch_bytes(state: object, *, name: str) -> bytes:
+    """Return the bytes of `torch.save`. Raises CheckpointError if `load_torch` would not read them from a file."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path = Path(name)
     _, content, _ = _read_records(_Window(buffer, Extent(path, 0, len(buffer.getbuffer()))), path)
     check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=WEIGHT_NAMES)
-    return _load(buffer, path, device=None)
+    return buffer.getvalue()
 
 
 def open_tensor(path: Path, *, start: int, length: int) -> LazyTensor:

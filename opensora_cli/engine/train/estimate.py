@@ -18,6 +18,7 @@ from opensora_cli.engine.train.activations import (
     plan_activations,
     saved_activations,
 )
+from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeReplicated, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.frozen_weights import (
@@ -35,7 +36,6 @@ from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.stand_ins import bare_task, fresh_task, largest_batches
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8

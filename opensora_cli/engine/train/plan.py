@@ -29,11 +29,11 @@ from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.fp8_linear import require_fp8
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
+from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.recomputing import choose_for_ranks, chooses
-from opensora_cli.engine.train.watching.logs import require_tensorboard
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.train import TrainSettings, TrainTarget

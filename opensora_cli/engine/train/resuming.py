@@ -1,23 +1,68 @@
-"""Which checkpoint a run resumes from, and what it takes over from it."""
+"""The checkpoint that a run resumes from: its choice, its record, and the settings that it sets."""
 
 from pathlib import Path
+from typing import Annotated, Any
 
-from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, all_epoch_folders, read_running_document
 from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
-from opensora_cli.engine.train.running_states import read_running_states
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
 
 _ASIDE = "aside-"
+_MAX_COUNT = 2**31
+_MAX_THREADS = 1024  # as settings allow
+_Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class PastAttention(BaseModel):
+    """The attention that a run computed."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    backend: str | None = None
+
+
+class RunningStates(BaseModel):
+    """State of a run beside its tensors. Fields with a default are missing in checkpoints of earlier versions."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    global_step: _Count
+    skipped_in_a_row: _Count
+    precision: dict[str, _Finite]
+    micro_batches: Annotated[int, Field(gt=0, le=_MAX_COUNT)] | None = None
+    threads: Annotated[int, Field(gt=0, le=_MAX_THREADS)] | None = None
+    done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []
+    attention: PastAttention = PastAttention()
+    score: _Finite | None = None
+    score_of: str | None = None
+    sampler: dict[str, Any] | None = None
+
+
+def read_running_states(folder: Path) -> RunningStates:
+    """Return the record of a checkpoint. Raises CheckpointError if it is missing or broken."""
+    path = folder / RUNNING_STATES_FILE
+    document = read_running_document(folder)
+    try:
+        return RunningStates.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is broken: {plain(key)}: {plain(first['msg'])}") from None
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
-    """Return the checkpoint to resume from, after comparing its files with their hashes; the ranks share that work.
+    """Return the checkpoint to resume from, after the ranks together have compared its files with their hashes.
+
     Raises CheckpointError if there is none, or it is broken.
     """
     folders = checkpoints_to_try(output, resume)
@@ -38,7 +83,8 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
 
 
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
-    """Rename the checkpoints that are newer than the one that a run resumes from: it will write its own.
+    """Rename the checkpoints that are newer than `folder`, since the resumed run will write its own.
+
     Raises OutputError if that is not possible.
     """
     remove_unfinished(output)
@@ -58,7 +104,7 @@ def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
 
 
 def _problems(folder: Path, distribution: Distribution) -> list[str]:
-    """Return what is wrong with a checkpoint; all ranks get the same."""
+    """Return the problems of a checkpoint, the same on all ranks."""
     problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
     if distribution.ranks == 1:
         return problems
@@ -66,15 +112,15 @@ def _problems(folder: Path, distribution: Distribution) -> list[str]:
 
 
 def with_recorded_threads(threads: ThreadChoice, folder: Path, *, reporter: Reporter) -> ThreadChoice:
-    """Return as many threads as a checkpoint's run had, since sums depend on it, unless a user named a number."""
+    """Return the number of threads of the checkpoint's run, since sums depend on it, unless a user named a number."""
     recorded = read_running_states(folder).threads
     if recorded is None or recorded == threads.count:
         return threads
     if threads.is_free:
         return ThreadChoice(count=recorded, reason="as the run began, for the same sums")
     reporter.warn(
-        f"the run had {recorded} threads, and from now on {threads.line()}: it goes on equal but for rounding; "
-        f"--threads {recorded} goes on bit for bit"
+        f"the run had {recorded} threads, and from now on {threads.line()}: results match up to rounding; "
+        f"with --threads {recorded} they are bitwise identical"
     )
     return threads
 
@@ -82,8 +128,9 @@ def with_recorded_threads(threads: ThreadChoice, folder: Path, *, reporter: Repo
 def with_recorded_micro_batches(
     settings: TrainSettings, folder: Path, *, data_ranks: int, reporter: Reporter
 ) -> TrainSettings:
-    """Return the settings with the micro-batches of a checkpoint's run, unless the settings name others.
-    Raises RequestError if the ranks cannot share as many.
+    """Return the settings with the micro-batches of the checkpoint's run, unless the settings name others.
+
+    Raises RequestError if the ranks cannot share that number.
     """
     recorded = read_running_states(folder).micro_batches
     chosen = settings.loop.micro_batches

@@ -36,8 +36,10 @@ from opensora_cli.engine.train.build import (
 )
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
 from opensora_cli.engine.train.early import Resume, refuse_early
+from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
+from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_records
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision, multiplies_bf16
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
@@ -52,9 +54,6 @@ from opensora_cli.engine.train.room import STEP, Room, first_step_bytes
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.samples import SampleVideos, open_samples
-from opensora_cli.engine.train.watching.validation import HeldOutLoss, open_validation
-from opensora_cli.engine.train.watching.watching import open_watching, remove_records, truncate_records
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 
@@ -157,7 +156,7 @@ class _Run:
         self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
         self._saved: Path | None = None
         self._saved_step: int | None = None
-        self._watching = open_watching(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
+        self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
         self._samples: SampleVideos | None = None
         self._validation: HeldOutLoss | None = None
         self._attention: AttentionPlan | None = None
@@ -202,7 +201,7 @@ class _Run:
             stack.enter_context(saved_activations(module, self._plan.activations))
             stack.enter_context(self._writer)
             self._report_start(first_step)
-            self._watching.start(first_step)
+            self._metrics.start(first_step)
             with deferred_interrupts(self._note_interruption) as is_interrupted:
                 self._do_steps(trainer, is_interrupted)
                 problem = self._save_last(trainer)
@@ -261,7 +260,7 @@ class _Run:
         task = build_task(settings, distribution=distribution, clips=clips, reporter=reporter)
         batches = build_batches(settings, distribution=distribution, clips=clips, reporter=reporter)
         stack.callback(batches.close)
-        stack.callback(self._watching.close)
+        stack.callback(self._metrics.close)
         return Trainer(
             task,
             batches,
@@ -269,8 +268,8 @@ class _Run:
             optimizer=settings.optimizer,
             precision=Precision(settings.precision, distribution.device),
             distribution=distribution,
-            clock=self._watching.clock,
-            observers=self._watching.observers,
+            clock=self._metrics.clock,
+            on_step=self._metrics.on_step,
             reporter=reporter,
             trained_only=settings.lora.is_on,
         )
@@ -288,7 +287,7 @@ class _Run:
         if self._attention is not None and before not in (None, self._attention.backend):
             self._reporter.warn(
                 f"attention: {self._attention.line()}, and up to this checkpoint it was {before}: "
-                "the run goes on equal but for rounding"
+                "results match up to rounding"
             )
         if folder.parent == self._output:
             self._saved, self._saved_step = folder, trainer.step
@@ -377,12 +376,12 @@ class _Run:
         is_due = self._validation is not None and self._validation.is_due(trainer.step)
         if self._validation is not None and is_due:
             self._require_room("a validation", trainer)
-            with self._watching.clock.part("validation"):
+            with self._metrics.clock.part("validation"):
                 figures = self._validation.run(trainer.step, trainer)
             self._validation_loss = figures["loss"]
             # A checkpoint of this step, from an interruption, lacks the loss.
             self._saved_step = None
-            trainer.report_validation(figures)
+            self._metrics.on_validation(trainer.step, figures)
         return is_due
 
     def _sample(self, trainer: Trainer[Any]) -> bool:
@@ -390,7 +389,7 @@ class _Run:
         is_due = self._samples is not None and self._samples.is_due(trainer.step)
         if self._samples is not None and is_due:
             self._require_room("sampling", trainer)
-            with self._watching.clock.part("samples"):
+            with self._metrics.clock.part("samples"):
                 self._samples.run(trainer.step, trainer)
         return is_due
 
@@ -398,7 +397,7 @@ class _Run:
         """Save, unless this step is saved already."""
         beat("checkpoint")
         if self._saved_step != trainer.step:
-            with self._watching.clock.part("checkpoint"):
+            with self._metrics.clock.part("checkpoint"):
                 self._saved = self._writer.save(
                     trainer, validation_loss=self._validation_loss, done=self._done, attention=self._attention
                 )

@@ -1,14 +1,10 @@
-"""The state of a run as whole tensors by name, which do not depend on how many ranks there are."""
+"""The state of a run as whole tensors by name, independent of the number of ranks."""
 
-import json
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,14 +14,14 @@ from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import load_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.save import LR_SCHEDULER_FILE, SAMPLER_FILE
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.formatting import first_few, plain
+from opensora_cli.core.files import json_bytes
+from opensora_cli.core.formatting import first_few
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
-from opensora_cli.engine.train.running_states import RunningStates, read_running_states
+from opensora_cli.engine.train.resuming import RunningStates, read_running_states
 from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.engine.train.trainer import Trainer
 
@@ -33,11 +29,12 @@ ADVERSARY_FILE = "adversary.safetensors"
 MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/moments.safetensors"
 ADVERSARY_MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors"
 UPDATES_FILE = f"{OPTIMIZER_FOLDER}/updates.json"
-RANDOM_FOLDER = "random_states"
+SAMPLER_FILE = "sampler.pt"
+"""The state of the data in checkpoints of earlier versions."""
 
 _MOMENTS_OF = {"model": MOMENTS_FILE, "adversary": ADVERSARY_MOMENTS_FILE}
-_MAX_STATE_BYTES = 2**20
-"""A hundred times what a sampler or random numbers have."""
+_MAX_SAMPLER_BYTES = 2**20
+_MAX_UPDATES = 2**31
 _BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 
 
@@ -46,13 +43,13 @@ class StatePart:
     """One tensor of the state."""
 
     file: str
-    """Of a checkpoint; `model` stands for the shards in it."""
+    """File of the checkpoint; `model` is a folder of shards."""
     key: str
     """The tensor's name in that file."""
     parameter: str
-    """The parameter that it is laid out like, as the sharded module calls it."""
+    """Name of the parameter with the same layout, in the sharded module."""
     tensor: Tensor
-    """This rank's part, in the memory that training uses."""
+    """This rank's part, which training changes."""
 
 
 def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
@@ -74,10 +71,7 @@ def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
 
 
 def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
-    """Return what is exported: the averaged weights, or the current ones, whole; on the host, of the main rank alone.
-
-    All ranks must call this.
-    """
+    """Return the averaged or else the current weights, whole, on the host of the main rank; all ranks call this."""
     distribution, weights = trainer.distribution, trainer.ema
     if weights is None:
         weights = module_state(trainer.task.module, trained_only=trainer.trained_only)
@@ -89,35 +83,30 @@ def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
     return whole
 
 
-def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
-    """Return the small files of a checkpoint that this rank writes: its random state, or also the shared ones."""
-    rank = trainer.distribution.rank
-    files = {f"{RANDOM_FOLDER}/rank{rank}.pt": _pickled(random_states())}
-    if trainer.distribution.is_main:
-        whole_name = trainer.distribution.whole_name
-        counts = {
-            name: {whole_name(key): count for key, count in update_counts(each.module, each.optimizers).items()}
-            for name, each in trainer.learners.items()
-        }
-        rates = {name: learner.rates for name, learner in trainer.learners.items()}
-        files[UPDATES_FILE] = json.dumps(counts).encode()
-        files[LR_SCHEDULER_FILE] = _pickled({"last_epoch": trainer.step, "learning_rates": rates})
-        files[SAMPLER_FILE] = _pickled(trainer.batches.state_dict())
-    return files
+def updates_file(trainer: Trainer[Any]) -> dict[str, bytes]:
+    """Return the name and content of the file with the number of updates of each parameter."""
+    whole_name = trainer.distribution.whole_name
+    counts = {
+        name: {whole_name(key): count for key, count in update_counts(each.module, each.optimizers).items()}
+        for name, each in trainer.learners.items()
+    }
+    return {UPDATES_FILE: json_bytes(counts)}
 
 
 def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
-    """Restore a run from a whole checkpoint, in place, and return what it records beside the tensors.
+    """Restore a run from a complete checkpoint, in place, and return its record beside the tensors.
 
-    Each rank reads its own part. Rates and other settings stay those of this run, and so may be changed by it. Raises
-    CheckpointError if it is of another model, or of other data.
+    Each rank reads its own part. Learning rates and other settings stay those of this run. Raises CheckpointError if
+    the checkpoint is of another model or of other data.
     """
     try:
         running = read_running_states(folder)
         _restore_tensors(trainer, folder)
         _restore_moments(trainer, folder)
-        trainer.batches.load_state_dict(load_torch(folder / SAMPLER_FILE, max_bytes=_MAX_STATE_BYTES))
-        restore_random_states(folder / RANDOM_FOLDER / f"rank{trainer.distribution.rank}.pt")
+        sampler = running.sampler
+        if sampler is None:
+            sampler = load_torch(folder / SAMPLER_FILE, max_bytes=_MAX_SAMPLER_BYTES)
+        trainer.batches.load_state_dict(sampler)
         trainer.precision.load_state_dict(running.precision)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
@@ -144,7 +133,7 @@ def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
     for name, entries in stored.items():
         keys = {part.key for part in wanted if part.file == name}
         if name == EMA_FILE and not entries and keys:
-            # The average is new: it starts as a copy of the weights.
+            # A new average starts as a copy of the weights.
             stored[name] = stored[MODEL_FOLDER]
         elif keys and keys != entries.keys():
             odd = sorted(keys ^ entries.keys())
@@ -180,59 +169,11 @@ def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
 
 
 def read_update_counts(path: Path) -> dict[str, dict[str, int]]:
-    """Return how many updates each parameter of each learner has had."""
+    """Return the number of updates of each parameter of each learner."""
     counts = read_json_object(path, problem=CheckpointError)
     for each in counts.values():
-        if not isinstance(each, dict) or not all(_is_count(count) for count in each.values()):
+        if not isinstance(each, dict) or not all(
+            type(count) is int and 0 <= count <= _MAX_UPDATES for count in each.values()
+        ):
             raise CheckpointError(f"{path} is broken: it holds no counts of updates")
     return counts
-
-
-def _is_count(value: object, most: int = 2**31) -> bool:
-    return type(value) is int and 0 <= value <= most
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of the global generators, as `torch.save` takes them."""
-    version, numbers, gauss = random.getstate()
-    bit_generator, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "numpy": {
-            "bit_generator": bit_generator,
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
-        },
-        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-    }
-
-
-def restore_random_states(path: Path) -> None:
-    """Set the global generators; a rank that did not exist keeps its own, which no step uses."""
-    if not path.exists():
-        return
-    states = load_torch(path, max_bytes=_MAX_STATE_BYTES)
-    try:
-        torch.set_rng_state(states["torch"])
-        if states["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-        state = states["numpy"]
-        keys = state["keys"].numpy().astype(np.uint32)
-        # numpy does not check it, and reads from there.
-        if not _is_count(state["position"], len(keys)):
-            raise ValueError("the position is outside of the generator")
-        np.random.set_state((state["bit_generator"], keys, state["position"], state["has_gauss"], state["cached"]))
-        state = states["python"]
-        random.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        reason = plain((str(error).strip().splitlines() or [type(error).__name__])[0])
-        raise CheckpointError(f"{path} is not a random state: {reason}") from error
-
-
-def _pickled(state: object) -> bytes:
-    buffer = BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()

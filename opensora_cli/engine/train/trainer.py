@@ -1,7 +1,7 @@
 """The training loop that all targets share."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic
@@ -13,13 +13,13 @@ from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.engine.train.clock import Clock, StepReport
 from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
 from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.schedules import Schedule
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
-from opensora_cli.engine.train.watching.clocks import Clock, Observer, StepReport
 from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings
 
 
@@ -39,11 +39,6 @@ class Learner:
     def learning_rate(self) -> float:
         """Of the last update, in the first group of weights."""
         return float(self.optimizers[0].param_groups[0]["lr"])
-
-    @property
-    def rates(self) -> list[float]:
-        """Of the last update, in all groups of weights."""
-        return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
         """Drop the gradients of the last update."""
@@ -127,7 +122,7 @@ class Trainer(Generic[BatchT]):
         precision: Precision,
         distribution: Distribution,
         clock: Clock,
-        observers: Sequence[Observer] = (),
+        on_step: Callable[[StepReport], object] = lambda report: None,
         reporter: Reporter,
         trained_only: bool = False,
     ) -> None:
@@ -151,7 +146,7 @@ class Trainer(Generic[BatchT]):
         """Of the steps since the last checkpoint, which clears them."""
         self._loop = loop
         self._clock = clock
-        self._observers = observers
+        self._on_step = on_step
         self._reporter = reporter
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -159,7 +154,7 @@ class Trainer(Generic[BatchT]):
         return nullcontext() if self.ema is None else swapped_in(self.ema, self.task.module)
 
     def do_step(self) -> StepReport:
-        """Do one step, report it to the observers, and return the report.
+        """Do one step, and return the report that `on_step` gets.
         Raises TrainingError if loss or gradient was not finite several steps in a row.
         """
         self.task.begin_step(self.step, self.ema)
@@ -185,19 +180,13 @@ class Trainer(Generic[BatchT]):
         is_failure = skipped and not (has_finite_loss and self.precision.may_overflow)
         self.precision.update(skipped=skipped)
         report = self._report(sums, norms, skipped=skipped)
-        for observer in self._observers:
-            observer.on_step(report)
+        self._on_step(report)
         if is_failure:
             self._count_skipped(report)
         elif not skipped:
             self.skipped_in_a_row = 0
             self.losses.append(report.figures["loss"])
         return report
-
-    def report_validation(self, figures: Mapping[str, float]) -> None:
-        """Pass the figures of a validation to the observers."""
-        for observer in self._observers:
-            observer.on_validation(self.step, figures)
 
     def are_weights_finite(self) -> bool:
         """Whether trained weights and averages are finite on all ranks, which must all call this."""

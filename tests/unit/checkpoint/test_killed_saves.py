@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.save import CheckpointIO
 from opensora_cli.checkpoint.shards import sha256_of
-from opensora_cli.checkpoint.shared_folder import Share, temporary_folder, write_share
 from opensora_cli.checkpoint.writing import write_checkpoint
+from opensora_cli.community.checkpoint import CheckpointIO
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 
@@ -43,13 +42,7 @@ def save_training(target: Path, value: float) -> None:
         nn.init.constant_(parameter, value)
     optimizer = torch.optim.SGD(model.parameters(), lr=value)
     with CheckpointIO() as io:
-        assert io.save(target.parent, model, ema=model, optimizer=optimizer) == target
-
-
-def save_share(target: Path, value: float) -> None:
-    files = {"random/rank0.pt": str(value).encode()}
-    share = Share(tensors={"ema.safetensors": tensors(value)}, files=files, running_states={"global_step": 1})
-    write_share(share, temporary_folder(target, token="ab"), target)
+        assert io.save(None, target.parent, model, ema=model, optimizer=optimizer) == str(target)
 
 
 def save_conversion(target: Path, value: float) -> None:
@@ -61,7 +54,7 @@ def save_conversion(target: Path, value: float) -> None:
 
 SAVES = {format.value: lambda *given, format=format: save_format(format, *given) for format in Format}
 del SAVES[Format.TRAINING]
-SAVES |= {"training": save_training, "share": save_share, "conversion": save_conversion}
+SAVES |= {"training": save_training, "conversion": save_conversion}
 
 
 def outcomes(folder: Path, name: str, *, over: str, stride: int) -> list[str]:

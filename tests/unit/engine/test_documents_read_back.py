@@ -1,7 +1,6 @@
 """Documents that osora reads back: with any value of them replaced, they are read or refused in one line."""
 
 import json
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +24,9 @@ from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
-from opensora_cli.engine.train.running_states import read_running_states
-from opensora_cli.engine.train.state import random_states, read_update_counts, restore_random_states
-from opensora_cli.engine.train.watching.logs import cut_back
+from opensora_cli.engine.train.metrics import truncate_records
+from opensora_cli.engine.train.resuming import read_running_states
+from opensora_cli.engine.train.state import read_update_counts
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
@@ -126,29 +125,6 @@ def _sampler(path: Path) -> None:
     stream.next()
 
 
-def _tensors_saved(values: Any) -> Any:
-    """Return the random states with the values of a document in place of theirs."""
-    return {**values, "torch": torch.get_rng_state() if values.get("torch") == 1 else values.get("torch")}
-
-
-def _random(path: Path) -> None:
-    values = read_json_object(path)
-    if isinstance(values.get("numpy"), dict) and values["numpy"].get("keys") == 1:
-        values["numpy"]["keys"] = random_states()["numpy"]["keys"]
-    torch.save(_tensors_saved(values), path.with_suffix(".pt"))
-    before = random.getstate()
-    try:
-        restore_random_states(path.with_suffix(".pt"))
-    finally:
-        random.setstate(before)
-
-
-def _random_document() -> dict[str, Any]:
-    states = random_states()
-    numbers = {**states["python"], "numbers": states["python"]["numbers"]}
-    return {"torch": 1, "cuda": None, "numpy": {**states["numpy"], "keys": 1}, "python": numbers}
-
-
 def _listing(folder: Path) -> dict[str, Any]:
     file = HubFile(repo="a/b", commit="c", name="x.bin", size=1, digest=HASH)
     repo = HubRepo(name="a/b", commit="c", licence=None, is_gated=False, files={"x.bin": file})
@@ -157,7 +133,7 @@ def _listing(folder: Path) -> dict[str, Any]:
 
 CLIPS: dict[str, Any] = {"k": {"names": ["b"], "file": [1, 2]}}
 RUNNING = {
-    "schema": "osora.running-states/1",
+    "schema": "osora.running-states/2",
     "epoch": 0,
     "global_step": 3,
     "micro_batches": 2,
@@ -168,6 +144,7 @@ RUNNING = {
     "attention": {"backend": "sdpa"},
     "score": 1.5,
     "score_of": "validation loss",
+    "sampler": {"handed_out": 1},
     "sha256": {"model/a.safetensors": HASH},
 }
 FINDING = Finding(
@@ -186,8 +163,7 @@ KINDS = {
     "recorded hashes": Kind(RUNNING, lambda path: recorded_hashes(path.parent), "running_states.json"),
     "counts of updates": Kind({"model": {"a": 1}}, read_update_counts, "updates.json"),
     "sampler": Kind({"epoch": 0, "position": 0, "number": 0, "data": "a"}, _sampler, "sampler.json"),
-    "random states": Kind(_random_document(), _random, "rank0.json"),
-    "log": Kind({"step": 1}, lambda path: cut_back(path, step=1), "log.jsonl"),
+    "log": Kind({"step": 1}, lambda path: truncate_records(path.parent, step=1), "log.jsonl"),
     "settings of a run": Kind(
         TrainSettings(output="a", target=TrainTarget.VAE).model_dump(mode="json"),
         lambda path: load_train_settings(

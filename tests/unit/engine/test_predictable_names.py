@@ -17,8 +17,8 @@ from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
 from opensora_cli.engine.ckpt.hub_records import read_listing, read_record
 from opensora_cli.engine.data.journal import ScanJournal
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
-from opensora_cli.engine.train.watching.logs import JsonLog
-from opensora_cli.engine.train.watching.samples import remove_later
+from opensora_cli.engine.train.evaluate import remove_later_samples
+from opensora_cli.engine.train.metrics import JsonLog
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
 
@@ -50,12 +50,12 @@ def _part(folder: Path) -> None:
 
 def _checkpoint(folder: Path) -> None:
     tensors = {"model.safetensors": {"a": torch.zeros(3)}}
-    share = Share(tensors=tensors, files={}, running_states={}, process=0, processes=2)
+    share = Share(tensors=tensors, files={}, running_states={})
     write_share(share, temporary_folder(folder / "last", token="x"), folder / "last")
 
 
 def _checkpoint_file(folder: Path) -> None:
-    share = Share(tensors={}, files={"settings.json": b"{}"}, running_states={}, process=0, processes=2)
+    share = Share(tensors={}, files={"settings.json": b"{}"}, running_states={})
     write_share(share, temporary_folder(folder / "last", token="x"), folder / "last")
 
 
@@ -80,7 +80,8 @@ def test_what_lies_under_a_name_of_osora_keeps_what_it_has(name: str, is_pipe: b
     with pytest.raises(OutputError, match=r"cannot (write|read|start) .*: it is a (link|pipe)"):
         PLACES[name](tmp_path / "shared")
     assert kept.read_bytes() == b"kept\n" * 100
-    assert os.path.lexists(path)
+    # A failed checkpoint is removed, with links but not their targets.
+    assert os.path.lexists(path) is not name.startswith(".saving")
 
 
 def test_a_folder_in_place_of_a_journal_is_not_removed(tmp_path: Path) -> None:
@@ -124,6 +125,6 @@ def test_later_samples_that_are_links_go_and_what_they_point_to_stays(tmp_path: 
     (tmp_path / "samples" / "step1").mkdir(parents=True)
     (tmp_path / "samples" / "step2").symlink_to(tmp_path / "kept")
     (tmp_path / "samples" / "step3").touch()
-    remove_later(tmp_path / "samples", step=1)
+    remove_later_samples(tmp_path / "samples", step=1)
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step1"]
     assert (tmp_path / "kept" / "a.mp4").exists()

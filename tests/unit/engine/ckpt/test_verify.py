@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_weights import converted
 from tiny_world import RecordingReporter
 
-from opensora_cli.checkpoint.save import CheckpointIO
+from opensora_cli.community.checkpoint import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt import convert, identify
 from opensora_cli.engine.ckpt import verify as verify_module
@@ -236,14 +236,16 @@ def test_a_file_written_after_its_download_has_no_known_hash(source: Path, tmp_p
 
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
-    """The folder of a training that keeps everything."""
+    """The folder of a training with all states, and without hashes, as the reference writes it."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-    io = CheckpointIO()
-    return io.save(tmp_path, model, ema=model, optimizer=optimizer, lr_scheduler=scheduler, async_io=False)
+    states = {"ema": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+    folder = Path(CheckpointIO().save(None, tmp_path, model, **states, async_io=False))
+    (folder / "running_states.json").write_text('{"epoch": 0, "step": 0, "global_step": 0, "batch_size": null}')
+    return folder
 
 
 def test_a_whole_training_is_sound(training: Path) -> None:

@@ -6,9 +6,8 @@ from tiny_transformer import inputs, transformer
 from torch.utils.flop_counter import FlopCounterMode
 
 from opensora_cli.core.attention import AttentionFn
+from opensora_cli.engine.train.flops import peak_tflops, training_flops
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops, training_flops
-from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.settings.lora import LoraSettings
 
 BATCH, TOKENS, TEXT = 2, 7, 4
@@ -55,13 +54,6 @@ def test_frozen_weights_need_no_gradient() -> None:
     flops = training_flops(config, **sizes, is_frozen=True)
     assert flops < training_flops(config, **sizes)
     assert both == pytest.approx(flops, rel=0.15)
-
-
-def test_share_of_the_peak() -> None:
-    config = MMDiTConfig()
-    flops = training_flops(config, samples=4, latent_tokens=4000, text_tokens=512)
-    mfu = ModelFlopsUtilisation(config, text_tokens=512, peak_tflops=100.0, devices=2, is_frozen=False)
-    assert mfu(4, 4000, 10.0) == pytest.approx(flops / (10 * 200e12))
 
 
 @pytest.mark.parametrize(

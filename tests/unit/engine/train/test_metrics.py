@@ -4,6 +4,7 @@ import json
 import math
 import os
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import tiny_training
@@ -11,15 +12,15 @@ import torch
 from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.train import metrics as metrics_module
+from opensora_cli.engine.train.clock import PARTS, Clock, StepReport
+from opensora_cli.engine.train.flops import training_flops
+from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, truncate_records
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.watching import logs as json_log_module
-from opensora_cli.engine.train.watching.clocks import PARTS, Clock, StepReport
-from opensora_cli.engine.train.watching.lines import StepLines
-from opensora_cli.engine.train.watching.logs import JsonLog, TensorBoardLog, cut_back
-from opensora_cli.engine.train.watching.watching import StepProfiler, open_watching, remove_records, truncate_records
 from opensora_cli.parallel.scheduling import Slow
 
 CPU = torch.device("cpu")
@@ -65,20 +66,13 @@ def report(step, *, loss=1.0, skipped=False, **seconds):
     )
 
 
-def step_lines(*sinks, every=2, mfu=None, exchange=lambda: ({}, ()), reporter=None):
-    return StepLines(
-        sinks,
-        every=every,
-        steps=10,
-        memory=lambda: {"peak_resident_gib": 0.5},
-        mfu=mfu,
-        exchange=exchange,
-        reporter=reporter or Shown(),
+def metrics(output, *, every=2, reporter=None, distribution=None, target="vae", **watching):
+    """Return the metrics of a run of ten steps."""
+    settings = getattr(tiny_training, f"{target}_settings")(output).replace(
+        {"loop.steps": 10, "loop.log_every": every, **{f"watching.{name}": value for name, value in watching.items()}}
     )
-
-
-def json_log(path):
-    return JsonLog(path, reporter=Shown())
+    distribution = distribution or Distribution(CPU)
+    return Metrics(settings, distribution=distribution, output=output, reporter=reporter or Shown())
 
 
 def read(path):
@@ -102,8 +96,8 @@ def disk_full_at(size):
 
 class TestLines:
     def test_keys_of_a_real_run(self, tmp_path):
-        lines = step_lines(json_log(tmp_path / "log.jsonl"))
-        trainer = toy_trainer(ToyTask(), observers=(lines,))
+        lines = metrics(tmp_path)
+        trainer = toy_trainer(ToyTask(), on_step=lines.on_step)
         reports = [trainer.do_step() for _ in range(4)]
         written = read(tmp_path / "log.jsonl")
         assert [list(line) for line in written] == [KEYS, KEYS]
@@ -118,7 +112,8 @@ class TestLines:
             asked.append((samples, tokens, seconds))
             return 0.25
 
-        lines = step_lines(json_log(tmp_path / "log.jsonl"), mfu=mfu)
+        lines = metrics(tmp_path)
+        lines._mfu = mfu
         lines.on_step(report(1, loss=1.0, data=0.25, forward=1.0))
         lines.on_step(report(2, loss=3.0, data=0.5, checkpoint=1.0))
         [line] = read(tmp_path / "log.jsonl")
@@ -133,7 +128,8 @@ class TestLines:
         slow = Slow("ulysses", 2.0, 0.01)
         taken = [({"ulysses": 2.5e9}, [slow]), ({"ulysses": 5e9}, [slow, slow]), ({}, [])]
         shown = Shown()
-        lines = step_lines(json_log(tmp_path / "log.jsonl"), every=1, exchange=lambda: taken.pop(0), reporter=shown)
+        lines = metrics(tmp_path, every=1, reporter=shown)
+        lines._monitor = Mock(take=lambda: taken.pop(0))
         for step in (1, 2, 3):
             lines.on_step(report(step))
         first, second, third = read(tmp_path / "log.jsonl")
@@ -144,7 +140,7 @@ class TestLines:
         assert warning.startswith("an exchange (ulysses) took 2 s, which usually takes 0.01 s: ")
 
     def test_skipped_steps_are_logged_and_in_no_mean(self, tmp_path):
-        lines = step_lines(json_log(tmp_path / "log.jsonl"))
+        lines = metrics(tmp_path)
         lines.on_step(report(1, skipped=True))
         lines.on_step(report(2, loss=3.0))
         lines.on_validation(2, {"loss": 0.5, "psnr": 30.0})
@@ -154,7 +150,7 @@ class TestLines:
         assert validation == {"step": 2, "event": "validation", "loss": 0.5, "psnr": 30.0}
 
     def test_a_figure_that_starts_between_two_lines_has_its_own_mean(self, tmp_path):
-        lines = step_lines(json_log(tmp_path / "log.jsonl"))
+        lines = metrics(tmp_path)
         lines.on_step(report(1))
         late = report(2)
         lines.on_step(
@@ -166,9 +162,11 @@ class TestLines:
         [line] = read(tmp_path / "log.jsonl")
         assert line["adversary_loss"] == 4.0
 
-    def test_figures_are_shown_after_each_step_and_printed_with_each_line(self):
+    def test_figures_are_shown_after_each_step_and_printed_with_each_line(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(metrics_module, "peak_memory_gib", lambda device: {"peak_resident_gib": 0.5})
         shown = Shown()
-        lines = step_lines(reporter=shown, mfu=lambda *_: 0.4)
+        lines = metrics(tmp_path, reporter=shown)
+        lines._mfu = lambda *_: 0.4
         for step in (1, 2, 3):
             lines.on_step(report(step, data=0.5))
         assert len(shown.tables) == 3
@@ -179,8 +177,8 @@ class TestLines:
             "s/step": "2",
             "samples/s": "2",
             "tokens/s": "20",
-            "MFU": "40.0 %",
-            "data wait": "25.0 %",
+            "MFU": "40.0%",
+            "data wait": "25.0%",
             "memory": "0.5 GiB",
             "left": "16.0 s",
         }
@@ -188,7 +186,7 @@ class TestLines:
         assert shown.notes[0].startswith("step 2  loss 1  rate 0.1")
 
     def test_numbers_that_are_not_finite_are_null(self, tmp_path):
-        lines = step_lines(json_log(tmp_path / "log.jsonl"), every=1)
+        lines = metrics(tmp_path, every=1)
         lines.on_step(report(1, loss=math.nan, data=math.inf))
         lines.on_validation(1, {"loss": -math.inf, "psnr": 30.0})
         line, validation = read(tmp_path / "log.jsonl")
@@ -197,7 +195,7 @@ class TestLines:
 
     def test_a_disk_that_was_full_loses_no_line(self, tmp_path):
         path, shown = tmp_path / "log.jsonl", Shown()
-        lines = step_lines(JsonLog(path, reporter=shown), every=1)
+        lines = metrics(tmp_path, reporter=shown, every=1)
         lines.on_step(report(1))
         size = path.stat().st_size
         with disk_full_at(size + 30):
@@ -213,12 +211,11 @@ class TestLines:
         assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5]
         assert len(shown.warnings) == 2
 
-    def test_lines_that_were_never_written_are_counted(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(json_log_module, "_MOST_WAITING", 3)
+    def test_lines_that_were_never_written_are_counted(self, tmp_path):
         path, shown = tmp_path / "log.jsonl", Shown()
         log = JsonLog(path, reporter=shown)
         path.mkdir()
-        for step in range(5):
+        for step in range(3):
             log.write({"step": step})
         log.close()
         assert [text.partition(": Is a directory: ")[2] for text in shown.warnings] == [
@@ -230,19 +227,18 @@ class TestLines:
 
     def test_lines_after_a_step_are_cut(self, tmp_path):
         path = tmp_path / "log.jsonl"
-        lines = step_lines(json_log(path), every=1)
+        lines = metrics(tmp_path, every=1)
         for step in (1, 2, 3):
             lines.on_step(report(step))
         with path.open("a") as log:
             log.write('{"step": 4, "lo')
-        cut_back(path, step=2)
+        truncate_records(tmp_path, step=2)
         assert [line["step"] for line in read(path)] == [1, 2]
-        cut_back(tmp_path / "not_there.jsonl", step=2)
 
     def test_a_pipe_is_not_cut_but_refused(self, tmp_path):
         os.mkfifo(tmp_path / "log.jsonl")
         with pytest.raises(FileProblem, match=r"log\.jsonl is not a file: it is a pipe"):
-            cut_back(tmp_path / "log.jsonl", step=2)
+            truncate_records(tmp_path, step=2)
 
 
 def events(folder):
@@ -257,9 +253,8 @@ def events(folder):
 
 class TestTensorBoard:
     def run(self, folder, first, last, *, loss):
-        log = TensorBoardLog(folder)
-        log.start(first)
-        lines = step_lines(log, every=1)
+        lines = metrics(folder, every=1, tensorboard=True)
+        lines.start(first)
         for step in range(first + 1, last + 1):
             lines.on_step(report(step, loss=loss, data=0.5, skipped=step == 2))
             if step % 2 == 0:
@@ -270,7 +265,7 @@ class TestTensorBoard:
         pytest.importorskip("tensorboard")
         self.run(tmp_path, 0, 6, loss=1.0)
         self.run(tmp_path, 3, 5, loss=4.0)
-        found = events(tmp_path)
+        found = events(tmp_path / "tensorboard")
         assert found["train/loss"] == [(1, 1.0), (3, 1.0), (4, 4.0), (5, 4.0)]
         assert found["validation/loss"] == [(2, 0.5), (4, 2.0)]
         assert found["seconds/data"] == [(step, 0.5) for step in range(1, 6)]
@@ -280,14 +275,14 @@ class TestTensorBoard:
     def test_a_missing_library_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
         with pytest.raises(HardwareError, match="needs TensorBoard") as raised:
-            TensorBoardLog(tmp_path)
+            metrics(tmp_path, tensorboard=True)
         assert raised.value.hint == "in osora's checkout: pip install -c constraints.txt '.[train]'"
 
 
 class TestTimers:
     def test_parts_add_up_to_the_step(self, tmp_path):
-        lines = step_lines(json_log(tmp_path / "log.jsonl"), every=3)
-        trainer = toy_trainer(ToyTask(), observers=(lines,), micro_batches=2)
+        lines = metrics(tmp_path, every=3)
+        trainer = toy_trainer(ToyTask(), on_step=lines.on_step, micro_batches=2)
         trainer._clock = Clock(now=Ticking())
         for _ in range(3):
             trainer.do_step()
@@ -316,15 +311,15 @@ class TestTimers:
 
 class TestProfiler:
     def run(self, folder, steps, *, first, last):
-        profiler = StepProfiler(steps, folder, device=CPU, reporter=Shown())
-        trainer = toy_trainer(ToyTask(), observers=(profiler,))
-        trainer._clock = Clock(marks=[torch.profiler.record_function])
+        lines = metrics(folder, profile_steps=steps)
+        trainer = toy_trainer(ToyTask(), on_step=lines.on_step)
+        trainer._clock = lines.clock
         trainer.step = first
-        profiler.start(first)
+        lines.start(first)
         for _ in range(first, last):
             trainer.do_step()
-        profiler.close()
-        return sorted(folder.glob("*"))
+        lines.close()
+        return sorted(folder.glob("profile/*"))
 
     @pytest.mark.parametrize(("steps", "first", "last"), [((2, 3), 0, 4), ((2, 9), 1, 3)])
     def test_trace_has_the_parts_of_its_steps(self, tmp_path, steps, first, last):
@@ -340,48 +335,40 @@ class TestProfiler:
 
 
 class TestOpening:
-    def open(self, tmp_path, **changes):
-        settings = tiny_training.vae_settings(tmp_path).replace(
-            {f"watching.{name}": value for name, value in changes.items()}
-        )
-        return open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
-
-    def test_only_lines_are_written_by_default(self, tmp_path):
-        watching = self.open(tmp_path)
-        assert watching.clock._marks == []
-        assert [type(observer) for observer in watching.observers] == [StepLines]
-        assert [*tmp_path.iterdir()] == []
-
-    def test_only_the_main_rank_writes(self, tmp_path):
-        other = Distribution(CPU)
-        other.rank = 1
-        settings = tiny_training.vae_settings(tmp_path).replace(
-            {"watching.profile_steps": (1, 1), "watching.tensorboard": False}
-        )
-        watching = open_watching(settings, distribution=other, output=tmp_path, reporter=Shown())
-        assert list(watching.observers) == []
-        assert watching.clock._marks == [torch.profiler.record_function]
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_the_main_rank_alone_writes(self, tmp_path, rank):
+        distribution, shown = Distribution(CPU), Shown()
+        distribution.rank = rank
+        opened = metrics(tmp_path, distribution=distribution, reporter=shown, profile_steps=(1, 1), every=1)
+        assert opened.clock._marks == [torch.profiler.record_function]
+        opened.start(0)
+        opened.on_step(report(1))
+        opened.on_validation(1, {"loss": 0.5})
+        opened.close()
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert (names, bool(shown.notes)) == (([], False) if rank else (["log.jsonl", "profile"], True))
 
     @pytest.mark.parametrize(
         ("target", "changes", "known"),
         [
-            ("mmdit", {"watching.peak_tflops": 1.0}, True),
+            ("mmdit", {"peak_tflops": 1.0}, True),
             ("mmdit", {}, False),
-            ("vae", {"watching.peak_tflops": 1.0}, False),
+            ("vae", {"peak_tflops": 1.0}, False),
         ],
     )
     def test_utilisation_needs_a_known_peak(self, tmp_path, target, changes, known):
-        settings = getattr(tiny_training, f"{target}_settings")(tmp_path).replace(changes)
-        opened = open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
-        assert (opened.observers[0]._mfu is not None) is known
+        opened, settings = metrics(tmp_path, target=target, **changes), tiny_training.mmdit_settings(tmp_path)
+        assert (opened._mfu is not None) is known
+        if opened._mfu is not None:
+            sizes = {"samples": 4, "latent_tokens": 400, "text_tokens": settings.text.t5_max_length}
+            flops = training_flops(mmdit_config(settings.model), **sizes)
+            assert opened._mfu(4, 400, 10.0) == pytest.approx(flops / (10 * 1e12))
 
     def test_settings_for_a_gpu_are_refused_on_a_cpu(self, tmp_path):
         settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", "watching.exact_timers": True})
         for changes, given in (({}, ""), ({"watching.nvtx": True}, " and watching.nvtx=true")):
             with pytest.raises(HardwareError, match=rf"^watching\.exact_timers=true{given} needs a GPU"):
-                open_watching(
-                    settings.replace(changes), distribution=Distribution(CPU), output=tmp_path, reporter=Shown()
-                )
+                Metrics(settings.replace(changes), distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
 
     def test_records_are_truncated_and_removed(self, tmp_path):
         for step in (2, 4, 10):

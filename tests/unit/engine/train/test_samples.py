@@ -19,12 +19,11 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.train import build
+from opensora_cli.engine.train import build, evaluate
+from opensora_cli.engine.train.evaluate import open_samples
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.watching import samples
-from opensora_cli.engine.train.watching.samples import open_samples
 from opensora_cli.media import write
 from opensora_cli.media.read import probe
 from opensora_cli.media.tags import read_tags
@@ -134,7 +133,7 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
             raise OutputError(f"cannot write {path}: No space left on device")
         return write_media(pieces, path, **arguments)
 
-    monkeypatch.setattr(samples, "write_media", write)
+    monkeypatch.setattr(evaluate, "write_media", write)
     listener = Listener()
     train(tiny_training.mmdit_settings(tmp_path, frozen).replace(SAMPLES), reporter=listener)
     video = tmp_path / "samples" / "step2" / "0.mp4"

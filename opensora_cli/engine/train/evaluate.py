@@ -1,0 +1,328 @@
+"""Validation on held-out clips, and sample videos, of a model in training."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import opensora_cli
+from opensora_cli.core.conditions import T2V
+from opensora_cli.core.exceptions import FileProblem, OutputError
+from opensora_cli.core.files import remove
+from opensora_cli.core.media_choices import MediaFormat
+from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_link import beat
+from opensora_cli.engine.components.autoencoders import vae_tiling
+from opensora_cli.engine.components.hardware import release_memory
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
+from opensora_cli.engine.encode.clips import training_caption
+from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
+from opensora_cli.engine.encode.encoders import load_encoders
+from opensora_cli.engine.encode.fill_cache import prepare_cache
+from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
+from opensora_cli.engine.train.files import SAMPLES_FOLDER
+from opensora_cli.engine.train.objectives.task import Batch, SampleRng
+from opensora_cli.engine.train.objectives.text import sample_captions
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.media.resize import to_uint8
+from opensora_cli.media.write import write_media
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.sampling.denoise import denoise
+from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales
+from opensora_cli.sampling.packing import pack_latents, position_ids, unpack_latents
+from opensora_cli.sampling.schedule import flow_timesteps, noise_latents
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.watching import ValidationSettings
+
+# Captions are random: above the seeds of training, so that no caption is trained on.
+_SEEDS_OF_CAPTIONS = 2**40
+_SAMPLES = "number of samples"
+_HOST = torch.device("cpu")
+
+
+@contextmanager
+def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
+    """Let the module compute inside the block as after training: averaged weights, no dropout, no gradients.
+
+    Modes of modules and torch's global generators are restored.
+    """
+    modes = {module: module.training for module in trainer.task.module.modules()}
+    device = trainer.distribution.device
+    trainer.task.module.eval()
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            trainer.averaged(),
+            trainer.distribution.evaluating(),
+            torch.no_grad(),
+            trainer.precision.autocast(),
+        ):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+class HeldOutLoss:
+    """Measures the loss of the weights that will be exported, with the same timesteps and noise every time.
+
+    Each of R ranks computes every R-th micro-batch; the mean over all samples does not depend on R. `read` returns one
+    of the `count` micro-batches. A validation is due every few steps and after `last_step`.
+    """
+
+    def __init__(
+        self, read: Callable[[int], Batch], *, count: int, settings: ValidationSettings, last_step: int
+    ) -> None:
+        self._read = read
+        self._count = count
+        self._settings = settings
+        self._last_step = last_step
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a validation is due after so many steps, also after none."""
+        every = self._settings.every
+        return every is not None and (step % every == 0 or step == self._last_step)
+
+    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+        """Return `loss` and the task's other figures, the same on all ranks, which all call this.
+
+        Raises OsoraError if a clip cannot be read.
+        """
+        distribution = trainer.distribution
+        sums: dict[str, float] = {}
+        samples = 0
+        with evaluating(trainer):
+            for first in range(0, self._count, distribution.data_ranks):
+                beat("validate")
+                index = first + distribution.data_rank
+                # A rank without a batch of its own computes one that does not count: forward passes may be collective.
+                batch = self._read(min(index, self._count - 1))
+                # The same state for every batch, so that the noise of a clip depends on its path alone.
+                loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
+                weight = trainer.task.samples(batch) if index < self._count else 0
+                samples += weight
+                for name, value in {"loss": loss, **figures}.items():
+                    sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
+        means = distribution.mean({**sums, _SAMPLES: samples})
+        return {name: means[name] / means[_SAMPLES] for name in sums}
+
+
+def open_validation(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> HeldOutLoss | None:
+    """Return the validation of a run, or None if it has none.
+
+    With a cache of encoded clips, all ranks first add the held-out ones to it. Raises FileProblem if the table is
+    missing or broken, or fills no micro-batch, and the errors of `prepare_cache`.
+    """
+    if settings.validation.every is None:
+        return None
+    if settings.target is TrainTarget.TEXT:
+        read, count = _captions(settings), settings.validation.batches
+    else:
+        read, count = _clips(settings, distribution, reporter)
+    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)
+
+
+def _captions(settings: TrainSettings) -> Callable[[int], Batch]:
+    seed, batch_size = _SEEDS_OF_CAPTIONS + settings.validation.seed, settings.text.batch_size
+    return lambda index: sample_captions(SampleRng.of_data(seed, index), index, batch_size=batch_size)
+
+
+def _clips(
+    settings: TrainSettings, distribution: Distribution, reporter: Reporter
+) -> tuple[Callable[[int], Batch], int]:
+    data, seed = settings.validation.data(settings.data), settings.validation.seed
+    cache = None
+    if settings.target is TrainTarget.MMDIT:
+        cache = prepare_cache(
+            settings.replace({"data": data.model_dump(), "loop.seed": seed, "validation.every": None}),
+            device=distribution.device,
+            rank=distribution.rank,
+            ranks=distribution.ranks,
+            barrier=distribution.barrier,
+            reporter=reporter,
+        )
+    dataset = open_dataset(data, seed=seed, multiple=pixel_multiple(settings), fixed_starts=cache is not None)
+    plan = dataset.plan_epoch(0)
+    count = min(len(plan), settings.validation.batches)
+    if not count:
+        raise FileProblem(
+            f"{data.table} fills no micro-batch to validate on", hint="give validation.table more clips of each size"
+        )
+    loader = ClipLoader(
+        requests=dataset.requests, fit=data.fit, load=None if cache is None else cache.clip, notes=ReadingNotes(0)
+    )
+    replaced = ReplacementWarnings(reporter, where=" in validation")
+
+    def read(index: int) -> Batch:
+        batch = loader(plan.batch(index, number=index, epoch=0))
+        replaced.warn(batch)
+        return batch
+
+    return read, count
+
+
+class SampleVideos:
+    """Makes a video of each prompt with the weights that will be exported, and the same noise every time.
+
+    All ranks denoise the same latents with their shares of the model; the main rank decodes and writes. `embeds` are
+    those of each prompt, with the empty one; they are on the host, as is the autoencoder while it is not decoding.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        *,
+        embeds: list[PromptEmbeds],
+        autoencoder: Autoencoder,
+        folder: Path,
+        reporter: Reporter,
+    ) -> None:
+        self._settings = settings
+        self._embeds = embeds
+        self._autoencoder = autoencoder
+        self._folder = folder
+        self._reporter = reporter
+
+    def is_due(self, step: int) -> bool:
+        """Return whether samples are due after so many steps."""
+        every = self._settings.samples.every
+        return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
+
+    def run(self, step: int, trainer: Trainer[Any]) -> None:
+        """Write the videos `step{n}/0.mp4`, `1.mp4` and so on; all ranks call this.
+
+        A video that cannot be written, as on a full disk, is a warning.
+        """
+        device = trainer.distribution.device
+        latents = []
+        with self._reporter.stage("samples", total=len(self._embeds), unit="videos") as progress:
+            for index in range(len(self._embeds)):
+                with evaluating(trainer):
+                    latents.append(self._latents(index, trainer, device))
+                progress.advance()
+            if not trainer.distribution.is_main:
+                return
+            self._autoencoder.to(device)
+            try:
+                for index, latents_1CTHW in enumerate(latents):
+                    try:
+                        self._write(step, index, latents_1CTHW.to(device))
+                    except OutputError as error:
+                        self._reporter.warn(f"{error.message}: the video is left out")
+            finally:
+                self._autoencoder.to(_HOST)
+                release_memory(device)
+
+    def _latents(self, index: int, trainer: Trainer[Any], device: torch.device) -> Tensor:
+        settings = self._settings
+        chosen, model, grid = settings.samples, settings.model, settings.vae.grid
+        shape = chosen.shape(settings.data)
+        assert shape is not None
+        num_frames, height, width = shape
+        frames = grid.latent_frames(num_frames)
+        rows, columns = grid.latent_size(height, width)
+        # On the host, so that it is the same for every device.
+        noise_1CTHW = noise_latents(
+            [chosen.seed + index],
+            num_latent_frames=frames,
+            height=height,
+            width=width,
+            device=_HOST,
+            dtype=torch.float32,
+            latent_channels=grid.latent_channels,
+            spatial_compression=grid.spatial_compression_ratio,
+            patch_size=model.patch_size,
+        )
+        packed_1ND = pack_latents(noise_1CTHW, model.patch_size).to(device)
+        no_conditioning = None
+        if model.cond_embed:
+            no_conditioning = packed_1ND.new_zeros(1, packed_1ND.shape[1], model.in_channels + model.patch_size**2)
+        embeds, patches = self._embeds[index], (rows // model.patch_size, columns // model.patch_size)
+        velocity = GuidedVelocity(
+            trainer.task.forward,
+            PromptEmbeds(
+                embeds.prompt_embeds_2LC.to(device).float(), embeds.pooled_prompt_embeds_2V.to(device).float()
+            ),
+            conditioning_BNK=no_conditioning,
+            position_ids_1N3=position_ids(1, frames, *patches, device=device),
+            embedded_guidance=settings.train_mmdit.embedded_guidance if model.guidance_embed else None,
+        )
+        timesteps = flow_timesteps(
+            chosen.num_inference_steps, tokens_per_frame=patches[0] * patches[1], num_latent_frames=frames
+        )
+        guidance = NO_GUIDANCE if model.guidance_embed else Guidance(guidance_scale=chosen.guidance_scale)
+        scales = guidance_scales(guidance, mode=T2V, timesteps=tuple(timesteps), num_latent_frames=frames)
+        packed_1ND = denoise(velocity, packed_1ND, timesteps=timesteps, scales=scales)
+        return unpack_latents(
+            packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=model.patch_size
+        ).to(_HOST)
+
+    def _write(self, step: int, index: int, latents_1CTHW: Tensor) -> None:
+        chosen = self._settings.samples
+        write_media(
+            self._frames(latents_1CTHW),
+            self._folder / f"step{step}" / f"{index}.mp4",
+            fps=chosen.rate(self._settings.data),
+            format=MediaFormat.MP4,
+            metadata={
+                "prompt": chosen.prompts[index],
+                "seed": str(chosen.seed + index),
+                "step": str(step),
+                "software": f"osora {opensora_cli.__version__}",
+            },
+        )
+
+    @torch.no_grad()
+    def _frames(self, latents_1CTHW: Tensor) -> Iterator[Tensor]:
+        dtype = next(self._autoencoder.parameters()).dtype
+        pieces = self._autoencoder.decode_pieces(
+            latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
+        )
+        for piece_1CTHW in pieces:
+            yield to_uint8(piece_1CTHW[0])
+
+
+def open_samples(
+    settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
+) -> SampleVideos | None:
+    """Return the sample videos of a run, or None if it has none.
+
+    The prompts are encoded here, and the text encoders freed, so call it before the model is loaded. Raises
+    CheckpointError if frozen parts are missing or broken, and RequestError if a text length does not suit its encoder.
+    """
+    chosen, trained = settings.samples, settings.train_mmdit
+    if settings.target is not TrainTarget.MMDIT or chosen.every is None:
+        return None
+    encoders = load_encoders(settings, device=distribution.device)
+    empty = encoders.empty_prompt
+    embeds = []
+    for prompt in chosen.prompts:
+        caption = training_caption(prompt, fps=chosen.rate(settings.data), motion_score=None, settings=trained)
+        states_2LC = torch.stack([encoders.prompt_embeds(caption), empty.prompt_embeds_LC])
+        pooled_2V = torch.stack([encoders.pooled_prompt_embeds(caption), empty.pooled_prompt_embeds_V])
+        embeds.append(PromptEmbeds(states_2LC.to(_HOST), pooled_2V.to(_HOST)))
+    autoencoder = encoders.autoencoder.to(_HOST)
+    del encoders
+    release_memory(distribution.device)
+    return SampleVideos(
+        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
+    )
+
+
+def remove_later_samples(folder: Path, *, step: int) -> None:
+    """Remove the videos of later steps than `step`. Removes links, not their targets.
+
+    Raises OutputError if that is not possible.
+    """
+    for each in folder.glob("step*"):
+        found = re.fullmatch(r"step(\d+)", each.name)
+        if found and int(found[1]) > step:
+            try:
+                remove(each)
+            except OSError as error:
+                raise OutputError(f"cannot remove {each}: {error.strerror or error}") from error

@@ -1,0 +1,345 @@
+"""Metrics of a run: lines of console, `log.jsonl` and TensorBoard, the profile, and the MFU."""
+
+import json
+import math
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
+from opensora_cli.core.files import atomic_path, write_bytes_atomic
+from opensora_cli.core.formatting import duration
+from opensora_cli.core.progress import Reporter
+from opensora_cli.core.reading import require_file
+from opensora_cli.core.regular_files import open_regular
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.hardware import peak_memory_gib
+from opensora_cli.engine.train.clock import Clock, StepReport
+from opensora_cli.engine.train.evaluate import remove_later_samples
+from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
+from opensora_cli.engine.train.flops import peak_tflops, training_flops
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train_loop import Compute
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_BESIDE_TRAINING = ("checkpoint", "validation", "samples")
+_MOVE_OUT = "move it out of the run's folder"
+
+
+class Metrics:
+    """Writes a line with the means of every few steps, and one for each validation and each skipped step.
+
+    Lines go to `log.jsonl` and, where TensorBoard is on, to events such as `train/loss`, `validation/loss` and
+    `seconds/data`. After each step the figures of the unfinished line are shown on the terminal. The main rank alone
+    writes and reports. Raises HardwareError if TensorBoard is missing, or a setting needs a GPU and there is none.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
+    ) -> None:
+        self.clock = _open_clock(settings, distribution.device)
+        self._writes = distribution.is_main
+        self._every = settings.loop.log_every
+        self._total_steps = settings.loop.steps
+        self._device = distribution.device
+        self._mfu = _open_mfu(settings, distribution)
+        self._monitor = distribution.monitor
+        self._output = output
+        self._reporter = reporter
+        self._log = JsonLog(output / LOG_FILE, reporter=reporter)
+        has_events = settings.watching.tensorboard and self._writes
+        self._open_events = require_tensorboard() if has_events else None
+        self._events: SummaryWriter | None = None
+        self._profile_steps = settings.watching.profile_steps if self._writes else None
+        self._profile: profile | None = None
+        self._window: list[StepReport] = []
+        """Steps of the unfinished line."""
+        self._has_warned = False
+
+    def start(self, step: int) -> None:
+        """Continue after `step`, and count time from now on. Raises OutputError if events cannot be written."""
+        self.clock.take()
+        self._start_profile(step)
+        if self._open_events is not None:
+            folder = self._output / TENSORBOARD_FOLDER
+            try:
+                # It makes events of later steps void.
+                self._events = self._open_events(str(folder), purge_step=step + 1)
+            except OSError as error:
+                raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+
+    def on_step(self, report: StepReport) -> None:
+        """Add a step, and write a line every few steps. Raises OutputError if a profile cannot be written."""
+        if not self._writes:
+            return
+        self._window.append(report)
+        if report.skipped:
+            self._write({"step": report.step, "event": "skipped", "samples": list(report.paths)})
+        line = self._line()
+        shown = cells(line)
+        self._reporter.figures(shown)
+        if report.step % self._every == 0:
+            self._write({**line, **self._exchange_figures()})
+            self._reporter.note("  ".join(f"{name} {value}" for name, value in shown.items()))
+            self._window = []
+        if self._profile_steps is not None and report.step == self._profile_steps[1]:
+            self._write_profile()
+        self._start_profile(report.step)
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the line of a validation."""
+        if self._writes:
+            self._write({"step": step, "event": "validation", **figures})
+            shown = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
+            self._reporter.note(f"validation at step {step}  {shown}")
+
+    def close(self) -> None:
+        """Finish all files; also after an error. Raises OutputError if a profile cannot be written."""
+        self._log.close()
+        if self._events is not None:
+            self._events.close()
+        self._write_profile()
+
+    def _line(self) -> dict[str, object]:
+        last, count = self._window[-1], len(self._window)
+        figures: defaultdict[str, list[float]] = defaultdict(list)
+        sums: defaultdict[str, float] = defaultdict(float)
+        for report in self._window:
+            for name, value in report.figures.items():
+                figures[name].append(value)
+            for name, value in report.seconds.items():
+                sums[name] += value
+        total = sums.pop("total")
+        seconds = {**sums, "other": total - sum(sums.values())}
+        trained = total - sum(seconds.get(name, 0.0) for name in _BESIDE_TRAINING)
+        return {
+            "step": last.step,
+            "epoch": last.epoch,
+            **{name: round(fmean(values), 6) for name, values in figures.items()},
+            "learning_rate": last.learning_rate,
+            "seconds_per_step": round(total / count, 4),
+            **self._speed(trained),
+            "data_wait": round(seconds.get("data", 0.0) / trained, 4) if trained > 0 else 0.0,
+            **peak_memory_gib(self._device),
+            "eta_s": round((self._total_steps - last.step) * total / count, 1),
+            "seconds": {name: round(value / count, 6) for name, value in seconds.items()},
+            "skipped": sum(report.skipped for report in self._window),
+        }
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        if seconds <= 0:
+            return {}
+        samples = sum(report.samples for report in self._window)
+        tokens = sum(report.tokens for report in self._window)
+        mfu = {} if self._mfu is None else {"mfu": round(self._mfu(samples, tokens, seconds), 4)}
+        return {"samples_per_s": round(samples / seconds, 3), "tokens_per_s": round(tokens / seconds, 1), **mfu}
+
+    def _exchange_figures(self) -> dict[str, object]:
+        rates, slow = self._monitor.take()
+        if slow and not self._has_warned:
+            self._has_warned = True
+            first = slow[0]
+            self._reporter.warn(
+                f"an exchange ({first.name}) took {first.seconds:.3g} s, which usually takes {first.usual_s:.3g} s: a "
+                "link or a rank is slow; the log counts further ones as slow_exchanges"
+            )
+        if not rates:
+            return {}
+        rounded = {name: round(rate / 1e9, 6) for name, rate in rates.items()}
+        return {"exchange_gb_per_s": rounded, "slow_exchanges": len(slow)}
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        self._log.write(line)
+        event, step = line.get("event", "train"), line["step"]
+        if self._events is None or event == "skipped":
+            return
+        for name, value in line.items():
+            if isinstance(value, dict):
+                for part, number in value.items():
+                    self._events.add_scalar(f"{name}/{part}", number, step)
+            elif name != "step" and isinstance(value, int | float):
+                self._events.add_scalar(f"{event}/{name}", value, step)
+        # A killed run does not write this again when it is resumed.
+        self._events.flush()
+
+    def _start_profile(self, step: int) -> None:
+        # A run that is resumed between the first and the last step writes no profile.
+        if self._profile_steps is not None and step == self._profile_steps[0] - 1:
+            gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
+            self._profile.start()
+
+    def _write_profile(self) -> None:
+        running, self._profile = self._profile, None
+        if running is None or self._profile_steps is None:
+            return
+        running.stop()
+        first, last = self._profile_steps
+        path = self._output / PROFILE_FOLDER / f"steps{first}-{last}.json"
+        with atomic_path(path) as temporary:
+            running.export_chrome_trace(str(temporary))
+        self._reporter.note(f"profile: {path}")
+
+
+def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
+    watching = settings.watching
+    if device.type != "cuda":
+        given = " and ".join(f"watching.{name}=true" for name in ("exact_timers", "nvtx") if getattr(watching, name))
+        if given:
+            raise HardwareError(f"{given} needs a GPU, and this runs on a CPU", hint=f"leave {given} out")
+    marks: list[Callable[[str], AbstractContextManager[object]]] = []
+    if watching.profile_steps is not None:
+        marks.append(torch.profiler.record_function)
+    if watching.nvtx:
+        marks.append(torch.cuda.nvtx.range)
+    if watching.exact_timers:
+        return Clock(marks=marks, wait=partial(torch.cuda.synchronize, device))
+    return Clock(marks=marks)
+
+
+def _open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:
+    """Return the MFU as a function, or None where the peak is unknown: on a CPU, in fp32, in 8 bits."""
+    if settings.target is not TrainTarget.MMDIT:
+        return None
+    peak, precision = settings.watching.peak_tflops, settings.precision
+    if peak is None and distribution.device.type == "cuda":
+        is_half = precision.compute is not Compute.FP32 and not precision.fp8_linears
+        peak = peak_tflops(torch.cuda.get_device_name(distribution.device)) if is_half else None
+    if peak is None:
+        return None
+    all_devices = peak * 1e12 * distribution.ranks
+    config, text_tokens, is_frozen = mmdit_config(settings.model), settings.text.t5_max_length, settings.lora.is_on
+
+    def mfu(samples: int, tokens: int, seconds: float) -> float:
+        # Clips of different sizes count as if they had the same size, which gives a little too little.
+        flops = training_flops(
+            config, samples=samples, latent_tokens=tokens, text_tokens=text_tokens, is_frozen=is_frozen
+        )
+        return flops / (seconds * all_devices)
+
+    return mfu
+
+
+_figure, _count, _gib, _percent = "{:.4g}".format, "{:,.0f}".format, "{:.1f} GiB".format, "{:.1%}".format
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "learning_rate": ("rate", _figure),
+    "grad_norm": ("gradient norm", _figure),
+    "seconds_per_step": ("s/step", _figure),
+    "samples_per_s": ("samples/s", _figure),
+    "tokens_per_s": ("tokens/s", _count),
+    "mfu": ("MFU", _percent),
+    "data_wait": ("data wait", _percent),
+    "peak_allocated_gib": ("memory", _gib),
+    "peak_resident_gib": ("memory", _gib),
+    "eta_s": ("left", duration),
+    "step": ("step", _count),
+    "epoch": ("epoch", _count),
+    "skipped": ("skipped", _count),
+}
+"""Name in a line -> title and format for people. Other names are their own title."""
+
+
+def cells(line: Mapping[str, object]) -> dict[str, str]:
+    """Return titles and values of a training line in its order, without zeros of `skipped` and `epoch`."""
+    shown = {}
+    for name, value in line.items():
+        if isinstance(value, int | float) and (value or name not in ("skipped", "epoch")):
+            title, written = _COLUMNS.get(name, (name, _figure))
+            shown[title] = written(value)
+    return shown
+
+
+class JsonLog:
+    """Appends lines to a file. Lines that a full disk refuses are kept for the next write, with a warning."""
+
+    def __init__(self, path: Path, *, reporter: Reporter) -> None:
+        self._path = path
+        self._reporter = reporter
+        self._waiting: list[str] = []
+        self._whole: int | None = None
+        """Size of the file before the first kept line."""
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Write a line after the kept ones. Numbers that are not finite become null."""
+        self._waiting.append(json.dumps(_finite(line), allow_nan=False) + "\n")
+        error = self._write_waiting()
+        if error and len(self._waiting) == 1:
+            self._reporter.warn(f"cannot write {self._path}: {error}: its lines are kept until that is possible")
+
+    def close(self) -> None:
+        """Write the kept lines; they are lost if that still fails."""
+        error = self._write_waiting() if self._waiting else None
+        if error:
+            self._reporter.warn(f"cannot write {self._path}: {error}: it lacks the last {len(self._waiting)} lines")
+            self._waiting.clear()
+
+    def _write_waiting(self) -> str | None:
+        """Write the kept lines, or return the reason of the system."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "ab", opener=open_regular) as log:
+                end = log.tell()
+                self._whole = end if self._whole is None else min(self._whole, end)
+                # A full disk may hold half of the lines that are written again now.
+                log.truncate(self._whole)
+                log.write("".join(self._waiting).encode())
+        except OSError as error:
+            return error.strerror or str(error)
+        self._waiting.clear()
+        self._whole = None
+        return None
+
+
+def truncate_records(output: Path, *, step: int) -> None:
+    """Remove lines of the log and samples after a step. Raises FileProblem if that is not possible."""
+    path = output / LOG_FILE
+    if path.exists():
+        require_file(path, hint=_MOVE_OUT)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
+        kept = "".join(line for line in lines if _step_of(line) <= step)
+        write_bytes_atomic(path, kept.encode())
+    remove_later_samples(output / SAMPLES_FOLDER, step=step)
+
+
+def remove_records(output: Path) -> None:
+    """Remove the records of an earlier run."""
+    (output / LOG_FILE).unlink(missing_ok=True)
+    for name in (TENSORBOARD_FOLDER, PROFILE_FOLDER, SAMPLES_FOLDER):
+        shutil.rmtree(output / name, ignore_errors=True)
+
+
+def require_tensorboard() -> "type[SummaryWriter]":
+    """Return TensorBoard's writer of events. Raises HardwareError if TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise missing_library("watching.tensorboard=true needs TensorBoard", extra="train") from error
+    return SummaryWriter
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return float("inf")  # half a line, from a crash
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
