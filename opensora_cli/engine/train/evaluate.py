@@ -16,17 +16,17 @@ from opensora_cli.core.files import remove
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
+from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
-from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
+from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
-from opensora_cli.engine.train.objectives.text import sample_captions
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.media.resize import to_uint8
@@ -39,8 +39,6 @@ from opensora_cli.sampling.schedule import flow_timesteps, noise_latents
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.watching import ValidationSettings
 
-# Captions are random: above the seeds of training, so that no caption is trained on.
-_SEEDS_OF_CAPTIONS = 2**40
 _SAMPLES = "number of samples"
 _HOST = torch.device("cpu")
 
@@ -112,50 +110,36 @@ class HeldOutLoss:
         return {name: means[name] / means[_SAMPLES] for name in sums}
 
 
-def open_validation(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> HeldOutLoss | None:
-    """Return the validation of a run, or None if it has none.
+def open_validation(
+    settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
+) -> HeldOutLoss | None:
+    """Return the validation of a run on the clips of `source`, or of its table; None if it has none.
 
     With a cache of encoded clips, all ranks first add the held-out ones to it. Raises FileProblem if the table is
-    missing or broken, or fills no micro-batch, and the errors of `prepare_cache`.
+    missing or broken, or the clips fill no micro-batch, and the errors of `prepare_cache`.
     """
     if settings.validation.every is None:
         return None
-    if settings.target is TrainTarget.TEXT:
-        read, count = _captions(settings), settings.validation.batches
-    else:
-        read, count = _clips(settings, distribution, reporter)
-    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)
-
-
-def _captions(settings: TrainSettings) -> Callable[[int], Batch]:
-    seed, batch_size = _SEEDS_OF_CAPTIONS + settings.validation.seed, settings.text.batch_size
-    return lambda index: sample_captions(SampleRng.of_data(seed, index), index, batch_size=batch_size)
-
-
-def _clips(
-    settings: TrainSettings, distribution: Distribution, reporter: Reporter
-) -> tuple[Callable[[int], Batch], int]:
-    data, seed = settings.validation.data(settings.data), settings.validation.seed
-    cache = None
+    held_out, cache = settings.held_out, None
     if settings.target is TrainTarget.MMDIT:
         cache = prepare_cache(
-            settings.replace({"data": data.model_dump(), "loop.seed": seed, "validation.every": None}),
+            held_out,
             device=distribution.device,
             rank=distribution.rank,
             ranks=distribution.ranks,
             barrier=distribution.barrier,
             reporter=reporter,
+            source=source,
         )
-    dataset = open_dataset(data, seed=seed, multiple=pixel_multiple(settings), fixed_starts=cache is not None)
-    plan = dataset.plan_epoch(0)
+    source = source or open_table(held_out, fixed_starts=cache is not None)
+    plan = source.plan_epoch(0)
     count = min(len(plan), settings.validation.batches)
     if not count:
         raise FileProblem(
-            f"{data.table} fills no micro-batch to validate on", hint="give validation.table more clips of each size"
+            f"{settings.validation.table or 'held_out'} fills no micro-batch to validate on",
+            hint="give it more clips of each size",
         )
-    loader = ClipLoader(
-        requests=dataset.requests, fit=data.fit, load=None if cache is None else cache.clip, notes=ReadingNotes(0)
-    )
+    loader = ClipLoader(source=source, load=None if cache is None else cache.clip, notes=ReadingNotes(0))
     replaced = ReplacementWarnings(reporter, where=" in validation")
 
     def read(index: int) -> Batch:
@@ -163,7 +147,7 @@ def _clips(
         replaced.warn(batch)
         return batch
 
-    return read, count
+    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)
 
 
 class SampleVideos:
@@ -221,9 +205,8 @@ class SampleVideos:
     def _latents(self, index: int, trainer: Trainer[Any], device: torch.device) -> Tensor:
         settings = self._settings
         chosen, model, grid = settings.samples, settings.model, settings.vae.grid
-        shape = chosen.shape(settings.data)
-        assert shape is not None
-        num_frames, height, width = shape
+        # The settings were checked: samples have all three.
+        num_frames, height, width = (size or 0 for size in (chosen.num_frames, chosen.height, chosen.width))
         frames = grid.latent_frames(num_frames)
         rows, columns = grid.latent_size(height, width)
         # On the host, so that it is the same for every device.
@@ -267,7 +250,7 @@ class SampleVideos:
         write_media(
             self._frames(latents_1CTHW),
             self._folder / f"step{step}" / f"{index}.mp4",
-            fps=chosen.rate(self._settings.data),
+            fps=chosen.fps or self._settings.data.fps_max,
             format=MediaFormat.MP4,
             metadata={
                 "prompt": chosen.prompts[index],
@@ -302,7 +285,7 @@ def open_samples(
     empty = encoders.empty_prompt
     embeds = []
     for prompt in chosen.prompts:
-        caption = training_caption(prompt, fps=chosen.rate(settings.data), motion_score=None, settings=trained)
+        caption = training_caption(prompt, fps=chosen.fps or settings.data.fps_max, motion_score=None, settings=trained)
         states_2LC = torch.stack([encoders.prompt_embeds(caption), empty.prompt_embeds_LC])
         pooled_2V = torch.stack([encoders.pooled_prompt_embeds(caption), empty.pooled_prompt_embeds_V])
         embeds.append(PromptEmbeds(states_2LC.to(_HOST), pooled_2V.to(_HOST)))
