@@ -36,7 +36,9 @@ SIDECAR_SCHEMA = "osora.generate/2"
 SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
 """Schemas of sidecars that can be read. Their settings have one form."""
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
-_ANY = {"prompt": Given("any", "prompt")}
+ANY_PROMPT = "raining, sea"
+"""Prompt of runs that measure."""
+_ANY = {"prompt": Given(ANY_PROMPT, "prompt")}
 
 
 @dataclass(frozen=True, kw_only=True)

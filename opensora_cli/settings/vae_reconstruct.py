@@ -16,7 +16,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import preset_path, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_reference_autoencoder, read_settings
+from opensora_cli.settings.reference import open_config, read_reference_autoencoder, read_settings
 from opensora_cli.settings.train import TrainSettings
 
 _DEFAULT_PRESET = "demo"
@@ -100,7 +100,7 @@ def load_vae_settings(
 
 def _read(schema: type[EncodeSettings], path: Path, report: Callable[[str], None]) -> dict[str, Given]:
     """Return the settings in a file over those in the entry of the model that it names."""
-    values = dict(read_settings(path, read_reference_autoencoder, report))
+    values = dict(read_settings(open_config(path), read_reference_autoencoder, report))
     is_trained = "target" in values
     model = values.get("model") if is_trained else values.pop("model", None)
     below: dict[str, Given] = {}
