@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -69,7 +70,7 @@ class VAESettings(HunyuanSizes):
     dc_ae: DCAEConfig = Field(default=DCAEConfig(), description="Sizes and tiles of kind dc_ae.")
     flux_ae: FluxAEConfig = Field(default=FluxAEConfig(), description="Sizes and tiles of kind flux_ae.")
 
-    @property
+    @cached_property
     def sizes(self) -> AutoencoderConfig:
         """Sizes and tiles of the chosen kind."""
         if self.kind is VAEKind.HUNYUAN:

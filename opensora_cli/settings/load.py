@@ -28,9 +28,10 @@ from opensora_cli.settings.files import preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.output import named_format
 from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_generation, read_settings
 from opensora_cli.settings.sampling import SamplingSettings
-from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description, named_format
+from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description
 
 SIDECAR_SCHEMA = "osora.generate/2"
 SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
@@ -138,7 +139,8 @@ class GenerateRequest:
         others = {**self.config, **self.environment}
         below = {key: at for key, at in others.items() if not is_description(key) and key not in TYPED}
         taken = description(recorded, decodes=saved.decodes)
-        if named_format(self.overrides.get("output.path", below.get("output.path"))) is not None:
+        path = {**below, **self.overrides}.get("output.path")
+        if path is not None and named_format(str(path.value)) is not None:
             taken.pop("output.format", None)
         if saved.output is not None:
             taken["output.path"] = Given(str(saved.output), saved.source)

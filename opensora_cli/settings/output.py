@@ -46,11 +46,7 @@ class OutputSettings(Section):
     @property
     def named_format(self) -> MediaFormat | None:
         """Format that the ending of `path` names, or None for a folder."""
-        return MediaFormat(self._ending) if self._ending in list(MediaFormat) else None
-
-    @property
-    def _ending(self) -> str:
-        return PurePath(self.path).suffix.lower().removeprefix(".")
+        return named_format(self.path)
 
     def resolved_format(self, *, num_frames: int) -> MediaFormat:
         """Return the format to write."""
@@ -63,8 +59,17 @@ class OutputSettings(Section):
             )
         if self.explore and not self.save_latents:
             yield "output.explore=true saves latents to continue from: drop output.save_latents=false"
-        if self._ending in _OTHER_ENDINGS:
+        if _ending(self.path) in _OTHER_ENDINGS:
             yield (
                 f"output.path={self.path} must end in {either([f'.{known}' for known in MediaFormat])} to be a file: "
                 "use one of these, or name a folder"
             )
+
+
+def named_format(path: str) -> MediaFormat | None:
+    """Return the format that the ending of a file names, or None for a folder."""
+    return MediaFormat(_ending(path)) if _ending(path) in list(MediaFormat) else None
+
+
+def _ending(path: str) -> str:
+    return PurePath(path).suffix.lower().removeprefix(".")
