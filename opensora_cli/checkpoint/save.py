@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.formats.colossal import (
     EMA_FILE,
     MASTER_FILE,
@@ -38,6 +37,7 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, osora_err
 from opensora_cli.core.files import atomic_folder
 from opensora_cli.core.formatting import escaped, first_few
 from opensora_cli.core.rank_messages import broadcast_json
+from opensora_cli.core.weight_choices import Selection
 
 OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
 LR_SCHEDULER_FILE = "lr_scheduler.pt"

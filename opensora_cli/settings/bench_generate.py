@@ -11,9 +11,9 @@ from opensora_cli.core.section import PlotFile, Section, changed, shown
 from opensora_cli.settings.applies import SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.explain import Given, explain, nearest
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.layers import check_key
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations
-from opensora_cli.settings.output import OutputSettings
 
 Changes = Mapping[str, object]
 """Settings that differ from the exact run, by dotted key."""

@@ -1,6 +1,7 @@
 """Settings of devices: their number, their memory, and the work that each of them does."""
 
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from math import prod
 from typing import Annotated, ClassVar
 
@@ -8,14 +9,7 @@ from pydantic import Field, PositiveInt
 
 from opensora_cli.core.section import ByteSize, Section, matching
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, ModelChoice
-from opensora_cli.settings.enums import (
-    AllToAll,
-    AttentionChoice,
-    Compression,
-    DType,
-    HostWeights,
-    OffloadMode,
-)
+from opensora_cli.settings.enums import AllToAll, AttentionChoice, Compression, DType, HostWeights, OffloadMode
 
 Degree = Annotated[int, Field(ge=1, le=65_536)]
 """Number of devices that share one video or sample."""
@@ -26,6 +20,8 @@ Threads = Annotated[int, Field(ge=1, le=1024)]
 _Device = Annotated[int, Field(ge=0, le=1023)]
 _RETIRED_KEYS = {"parallel": ("node_rank", "rdzv_endpoint"), "sampling": ("batch_size",)}
 
+INNER_DEGREES = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
+"""Degrees of devices that share a sample."""
 
 DeviceName = Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N, as in cuda:1")]
 
@@ -156,6 +152,91 @@ class ParallelSettings(ExchangeSettings):
             elif self.all_to_all is AllToAll.HIERARCHICAL:
                 problems.append(f"{named} does not go with parallel.all_to_all=hierarchical: use one of them")
         return problems
+
+
+class Strategy(StrEnum):
+    """Sharding of weights, gradients and optimizer states over devices (Rajbhandari et al. 2020, ZeRO)."""
+
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    HYBRID = "hybrid"
+
+    @property
+    def means(self) -> str:
+        """Strategy in the terms of torch."""
+        return {
+            Strategy.DDP: "DistributedDataParallel",
+            Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",
+            Strategy.ZERO2: "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
+            Strategy.ZERO3: "FSDP2 with resharding after forward",
+            Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
+        }[self]
+
+    @property
+    def shards(self) -> bool:
+        """Whether devices hold shards of the weights between updates."""
+        return self is not Strategy.DDP
+
+    @property
+    def gathers_twice(self) -> bool:
+        """Whether the weights of a block are gathered for its forward and again for its backward."""
+        return self in (Strategy.ZERO3, Strategy.HYBRID)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced once an update instead of after each micro-batch."""
+        return self in (Strategy.DDP, Strategy.ZERO1)
+
+
+class TrainParallelSettings(ExchangeSettings):
+    """Devices of a training run. Degrees that are not set follow from the others."""
+
+    degree_names = ("dp_replicate_degree", "dp_shard_degree", *INNER_DEGREES)
+
+    dp_replicate_degree: Copies | None = Field(default=None, description="Copies of the weights.")
+    dp_shard_degree: Copies | None = Field(default=None, description="Devices that share one copy of the weights.")
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        if None not in (self.dp_replicate_degree, self.dp_shard_degree):
+            product = prod(self.degrees.values())
+            if product < self.world_size and not self.world_size % product:
+                named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
+                yield (
+                    f"{named} use {product} of {self.world_size} devices: drop parallel.dp_replicate_degree or "
+                    "parallel.dp_shard_degree"
+                )
+
+    def axes(self, strategy: Strategy) -> dict[str, int]:
+        """Return the number of ranks along each axis of the mesh: replicate, shard, ring, ulysses, tensor.
+
+        The settings must be valid for `strategy`.
+        """
+        inner = {
+            "ring": self.ring_degree or 1,
+            "ulysses": self.ulysses_degree or 1,
+            "tensor": self.tensor_parallel_degree or 1,
+        }
+        data = self.world_size // prod(inner.values())
+        if not strategy.shards:
+            replicate = data
+        elif self.dp_shard_degree is not None:
+            replicate = data // self.dp_shard_degree
+        else:
+            replicate = self.dp_replicate_degree or 1
+        return {"replicate": replicate, "shard": data // replicate, **inner}
+
+    def describe(self, strategy: Strategy) -> str:
+        """Return the number of devices and their axes as text."""
+        along = " x ".join(f"{axis} {ranks}" for axis, ranks in self.axes(strategy).items() if ranks > 1)
+        return f"{self.world_size}, {strategy} ({along}): {strategy.means}" if along else "1"
+
+    def data_ranks(self, strategy: Strategy) -> int:
+        """Return the number of micro-batches that are computed at a time."""
+        axes = self.axes(strategy)
+        return axes["replicate"] * axes["shard"]
 
 
 def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:

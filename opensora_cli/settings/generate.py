@@ -24,11 +24,20 @@ from opensora_cli.settings.components import (
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import DType, VAEKind
 from opensora_cli.settings.explain import either
-from opensora_cli.settings.output import OutputSettings
+from opensora_cli.settings.generate_sections import (
+    MAX_SEED,
+    ConditionSettings,
+    DraftSettings,
+    OutputSettings,
+    PictureSettings,
+    PromptsAt,
+    PromptSuffixSettings,
+    RefineSettings,
+    SamplingSettings,
+    VideoSettings,
+    expand_short_forms,
+)
 from opensora_cli.settings.pairs import Pair, pair_problems
-from opensora_cli.settings.prompts import PromptsAt, PromptSuffixSettings, RefineSettings, expand_short_forms
-from opensora_cli.settings.sampling import MAX_SEED, SamplingSettings
-from opensora_cli.settings.video import ConditionSettings, DraftSettings, PictureSettings, VideoSettings
 
 _CONFLICTS = (
     Pair("resume", "from_latents", "drop one of them"),

@@ -17,8 +17,8 @@ from opensora_cli.core.section import NO_VALUE
 from opensora_cli.settings.components import LoraFile
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import named_format
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.output import named_format
 
 _SIZES = ("model", "vae", "text", "picture.model", "picture.vae")
 """Sections that a file brings as a whole: they have only numbers and choices."""

@@ -18,19 +18,25 @@ from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings.applies import TRAIN, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, settings_of
 from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.devices import DeviceName, Threads, without_retired_keys
+from opensora_cli.settings.devices import (
+    INNER_DEGREES,
+    DeviceName,
+    Strategy,
+    Threads,
+    TrainParallelSettings,
+    without_retired_keys,
+)
 from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.pairs import Pair, pair_problems
 from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_training, read_settings
-from opensora_cli.settings.strategy import INNER_DEGREES, Strategy, TrainParallelSettings
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
     Compute,
     LoopSettings,
+    LoraSettings,
     OptimizerSettings,
     PrecisionSettings,
     TrainMemorySettings,

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import load_torch
@@ -22,6 +21,7 @@ from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts

@@ -15,10 +15,11 @@ from tiny_weights import bit_equal, read
 from torch import nn
 
 from opensora_cli.checkpoint import save
-from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.save import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.weight_choices import Selection
 
 
 class Recorder:

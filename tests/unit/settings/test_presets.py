@@ -10,8 +10,8 @@ from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, presets_folder, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import PictureSettings
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_generate_settings, load_preset, usual_settings
-from opensora_cli.settings.video import PictureSettings
 
 PRESETS = list_presets("generate")
 

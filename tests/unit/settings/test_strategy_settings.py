@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.explain import explain
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
 MODEL = {"hidden_size": 64, "num_heads": 4, "axes_dim": "4,6,6"}

@@ -9,7 +9,7 @@ from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops, training_flops
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.settings.lora import LoraSettings
+from opensora_cli.settings.train_loop import LoraSettings
 
 BATCH, TOKENS, TEXT = 2, 7, 4
 
