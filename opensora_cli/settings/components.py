@@ -34,8 +34,7 @@ class Tf32Settings(Section):
 
     tf32: bool | None = Field(
         default=None,
-        description="Compute float32 matrix products and convolutions in TF32 (GPUs from compute capability 8.0): "
-        "faster, with a mantissa of 10 bits. None means torch's default, TF32 for convolutions alone.",
+        description="Compute float32 in TF32 (GPU from 8.0): faster, with 10 bits of mantissa. None: torch decides.",
     )
 
 
@@ -44,8 +43,7 @@ class GenerationPrecisionSettings(Tf32Settings):
 
     linear: LinearProducts = Field(
         default=LinearProducts.EXACT,
-        description="Precision of the linear layers in transformer blocks. int8 (GPU from compute capability 8.0) "
-        "and fp8 (GPU from 8.9) halve bfloat16 weights and change the result. The error is printed.",
+        description="Precision of the linear layers in blocks: exact, or int8 (GPU from 8.0) or fp8 (from 8.9).",
     )
 
 

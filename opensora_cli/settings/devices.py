@@ -32,9 +32,11 @@ class DeviceSettings(Section):
     degree_names: ClassVar[tuple[str, ...]] = ()
     """Settings whose product must divide the number of devices."""
 
-    gpus: PositiveInt | None = Field(default=None, le=1024, description="Devices or processes. None: 1, or devices.")
+    gpus: PositiveInt | None = Field(
+        default=None, le=1024, description="GPUs that share the work. None: 1, or devices."
+    )
     devices: tuple[_Device, ...] | None = Field(
-        default=None, min_length=1, max_length=1024, description="Numbers of the GPUs, as in 0,2. None means the first."
+        default=None, min_length=1, max_length=1024, description="GPUs to use, as in 0,2. None: the first ones."
     )
     nnodes: PositiveInt = Field(default=1, le=65_536, description="Number of machines. torchrun and srun set it.")
 
@@ -72,14 +74,10 @@ class ExchangeSettings(DeviceSettings):
     tensor_parallel_degree: Degree | None = Field(default=None, description="Devices that share each block's features.")
     all_to_all: AllToAll = Field(default=AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
     fast_link_ranks: int | None = Field(
-        default=None,
-        ge=2,
-        le=65_536,
-        description="Consecutive devices with fast links for all_to_all=hierarchical. None means those of a machine.",
+        default=None, ge=2, le=65_536, description="Consecutive devices with fast links. None: a machine."
     )
     compression: Compression = Field(
-        default=Compression.NONE,
-        description="Round exchanged elements: bf16 by at most 1/256 of an element, fp8 by at most 1/16.",
+        default=Compression.NONE, description="Round exchanged elements: bf16 by up to 1/256, fp8 by 1/16."
     )
     watch: bool = Field(default=False, description="Name ranks that do not reach a collective.")
     watch_limit_s: float = Field(default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late.")
@@ -133,13 +131,11 @@ class ParallelSettings(ExchangeSettings):
     )
 
     data_parallel_degree: Copies | None = Field(
-        default=None, description="Groups of devices that make different rows of --prompts. None means all devices."
+        default=None, description="Groups that share the rows of --prompts. None: all."
     )
     cfg_parallel_degree: PositiveInt | None = Field(default=None, le=3, description="Devices that share CFG branches.")
     ulysses_chunks: Degree = Field(
-        default=1,
-        description="Parts in which heads are exchanged, each during the attention of the previous part. 1 means no "
-        "overlap.",
+        default=1, description="Parts of an exchange of heads, which overlap with attention. 1: no overlap."
     )
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
@@ -252,10 +248,14 @@ def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
 class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
-    weights: str | None = Field(default=None, description="Weights folder. None means ./ckpts or the Hub's cache.")
+    weights: str | None = Field(
+        default=None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or the Hugging Face cache."
+    )
     device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
-    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
+    threads: Threads | None = Field(
+        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work, cores and load."
+    )
 
 
 class RuntimeSettings(PlacementSettings):
@@ -264,19 +264,25 @@ class RuntimeSettings(PlacementSettings):
     model_choice: ModelChoice = Field(
         default=AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
     )
-    attention: AttentionChoice = Field(default=AttentionChoice.AUTO, description="Attention backend. auto: by device.")
+    attention: AttentionChoice = Field(
+        default=AttentionChoice.AUTO, description="Attention backend; auto is the first that works."
+    )
     prompt_cache: bool = Field(default=True, description="Keep prompt embeddings in the user's cache folder.")
     prompt_cache_limit: ByteSize = Field(
-        default=2 * 2**30,
-        description="Largest size of the prompt cache. 2GiB hold about 500 prompts of the released model in bfloat16.",
+        default=2 * 2**30, description="Largest size of the prompt cache. 4 MiB hold a prompt."
     )
 
 
 class MemorySettings(Section):
     """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
-    offload: OffloadMode = Field(default=OffloadMode.AUTO, description="Weights on the host. auto: as few as possible.")
-    resident_blocks: Blocks | None = Field(default=None, description="Blocks on the device. None: as many as fit.")
-    limit: ByteSize | None = Field(default=None, description="Device memory to use, as in 24GiB. None means all free.")
+    offload: OffloadMode = Field(
+        default=OffloadMode.AUTO, description="Weights to keep on the host: auto, none, model, blocks."
+    )
+    resident_blocks: Blocks | None = Field(
+        default=None,
+        description="With offload=blocks: transformer blocks on the device at a time. None: as many as fit.",
+    )
+    limit: ByteSize | None = Field(default=None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
     host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(default=False, description="Store block weights in 8 bits, which changes the result.")

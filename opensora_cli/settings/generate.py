@@ -61,16 +61,12 @@ class GenerateSettings(Section):
 
     prompt: Words = Field(default="", description="What the video shows.")
     prompts_at: PromptsAt = Field(
-        default=(),
-        description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;. A segment uses the "
-        "prompt at the time of its first new frame.",
+        default=(), description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;."
     )
     negative_prompt: Words = Field(default="", description="What the video should not show.")
     from_latents: str | None = Field(default=None, description="Finished latents to decode, as --from does.")
     resume: str | None = Field(default=None, description="Saved latents of a stopped run to continue, as --from does.")
-    loras: LoraFiles = Field(
-        default=(), description="Adapters of the transformer, each FILE or FILE:SCALE, separated by ;."
-    )
+    loras: LoraFiles = Field(default=(), description="Adapters, each FILE or FILE:SCALE, separated by ;.")
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
     text: TextInputs = TextInputs()

@@ -123,7 +123,7 @@ class VideoSettings(Section):
     )
     max_frames: _Frames = Field(default=129, description="Largest number of frames that the model supports.")
     extend: int = Field(
-        default=0, ge=0, le=100, description="Segments after the first, each from the end of the one before."
+        default=0, ge=0, le=100, description="Segments after the first, each from the last frames of the one before."
     )
     causal_lengths: bool = Field(
         default=False, description="Count latent frames as a causal autoencoder does, and cut the video to num_frames."
@@ -291,7 +291,7 @@ class OutputSettings(Section):
 
     path: FileName = Field(default="samples", description="Folder, or file to write.")
     format: MediaFormat | None = Field(
-        default=None, description="File format. None means by the ending of the path, or mp4, or png for a picture."
+        default=None, description="File format. None: from the file name, else mp4, and png of a picture."
     )
     name_from: NameFrom = Field(
         default=NameFrom.SEED,

@@ -13,7 +13,7 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings, 
 from opensora_cli.settings.reference import read_python_config
 from opensora_cli.settings.tools import profiled_settings
 from opensora_cli.settings.train import TrainSettings, load_train_settings
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
+from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 SAMPLING = """save_dir = "made"; seed = 42; batch_size = 1; dtype = "bf16"; cond_type = "t2v"
 dataset = dict(type="text")

@@ -34,9 +34,7 @@ class ClipSettings(Section):
     """Length of clips."""
 
     num_frames: PositiveInt = Field(
-        default=33,
-        le=MAX_FRAMES,
-        description="Frames that are encoded at once. Longer videos are split, which bounds the memory.",
+        default=33, le=MAX_FRAMES, description="Frames that are encoded at once. Longer videos are split."
     )
 
 
