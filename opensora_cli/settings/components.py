@@ -1,7 +1,7 @@
 """Settings of the models and their files, shared by generation and training."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -88,6 +88,16 @@ class VAESettings(HunyuanSizes):
             return (f"vae.dc_ae.scaling_factor={'none' if factor is None else factor}",)
         section, key = (self.flux_ae, "vae.flux_ae") if self.kind is VAEKind.FLUX_AE else (self, "vae")
         return f"{key}.scale_factor={section.scale_factor}", f"{key}.shift_factor={section.shift_factor}"
+
+
+def channel_problems(model: ModelSettings, grid: LatentGrid) -> Iterator[str]:
+    """Yield a line if the transformer does not read the channels of the latents."""
+    channels = grid.latent_channels * model.patch_size**2
+    if model.in_channels != channels:
+        yield (
+            f"model.in_channels={model.in_channels} must be the autoencoder's latent channels "
+            f"({grid.latent_channels}) x model.patch_size={model.patch_size} squared: use {channels}"
+        )
 
 
 def settings_of(model: str) -> dict[str, Any]:

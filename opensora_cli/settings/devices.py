@@ -1,6 +1,6 @@
 """Settings of devices: their number, their memory, and the work that each of them does."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 from math import prod
 from typing import Annotated, ClassVar
@@ -18,7 +18,6 @@ Copies = Annotated[int, Field(ge=1, le=1024 * 65_536)]
 Blocks = Annotated[int, Field(ge=1, le=10_000)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 _Device = Annotated[int, Field(ge=0, le=1023)]
-_RETIRED_KEYS = {"parallel": ("node_rank", "rdzv_endpoint"), "sampling": ("batch_size",)}
 
 INNER_DEGREES = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
 """Degrees of devices that share a sample."""
@@ -97,6 +96,15 @@ class ExchangeSettings(DeviceSettings):
         elif self.all_to_all is AllToAll.HIERARCHICAL:
             problems += self._hierarchy_problems(ulysses=ulysses, tensor=tensor)
         return problems
+
+    def head_problems(self, num_heads: int) -> Iterator[str]:
+        """Yield a line if more devices exchange heads than the model has for them."""
+        heads = num_heads // (self.tensor_parallel_degree or 1)
+        if self.ulysses_degree is not None and self.ulysses_degree > max(heads, 1):
+            yield (
+                f"parallel.ulysses_degree={self.ulysses_degree} must be at most the {heads} heads of a device: "
+                "use parallel.ring_degree for more"
+            )
 
     def inner_ranks(self, *, ulysses: int, tensor: int) -> int:
         """Return the number of ranks of a Ulysses group with fast links, or 1 if the exchange cannot be split.
@@ -233,16 +241,6 @@ class TrainParallelSettings(ExchangeSettings):
         """Return the number of micro-batches that are computed at a time."""
         axes = self.axes(strategy)
         return axes["replicate"] * axes["shard"]
-
-
-def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
-    """Return settings of an earlier version without keys that were removed since."""
-    kept = dict(saved)
-    for section, retired in _RETIRED_KEYS.items():
-        values = saved.get(section)
-        if isinstance(values, Mapping):
-            kept[section] = {key: value for key, value in values.items() if key not in retired}
-    return kept
 
 
 class PlacementSettings(Section):

@@ -20,6 +20,7 @@ from opensora_cli.settings.components import (
     LoraFiles,
     ModelSettings,
     VAESettings,
+    channel_problems,
 )
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import DType, VAEKind
@@ -166,12 +167,7 @@ def _model_problems(settings: GenerateSettings) -> Iterator[str]:
             f"vae.kind={vae.kind} makes pictures, and video.num_frames={settings.video.num_frames}: "
             f"use video.num_frames=1, or vae.kind={either([kind.value for kind in VAEKind if kind.makes_videos])}"
         )
-    channels = vae.grid.latent_channels * model.patch_size**2
-    if model.in_channels != channels:
-        yield (
-            f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.grid.latent_channels} x "
-            f"model.patch_size={model.patch_size} squared: use {channels}"
-        )
+    yield from channel_problems(model, vae.grid)
     chosen = settings.runtime.model_choice
     if chosen not in (AUTO, model.name):
         yield f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them"
@@ -343,11 +339,7 @@ def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
     if heads % tensor:
         fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
         yield f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={heads}: use {either(fitting)}"
-    if parallel.ulysses_degree is not None and parallel.ulysses_degree > heads // tensor:
-        yield (
-            f"parallel.ulysses_degree={parallel.ulysses_degree} must be at most the {heads // tensor} heads of a "
-            "device: use parallel.ring_degree for more"
-        )
+    yield from parallel.head_problems(heads)
 
 
 def _files(count: int) -> str:

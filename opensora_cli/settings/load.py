@@ -22,7 +22,6 @@ from opensora_cli.core.solvers import Solver
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import settings_of
-from opensora_cli.settings.devices import without_retired_keys
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
@@ -57,7 +56,7 @@ class SavedSettings:
     @cached_property
     def layer(self) -> dict[str, Given]:
         """Settings by key. Raises RequestError if a key is unknown."""
-        return read_sections(GenerateSettings, without_retired_keys(self.values), source=self.source)
+        return read_sections(GenerateSettings, self.values, source=self.source, is_saved=True)
 
 
 @dataclass(frozen=True, kw_only=True)
