@@ -28,7 +28,7 @@ from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 
 SCHEMA = "osora.bench.train-strategies/1"
 RANKS = 4

@@ -21,7 +21,7 @@ from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares
-from opensora_cli.settings.strategy import Strategy
+from opensora_cli.settings.devices import Strategy
 
 
 class Scheme(StrEnum):

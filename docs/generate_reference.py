@@ -23,7 +23,7 @@ from opensora_cli.cli.app import app
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings
+from opensora_cli.settings.vae import ReconstructSettings
 
 PICTURES = Path(__file__).parents[1] / ".readme"
 

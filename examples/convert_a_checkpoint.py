@@ -8,8 +8,7 @@ import torch
 
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.ckpt.convert import convert
-from opensora_cli.settings.ckpt import ConvertSettings
-from opensora_cli.settings.enums import WeightDType
+from opensora_cli.settings.ckpt import ConvertSettings, WeightDType
 
 
 def main(source: str, target: str) -> None:

@@ -18,7 +18,7 @@ from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import PrecisionSettings
 

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from opensora_cli.core.progress import SilentReporter, StageProgress
+from opensora_cli.core.weight_choices import QKV
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.media.write import write_media
-from opensora_cli.models.mmdit.layout import QKV, HeadSizes, plan_layout
+from opensora_cli.models.mmdit.layout import HeadSizes, plan_layout
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO, FLUX1_DEV, OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
 from opensora_cli.models.text import folder as folders

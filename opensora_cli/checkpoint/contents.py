@@ -7,6 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opensora_cli.core.weight_choices import Selection
+
 if TYPE_CHECKING:  # it needs torch, which takes longer to import than many a wrong request takes to be refused
     from opensora_cli.checkpoint.lazy import LazyTensor
 
@@ -23,14 +25,6 @@ class Format(StrEnum):
     COLOSSALAI = "colossalai"
     DCP = "dcp"
     TRAINING = "training"
-
-
-class Selection(StrEnum):
-    """Which weights of a training: the updated ones, their average, or the updated ones in full precision."""
-
-    MODEL = "model"
-    EMA = "ema"
-    MASTER = "master"
 
 
 @dataclass(frozen=True, slots=True)

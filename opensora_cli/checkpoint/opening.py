@@ -6,7 +6,7 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 
-from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection, ShardName
+from opensora_cli.checkpoint.contents import Checkpoint, Format, ShardName
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
     TRAINING_FILE,
@@ -24,6 +24,7 @@ from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.weight_choices import Selection
 
 _LISTED = 10
 _START_BYTES = 512

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.strict_json import shown
+from opensora_cli.core.weight_choices import Selection
 
 LeafT = TypeVar("LeafT")
 

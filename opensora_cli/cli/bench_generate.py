@@ -1,14 +1,12 @@
 """`osora bench-generate`: seconds, memory and likeness of a video made with other settings."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opensora_cli.cli import generate
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
@@ -36,7 +34,13 @@ def bench_generate(given: "Layer", call: Call) -> None:
     """
     from opensora_cli.api.request import generate_request
     from opensora_cli.core.ranks import find_context
-    from opensora_cli.settings.bench_generate import BenchGenerateSettings, benched_request, read_tries, refuse_unfit
+    from opensora_cli.settings.bench_generate import (
+        BenchGenerateSettings,
+        benched_request,
+        read_tries,
+        refuse_unfit,
+        tried_settings,
+    )
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.layers import validate
 
@@ -56,9 +60,7 @@ def bench_generate(given: "Layer", call: Call) -> None:
         refuse_early(exact.settings, dry_run=False)
         refuse_unfit(exact.settings)
         for name, changes in (tries or {}).items():
-            changed = {key: Given(value, f"--try {name}") for key, value in changes.items()}
-            tried = replace(request, overrides={**request.overrides, **changed})
-            refuse_early(resolve(tried, reporter=SilentReporter()).settings, dry_run=True)
+            tried_settings(exact.settings, changes, name=name)
     with call.loading():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 

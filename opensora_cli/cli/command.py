@@ -1,6 +1,7 @@
 """Commands that are built from rows of options, and help that reads well in 80 columns."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
@@ -22,6 +23,8 @@ _WIDEST_CHOICES = 18
 _EVERYTHING, _WORDS = "opensora_cli.everything", "opensora_cli.words"
 """Keys of a context: whether the help text has all options, and the words of the command line."""
 _HELP = {"help_option_names": ["-h", "--help"]}
+_UNSET = re.compile(r"(.+\.) None(?: means|:) (.+)\.")
+"""Description of a setting, and the meaning of None, which the help text shows as the default."""
 
 
 class Command(TyperCommand):
@@ -94,9 +97,11 @@ class Command(TyperCommand):
         for parameter, (label, row) in zip(self.params, self._rows.items(), strict=True):
             field = self._field(row)
             about, kind = row.help or field.description, _kind(row, field)
+            default = row.default or defaults.get(label) or _shown(field)
+            if unset := _UNSET.fullmatch(about):
+                about, default = unset[1], default or unset[2]
             if parameter.metavar == "NAME" and _is_enum(kind):
                 about += f" One of {', '.join(kind)}."
-            default = row.default or defaults.get(label) or _shown(field)
             parameter.help = about + (f" Default: {default}." if default else "")
             parameter.hidden = not (everything or row.is_common)
 

@@ -37,6 +37,7 @@ def mem_profile(settings: "MemProfileSettings", call: Call) -> None:
         device=call.value("--device", str),
         gpus=call.value("--gpus", int),
         environment=os.environ,
+        report=call.reporter.note,
     )
     with call.loading():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile

@@ -10,7 +10,7 @@ from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 
 if TYPE_CHECKING:
     from opensora_cli.settings.layers import Layer
-    from opensora_cli.settings.vae_reconstruct import EncodeSettingsT
+    from opensora_cli.settings.vae import EncodeSettingsT
 
 
 def reconstruct(given: "Layer", call: Call) -> None:
@@ -26,7 +26,7 @@ def reconstruct(given: "Layer", call: Call) -> None:
 
       osora vae reconstruct boat.mp4 --config runs/vae/settings.json
     """
-    from opensora_cli.settings.vae_reconstruct import ReconstructSettings
+    from opensora_cli.settings.vae import ReconstructSettings
 
     settings = _settings(ReconstructSettings, given, call)
     with call.loading():
@@ -49,7 +49,7 @@ def stats(given: "Layer", call: Call) -> None:
 
       osora vae stats clips/ --config runs/vae/settings.json --json
     """
-    from opensora_cli.settings.vae_reconstruct import EncodeSettings
+    from opensora_cli.settings.vae import EncodeSettings
 
     settings = _settings(EncodeSettings, given, call)
     with call.loading():
@@ -64,7 +64,7 @@ def _settings(schema: "type[EncodeSettingsT]", given: "Layer", call: Call) -> "E
     """Return the settings of a command; raises an error if files or weights are missing."""
     from opensora_cli.engine.vae.early import refuse_early
     from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.vae_reconstruct import load_vae_settings
+    from opensora_cli.settings.vae import load_vae_settings
 
     overrides = collect_overrides(schema, given, call.assignments)
     settings = load_vae_settings(
@@ -100,8 +100,6 @@ _STATS_ROWS = {"FILE": Option("files", help="Pictures and videos, or folders of 
 COMMAND = group(
     "vae",
     "Reconstruct pictures and videos with an autoencoder, and measure its latents.",
-    Command(
-        "reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings="vae_reconstruct:ReconstructSettings", layered=True
-    ),
-    Command("stats", stats, _STATS_ROWS, settings="vae_reconstruct:EncodeSettings", layered=True),
+    Command("reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings="vae:ReconstructSettings", layered=True),
+    Command("stats", stats, _STATS_ROWS, settings="vae:EncodeSettings", layered=True),
 )

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from opensora_cli.checkpoint.background import BackgroundJob
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.formats.colossal import (
     EMA_FILE,
     MASTER_FILE,
@@ -51,6 +50,7 @@ from opensora_cli.community import refused
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
 from opensora_cli.core.formatting import escaped, first_few
+from opensora_cli.core.weight_choices import Selection
 
 _ADAPTER_FOLDER = "lora"
 _OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"

@@ -25,7 +25,7 @@ from opensora_cli.sampling import sizes
 from opensora_cli.sampling import text as suffixes
 from opensora_cli.sampling.conditioning import prepare_inference_condition as prepare_inference_condition
 from opensora_cli.sampling.text import add_fps_info_to_text as add_fps_info_to_text
-from opensora_cli.settings.prompts import RefineSettings
+from opensora_cli.settings.generate_sections import RefineSettings
 
 
 def collect_references_batch(

@@ -4,6 +4,7 @@ Settings without effect are refused by these tables, and sidecars and request ha
 setting without a row always applies.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -276,7 +277,8 @@ def refuse_without_effect(settings: Section, overrides: Mapping[str, Given]) -> 
             for key, given in overrides.items():
                 if row.covers(key):
                     why, _, fix = row.why.format(s=settings).rpartition(": ")
-                    is_flag = given.source.startswith("--") and given.source != "--set"
+                    # `--set` and `--try NAME` name a key beside the value.
+                    is_flag = re.fullmatch(r"--(?!set$)[\w-]+", given.source)
                     value, source = shown(given.value), given.source
                     setting = f"{source} {value}" if is_flag else f"{key}={value} (from {source})"
                     raise RequestError(f"{setting} has no effect {why}", hint=fix)

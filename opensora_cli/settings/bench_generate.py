@@ -4,16 +4,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import PlotFile, Section, changed, shown
-from opensora_cli.settings.applies import SAME_FOR_ALL_RUNS
-from opensora_cli.settings.explain import Given, nearest
+from opensora_cli.settings.applies import SAME_FOR_ALL_RUNS, refuse_without_effect
+from opensora_cli.settings.explain import Given, explain, nearest
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.layers import check_key
-from opensora_cli.settings.load import GenerateRequest, few_evaluations
-from opensora_cli.settings.output import OutputSettings
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations
 
 Changes = Mapping[str, object]
 """Settings that differ from the exact run, by dotted key."""
@@ -38,8 +38,6 @@ STANDARD: Mapping[str, Changes] = {
     "fast": {"sampling.fast": True},
 }
 """Settings that are compared if no `--try` is given."""
-
-_ANY_PROMPT = "raining, sea"
 
 
 class BenchGenerateSettings(Section):
@@ -71,7 +69,7 @@ def benched_request(request: GenerateRequest) -> GenerateRequest:
     """Return a request that names no result, with a prompt. Errors are those of `given`."""
     overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
     if request.find("prompt") is None:
-        overrides["prompt"] = Given(_ANY_PROMPT, "bench-generate")
+        overrides["prompt"] = Given(ANY_PROMPT, "bench-generate")
     return replace(request, overrides=overrides)
 
 
@@ -83,16 +81,21 @@ def refuse_unfit(settings: GenerateSettings) -> None:
             raise RequestError(f"{key}={shown(value)} cannot be compared: {what}", hint="drop it")
 
 
-def tried_settings(exact: GenerateSettings, changes: Changes) -> GenerateSettings:
-    """Return the settings of the exact run with `changes`, and with everything that `sampling.fast` stands for.
+def tried_settings(exact: GenerateSettings, changes: Changes, *, name: str = "") -> GenerateSettings:
+    """Return the settings of the exact run with the changes of `--try NAME` and what their `sampling.fast` stands for.
 
-    Raises pydantic.ValidationError if they break a rule.
+    Raises RequestError if they break a rule, or if a change has no effect.
     """
-    tried = exact.replace(changes)
-    if not tried.sampling.fast or exact.sampling.fast:
-        return tried
-    few = few_evaluations(tried.sampling, without=exact.sampling.num_inference_steps)
-    return tried.replace({key: value for key, value in few.items() if key not in changes})
+    given = {key: Given(value, f"--try {name}") for key, value in changes.items()}
+    try:
+        tried = exact.replace(changes)
+        if tried.sampling.fast and not exact.sampling.fast:
+            few = few_evaluations(tried.sampling, without=exact.sampling.num_inference_steps)
+            tried = tried.replace({key: value for key, value in few.items() if key not in changes})
+    except ValidationError as error:
+        raise RequestError("\n".join(explain(error, given))) from error
+    refuse_without_effect(tried, given)
+    return tried
 
 
 def _changes(text: str) -> Changes:

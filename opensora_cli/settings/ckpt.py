@@ -1,20 +1,57 @@
 """Settings of `osora ckpt`: one class for each of its commands."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import Field
 
 from opensora_cli.core.section import ByteSize, FileName, Section, matching
+from opensora_cli.core.weight_choices import QKV, Rotary, Selection
 from opensora_cli.models.registry import DOWNLOADS, DownloadName
-from opensora_cli.settings.enums import (
-    QKVLayout,
-    RotaryLayout,
-    TargetFormat,
-    WeightDType,
-    WeightSelection,
-)
+
+
+class TargetFormat(StrEnum):
+    """Checkpoint format to write. `checkpoint.formats` can read more."""
+
+    SAFETENSORS = "safetensors"
+    SAFETENSORS_SHARDS = "safetensors-shards"
+    TORCH = "torch"
+    TORCH_SHARDS = "torch-shards"
+    COLOSSALAI = "colossalai"
+    DCP = "dcp"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the checkpoint is a folder."""
+        return self not in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether the checkpoint consists of files of limited size."""
+        return self in (TargetFormat.SAFETENSORS_SHARDS, TargetFormat.TORCH_SHARDS, TargetFormat.COLOSSALAI)
+
+    @property
+    def has_metadata(self) -> bool:
+        """Whether the format stores text about the weights."""
+        return self is not TargetFormat.DCP
+
+
+class WeightDType(StrEnum):
+    """Floating point type of written weights. 8-bit types get a scale beside each weight."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the type has 8 bits."""
+        return self in (WeightDType.FP8_E4M3, WeightDType.FP8_E5M2)
+
 
 _Sha256 = Annotated[str, matching("(?i)[0-9a-f]{64}", "must be 64 hexadecimal digits")]
 _FORMAT_OF_ENDING = {
@@ -32,7 +69,7 @@ class InspectSettings(Section):
     """Settings of `osora ckpt inspect`."""
 
     path: FileName = Field(description="File or folder.")
-    select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
+    select: Selection | None = Field(default=None, description="Weights of a training run.")
     only: Patterns = Field(default=(), description="Shell patterns of the names to show.")
     stats: bool = Field(default=False, description="Read the data for range, mean, non-finite and all-zero tensors.")
 
@@ -41,7 +78,7 @@ class VerifySettings(Section):
     """Settings of `osora ckpt verify`."""
 
     path: FileName = Field(description="File or folder.")
-    select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
+    select: Selection | None = Field(default=None, description="Weights of a training run.")
     preset: str | None = Field(default=None, description="Released model whose names and shapes are required.")
     sha256: _Sha256 | None = Field(default=None, description="Required hash of the file.")
     data: bool = Field(default=True, description="Read all data to check hashes and find non-finite values.")
@@ -56,7 +93,7 @@ class DiffSettings(Section):
 
     first: FileName = Field(description="File or folder.")
     second: FileName = Field(description="File or folder.")
-    select: WeightSelection | None = Field(default=None, description="Weights, if one of the two is a training run.")
+    select: Selection | None = Field(default=None, description="Weights, if one of the two is a training run.")
     only: Patterns = Field(default=(), description="Shell patterns of the names to compare.")
     rtol: _Tolerance = Field(default=0.0, description="Tolerance relative to the value in the second.")
     atol: _Tolerance = Field(default=0.0, description="Absolute tolerance.")
@@ -106,12 +143,12 @@ class ConvertSettings(WriteSettings):
     """Settings of `osora ckpt convert`."""
 
     source: FileName = Field(description="File or folder to read.")
-    select: WeightSelection | None = Field(default=None, description="Weights of a training run.")
+    select: Selection | None = Field(default=None, description="Weights of a training run.")
     only: Patterns = Field(default=(), description="Shell patterns of the names in the source to write.")
     drop: Patterns = Field(default=(), description="Shell patterns of the names in the source to drop.")
     rename: tuple[str, ...] = Field(default=(), description="OLD=NEW for starts of names, re:PATTERN=NEW for patterns.")
-    qkv: QKVLayout | None = Field(default=None, description="Layout of q, k and v. None keeps it.")
-    rotary: RotaryLayout | None = Field(default=None, description="Layout of rotary pairs. None keeps it.")
+    qkv: QKV | None = Field(default=None, description="Layout of q, k and v. None keeps it.")
+    rotary: Rotary | None = Field(default=None, description="Layout of rotary pairs. None keeps it.")
     dtype: WeightDType | None = Field(default=None, description="Type of floating point weights. None keeps it.")
     preset: str | None = Field(default=None, description="Released model whose names and shapes are required.")
 

@@ -1,7 +1,8 @@
 """Settings of the models and their files, shared by generation and training."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -33,8 +34,7 @@ class Tf32Settings(Section):
 
     tf32: bool | None = Field(
         default=None,
-        description="Compute float32 matrix products and convolutions in TF32 (GPUs from compute capability 8.0): "
-        "faster, with a mantissa of 10 bits. None means torch's default, TF32 for convolutions alone.",
+        description="Compute float32 in TF32 (GPU from 8.0): faster, with 10 bits of mantissa. None: torch decides.",
     )
 
 
@@ -43,8 +43,7 @@ class GenerationPrecisionSettings(Tf32Settings):
 
     linear: LinearProducts = Field(
         default=LinearProducts.EXACT,
-        description="Precision of the linear layers in transformer blocks. int8 (GPU from compute capability 8.0) "
-        "and fp8 (GPU from 8.9) halve bfloat16 weights and change the result. The error is printed.",
+        description="Precision of the linear layers in blocks: exact, or int8 (GPU from 8.0) or fp8 (from 8.9).",
     )
 
 
@@ -69,7 +68,7 @@ class VAESettings(HunyuanSizes):
     dc_ae: DCAEConfig = Field(default=DCAEConfig(), description="Sizes and tiles of kind dc_ae.")
     flux_ae: FluxAEConfig = Field(default=FluxAEConfig(), description="Sizes and tiles of kind flux_ae.")
 
-    @property
+    @cached_property
     def sizes(self) -> AutoencoderConfig:
         """Sizes and tiles of the chosen kind."""
         if self.kind is VAEKind.HUNYUAN:
@@ -89,6 +88,16 @@ class VAESettings(HunyuanSizes):
             return (f"vae.dc_ae.scaling_factor={'none' if factor is None else factor}",)
         section, key = (self.flux_ae, "vae.flux_ae") if self.kind is VAEKind.FLUX_AE else (self, "vae")
         return f"{key}.scale_factor={section.scale_factor}", f"{key}.shift_factor={section.shift_factor}"
+
+
+def channel_problems(model: ModelSettings, grid: LatentGrid) -> Iterator[str]:
+    """Yield a line if the transformer does not read the channels of the latents."""
+    channels = grid.latent_channels * model.patch_size**2
+    if model.in_channels != channels:
+        yield (
+            f"model.in_channels={model.in_channels} must be the autoencoder's latent channels "
+            f"({grid.latent_channels}) x model.patch_size={model.patch_size} squared: use {channels}"
+        )
 
 
 def settings_of(model: str) -> dict[str, Any]:

@@ -115,10 +115,10 @@ class ScanSettings(Section):
 
     folder: FileName = Field(description="Folder to scan, with its subfolders.")
     table: TableFile | None = Field(
-        default=None, description="CSV or parquet file to write. None means a CSV file beside the folder."
+        default=None, description="Table to write: CSV or parquet. None: CSV beside the folder."
     )
     workers: int | None = Field(
-        default=None, ge=1, le=1024, description="Files that are read at a time. None means one for each core."
+        default=None, ge=1, le=1024, description="Files that are read at a time. None: one for each core."
     )
     deep: bool = Field(default=False, description="Decode every frame to find damage inside files.")
     overwrite: bool = Field(default=False, description="Read every file again, and replace a table of another origin.")

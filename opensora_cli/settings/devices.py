@@ -1,6 +1,7 @@
 """Settings of devices: their number, their memory, and the work that each of them does."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from enum import StrEnum
 from math import prod
 from typing import Annotated, ClassVar
 
@@ -8,14 +9,7 @@ from pydantic import Field, PositiveInt
 
 from opensora_cli.core.section import ByteSize, Section, matching
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, ModelChoice
-from opensora_cli.settings.enums import (
-    AllToAll,
-    AttentionChoice,
-    Compression,
-    DType,
-    HostWeights,
-    OffloadMode,
-)
+from opensora_cli.settings.enums import AllToAll, AttentionChoice, Compression, DType, HostWeights, OffloadMode
 
 Degree = Annotated[int, Field(ge=1, le=65_536)]
 """Number of devices that share one video or sample."""
@@ -24,15 +18,9 @@ Copies = Annotated[int, Field(ge=1, le=1024 * 65_536)]
 Blocks = Annotated[int, Field(ge=1, le=10_000)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 _Device = Annotated[int, Field(ge=0, le=1023)]
-_RETIRED_KEYS = {
-    "parallel": ("node_rank", "rdzv_endpoint"),
-    "sampling": ("batch_size",),
-    "data": ("scenes",),
-    "text": ("batch_size", "t5_width", "t5_layers", "t5_heads", "clip_width", "clip_layers", "clip_heads"),
-    "train_mmdit": ("thing_weight",),
-    "train_vae": ("picture_steps", "picture_batch_size", "whitening_clips"),
-}
 
+INNER_DEGREES = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
+"""Degrees of devices that share a sample."""
 
 DeviceName = Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N, as in cuda:1")]
 
@@ -43,9 +31,11 @@ class DeviceSettings(Section):
     degree_names: ClassVar[tuple[str, ...]] = ()
     """Settings whose product must divide the number of devices."""
 
-    gpus: PositiveInt | None = Field(default=None, le=1024, description="Devices or processes. None: 1, or devices.")
+    gpus: PositiveInt | None = Field(
+        default=None, le=1024, description="GPUs that share the work. None: 1, or devices."
+    )
     devices: tuple[_Device, ...] | None = Field(
-        default=None, min_length=1, max_length=1024, description="Numbers of the GPUs, as in 0,2. None means the first."
+        default=None, min_length=1, max_length=1024, description="GPUs to use, as in 0,2. None: the first ones."
     )
     nnodes: PositiveInt = Field(default=1, le=65_536, description="Number of machines. torchrun and srun set it.")
 
@@ -83,14 +73,10 @@ class ExchangeSettings(DeviceSettings):
     tensor_parallel_degree: Degree | None = Field(default=None, description="Devices that share each block's features.")
     all_to_all: AllToAll = Field(default=AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
     fast_link_ranks: int | None = Field(
-        default=None,
-        ge=2,
-        le=65_536,
-        description="Consecutive devices with fast links for all_to_all=hierarchical. None means those of a machine.",
+        default=None, ge=2, le=65_536, description="Consecutive devices with fast links. None: a machine."
     )
     compression: Compression = Field(
-        default=Compression.NONE,
-        description="Round exchanged elements: bf16 by at most 1/256 of an element, fp8 by at most 1/16.",
+        default=Compression.NONE, description="Round exchanged elements: bf16 by up to 1/256, fp8 by 1/16."
     )
     watch: bool = Field(default=False, description="Name ranks that do not reach a collective.")
     watch_limit_s: float = Field(default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late.")
@@ -110,6 +96,15 @@ class ExchangeSettings(DeviceSettings):
         elif self.all_to_all is AllToAll.HIERARCHICAL:
             problems += self._hierarchy_problems(ulysses=ulysses, tensor=tensor)
         return problems
+
+    def head_problems(self, num_heads: int) -> Iterator[str]:
+        """Yield a line if more devices exchange heads than the model has for them."""
+        heads = num_heads // (self.tensor_parallel_degree or 1)
+        if self.ulysses_degree is not None and self.ulysses_degree > max(heads, 1):
+            yield (
+                f"parallel.ulysses_degree={self.ulysses_degree} must be at most the {heads} heads of a device: "
+                "use parallel.ring_degree for more"
+            )
 
     def inner_ranks(self, *, ulysses: int, tensor: int) -> int:
         """Return the number of ranks of a Ulysses group with fast links, or 1 if the exchange cannot be split.
@@ -144,13 +139,11 @@ class ParallelSettings(ExchangeSettings):
     )
 
     data_parallel_degree: Copies | None = Field(
-        default=None, description="Groups of devices that make different rows of --prompts. None means all devices."
+        default=None, description="Groups that share the rows of --prompts. None: all."
     )
     cfg_parallel_degree: PositiveInt | None = Field(default=None, le=3, description="Devices that share CFG branches.")
     ulysses_chunks: Degree = Field(
-        default=1,
-        description="Parts in which heads are exchanged, each during the attention of the previous part. 1 means no "
-        "overlap.",
+        default=1, description="Parts of an exchange of heads, which overlap with attention. 1: no overlap."
     )
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
@@ -165,23 +158,102 @@ class ParallelSettings(ExchangeSettings):
         return problems
 
 
-def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
-    """Return settings of an earlier version without keys that were removed since."""
-    kept = dict(saved)
-    for section, retired in _RETIRED_KEYS.items():
-        values = saved.get(section)
-        if isinstance(values, Mapping):
-            kept[section] = {key: value for key, value in values.items() if key not in retired}
-    return kept
+class Strategy(StrEnum):
+    """Sharding of weights, gradients and optimizer states over devices (Rajbhandari et al. 2020, ZeRO)."""
+
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    HYBRID = "hybrid"
+
+    @property
+    def means(self) -> str:
+        """Strategy in the terms of torch."""
+        return {
+            Strategy.DDP: "DistributedDataParallel",
+            Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",
+            Strategy.ZERO2: "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
+            Strategy.ZERO3: "FSDP2 with resharding after forward",
+            Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
+        }[self]
+
+    @property
+    def shards(self) -> bool:
+        """Whether devices hold shards of the weights between updates."""
+        return self is not Strategy.DDP
+
+    @property
+    def gathers_twice(self) -> bool:
+        """Whether the weights of a block are gathered for its forward and again for its backward."""
+        return self in (Strategy.ZERO3, Strategy.HYBRID)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced once an update instead of after each micro-batch."""
+        return self in (Strategy.DDP, Strategy.ZERO1)
+
+
+class TrainParallelSettings(ExchangeSettings):
+    """Devices of a training run. Degrees that are not set follow from the others."""
+
+    degree_names = ("dp_replicate_degree", "dp_shard_degree", *INNER_DEGREES)
+
+    dp_replicate_degree: Copies | None = Field(default=None, description="Copies of the weights.")
+    dp_shard_degree: Copies | None = Field(default=None, description="Devices that share one copy of the weights.")
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        if None not in (self.dp_replicate_degree, self.dp_shard_degree):
+            product = prod(self.degrees.values())
+            if product < self.world_size and not self.world_size % product:
+                named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
+                yield (
+                    f"{named} use {product} of {self.world_size} devices: drop parallel.dp_replicate_degree or "
+                    "parallel.dp_shard_degree"
+                )
+
+    def axes(self, strategy: Strategy) -> dict[str, int]:
+        """Return the number of ranks along each axis of the mesh: replicate, shard, ring, ulysses, tensor.
+
+        The settings must be valid for `strategy`.
+        """
+        inner = {
+            "ring": self.ring_degree or 1,
+            "ulysses": self.ulysses_degree or 1,
+            "tensor": self.tensor_parallel_degree or 1,
+        }
+        data = self.world_size // prod(inner.values())
+        if not strategy.shards:
+            replicate = data
+        elif self.dp_shard_degree is not None:
+            replicate = data // self.dp_shard_degree
+        else:
+            replicate = self.dp_replicate_degree or 1
+        return {"replicate": replicate, "shard": data // replicate, **inner}
+
+    def describe(self, strategy: Strategy) -> str:
+        """Return the number of devices and their axes as text."""
+        along = " x ".join(f"{axis} {ranks}" for axis, ranks in self.axes(strategy).items() if ranks > 1)
+        return f"{self.world_size}, {strategy} ({along}): {strategy.means}" if along else "1"
+
+    def data_ranks(self, strategy: Strategy) -> int:
+        """Return the number of micro-batches that are computed at a time."""
+        axes = self.axes(strategy)
+        return axes["replicate"] * axes["shard"]
 
 
 class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
-    weights: str | None = Field(default=None, description="Weights folder. None means ./ckpts or the Hub's cache.")
+    weights: str | None = Field(
+        default=None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or the Hugging Face cache."
+    )
     device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
-    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
+    threads: Threads | None = Field(
+        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work, cores and load."
+    )
 
 
 class RuntimeSettings(PlacementSettings):
@@ -190,19 +262,25 @@ class RuntimeSettings(PlacementSettings):
     model_choice: ModelChoice = Field(
         default=AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
     )
-    attention: AttentionChoice = Field(default=AttentionChoice.AUTO, description="Attention backend. auto: by device.")
+    attention: AttentionChoice = Field(
+        default=AttentionChoice.AUTO, description="Attention backend; auto is the first that works."
+    )
     prompt_cache: bool = Field(default=True, description="Keep prompt embeddings in the user's cache folder.")
     prompt_cache_limit: ByteSize = Field(
-        default=2 * 2**30,
-        description="Largest size of the prompt cache. 2GiB hold about 500 prompts of the released model in bfloat16.",
+        default=2 * 2**30, description="Largest size of the prompt cache. 4 MiB hold a prompt."
     )
 
 
 class MemorySettings(Section):
     """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
-    offload: OffloadMode = Field(default=OffloadMode.AUTO, description="Weights on the host. auto: as few as possible.")
-    resident_blocks: Blocks | None = Field(default=None, description="Blocks on the device. None: as many as fit.")
-    limit: ByteSize | None = Field(default=None, description="Device memory to use, as in 24GiB. None means all free.")
+    offload: OffloadMode = Field(
+        default=OffloadMode.AUTO, description="Weights to keep on the host: auto, none, model, blocks."
+    )
+    resident_blocks: Blocks | None = Field(
+        default=None,
+        description="With offload=blocks: transformer blocks on the device at a time. None: as many as fit.",
+    )
+    limit: ByteSize | None = Field(default=None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
     host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(default=False, description="Store block weights in 8 bits, which changes the result.")

@@ -68,69 +68,6 @@ class AttentionChoice(StrEnum):
     BF16_PRODUCTS = "bf16_products"
 
 
-class TargetFormat(StrEnum):
-    """Checkpoint format to write. `checkpoint.formats` can read more."""
-
-    SAFETENSORS = "safetensors"
-    SAFETENSORS_SHARDS = "safetensors-shards"
-    TORCH = "torch"
-    TORCH_SHARDS = "torch-shards"
-    COLOSSALAI = "colossalai"
-    DCP = "dcp"
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether the checkpoint is a folder."""
-        return self not in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
-
-    @property
-    def has_shards(self) -> bool:
-        """Whether the checkpoint consists of files of limited size."""
-        return self in (TargetFormat.SAFETENSORS_SHARDS, TargetFormat.TORCH_SHARDS, TargetFormat.COLOSSALAI)
-
-    @property
-    def has_metadata(self) -> bool:
-        """Whether the format stores text about the weights."""
-        return self is not TargetFormat.DCP
-
-
-class WeightDType(StrEnum):
-    """Floating point type of written weights. 8-bit types get a scale beside each weight."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8_E4M3 = "fp8_e4m3"
-    FP8_E5M2 = "fp8_e5m2"
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the type has 8 bits."""
-        return self in (WeightDType.FP8_E4M3, WeightDType.FP8_E5M2)
-
-
-class QKVLayout(StrEnum):
-    """Layout of the q, k and v projections: one tensor (Flux) or three (Open-Sora v2)."""
-
-    FUSED = "fused"
-    SPLIT = "split"
-
-
-class RotaryLayout(StrEnum):
-    """Layout of rotary pairs in a head: dims (2j, 2j+1) (Flux) or (j, D/2+j) (Open-Sora v2)."""
-
-    INTERLEAVED = "interleaved"
-    HALF = "half"
-
-
-class WeightSelection(StrEnum):
-    """Weights of a training run."""
-
-    MODEL = "model"
-    EMA = "ema"
-    MASTER = "master"
-
-
 class OffloadMode(StrEnum):
     """Weights that wait in host memory until they are needed."""
 
@@ -155,14 +92,6 @@ class HostWeights(StrEnum):
     MAPPED = "mapped"
 
 
-class EnvProfile(StrEnum):
-    """Kind of machine for recommended settings."""
-
-    LOCAL = "local"
-    CLOUD = "cloud"
-    CLUSTER = "cluster"
-
-
 class AllToAll(StrEnum):
     """All-to-all algorithm of Ulysses attention: between all ranks, or inside machines and then between them."""
 
@@ -184,6 +113,14 @@ class Compression(StrEnum):
         """Largest error as text. None means no rounding."""
         errors = {Compression.BF16: "1/256", Compression.FP8: "1/16"}
         return f"elements off by at most {errors[self]}" if self in errors else None
+
+
+class EnvProfile(StrEnum):
+    """Kind of machine for recommended settings."""
+
+    LOCAL = "local"
+    CLOUD = "cloud"
+    CLUSTER = "cluster"
 
 
 class Collective(StrEnum):

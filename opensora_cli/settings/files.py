@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -137,12 +138,20 @@ def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:
     kind, name = str(Path(parent).parent), Path(parent)
     if kind in _EXTENDED and not name.suffix and not extended.exists():
         extended = preset_path(name.name, kind)
-    return _merged(read_yaml(extended, chain=(*chain, here)), values)
+    return merged(read_yaml(extended, chain=(*chain, here)), values)
 
 
-def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
-    merged = dict(below)
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `above` over `below`, section by section.
+
+    `_delete_=True` in a section of a `.py` file drops what is below. A YAML file cannot have it: its scalars are text.
+    """
+    result = dict(below)
     for key, value in above.items():
-        under = merged.get(key)
-        merged[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
-    return merged
+        if isinstance(value, dict):
+            under = result.get(key)
+            if value.get("_delete_") is True:
+                under, value = {}, {name: each for name, each in value.items() if name != "_delete_"}
+            value = merged(under if isinstance(under, dict) else {}, value)
+        result[key] = value
+    return result

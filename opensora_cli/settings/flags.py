@@ -83,9 +83,7 @@ class Flags(TypedDict, total=False):
         Option(
             "condition.mode",
             REFERENCE,
-            f"Frames that the references give: {', '.join(CONDITION_MODES)}.",
-            "MODE",
-            default="by the references",
+            metavar="MODE",
             complete=lambda incomplete: [mode for mode in CONDITION_MODES if mode.startswith(incomplete)],
         ),
     ]
@@ -115,60 +113,21 @@ class Flags(TypedDict, total=False):
     draft_res: Annotated[str | None, Option("draft.resolution", SAMPLING, metavar="SIZE")]
     draft_strength: Annotated[float | str | None, Option("draft.strength", SAMPLING, metavar="X")]
     stop_at: Annotated[int | str | None, Option("sampling.stop_at", SAMPLING)]
-    weights: Annotated[
-        _File | None,
-        Option(
-            "runtime.weights",
-            MACHINE,
-            "Folder with the weights.",
-            "DIR",
-            default="OSORA_WEIGHTS, ./ckpts or the Hugging Face cache",
-        ),
-    ]
+    weights: Annotated[_File | None, Option("runtime.weights", MACHINE, metavar="DIR")]
     device: Annotated[str | None, Option("runtime.device", MACHINE, metavar="DEVICE")]
-    gpus: Annotated[
-        int | str | None, Option("parallel.gpus", MACHINE, "GPUs that share the work.", default="1", is_common=True)
-    ]
-    devices: Annotated[
-        str | Sequence[int] | None,
-        Option("parallel.devices", MACHINE, "GPUs to use, as in 0,2.", "LIST", str, default="the first ones"),
-    ]
-    memory_limit: Annotated[
-        int | str | None,
-        Option("memory.limit", MACHINE, "Most GPU memory to use, as in 24GiB.", "SIZE", default="what is free"),
-    ]
-    offload: Annotated[
-        str | None,
-        Option(
-            "memory.offload", MACHINE, "Weights to keep on the host: auto, none, model, blocks.", "MODE", is_common=True
-        ),
-    ]
-    resident_blocks: Annotated[
-        int | str | None,
-        Option(
-            "memory.resident_blocks",
-            MACHINE,
-            "With --offload blocks: transformer blocks on the device at a time.",
-            default="as many as fit",
-        ),
-    ]
+    gpus: Annotated[int | str | None, Option("parallel.gpus", MACHINE, is_common=True)]
+    devices: Annotated[str | Sequence[int] | None, Option("parallel.devices", MACHINE, metavar="LIST", kind=str)]
+    memory_limit: Annotated[int | str | None, Option("memory.limit", MACHINE, metavar="SIZE")]
+    offload: Annotated[str | None, Option("memory.offload", MACHINE, metavar="MODE", is_common=True)]
+    resident_blocks: Annotated[int | str | None, Option("memory.resident_blocks", MACHINE)]
     dtype: Annotated[str | None, Option("runtime.dtype", MACHINE)]
-    attention: Annotated[
-        str | None,
-        Option("runtime.attention", MACHINE, "Attention backend; auto is the first that works.", default="auto"),
-    ]
-    threads: Annotated[
-        int | str | None,
-        Option("runtime.threads", MACHINE, "CPU threads.", default="OMP_NUM_THREADS, or by work, cores and load"),
-    ]
+    attention: Annotated[str | None, Option("runtime.attention", MACHINE)]
+    threads: Annotated[int | str | None, Option("runtime.threads", MACHINE)]
     no_cache: Annotated[
         bool | None, Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True)
     ]
     out: Annotated[_File | None, Option("output.path", OUTPUT, metavar="PATH", short="-o", is_common=True)]
-    format: Annotated[
-        str | None,
-        Option("output.format", OUTPUT, "File format.", default="from the file name, else mp4, and png of a picture"),
-    ]
+    format: Annotated[str | None, Option("output.format", OUTPUT)]
     name_from: Annotated[str | None, Option("output.name_from", OUTPUT)]
     overwrite: Annotated[bool | None, Option("output.overwrite", OUTPUT)]
     save_last_frame: Annotated[bool | None, Option("output.last_frame", OUTPUT)]

@@ -20,15 +20,25 @@ from opensora_cli.settings.components import (
     LoraFiles,
     ModelSettings,
     VAESettings,
+    channel_problems,
 )
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import DType, VAEKind
 from opensora_cli.settings.explain import either
-from opensora_cli.settings.output import OutputSettings
+from opensora_cli.settings.generate_sections import (
+    MAX_SEED,
+    ConditionSettings,
+    DraftSettings,
+    OutputSettings,
+    PictureSettings,
+    PromptsAt,
+    PromptSuffixSettings,
+    RefineSettings,
+    SamplingSettings,
+    VideoSettings,
+    expand_short_forms,
+)
 from opensora_cli.settings.pairs import Pair, pair_problems
-from opensora_cli.settings.prompts import PromptsAt, PromptSuffixSettings, RefineSettings, expand_short_forms
-from opensora_cli.settings.sampling import MAX_SEED, SamplingSettings
-from opensora_cli.settings.video import ConditionSettings, DraftSettings, PictureSettings, VideoSettings
 
 _CONFLICTS = (
     Pair("resume", "from_latents", "drop one of them"),
@@ -52,16 +62,12 @@ class GenerateSettings(Section):
 
     prompt: Words = Field(default="", description="What the video shows.")
     prompts_at: PromptsAt = Field(
-        default=(),
-        description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;. A segment uses the "
-        "prompt at the time of its first new frame.",
+        default=(), description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;."
     )
     negative_prompt: Words = Field(default="", description="What the video should not show.")
     from_latents: str | None = Field(default=None, description="Finished latents to decode, as --from does.")
     resume: str | None = Field(default=None, description="Saved latents of a stopped run to continue, as --from does.")
-    loras: LoraFiles = Field(
-        default=(), description="Adapters of the transformer, each FILE or FILE:SCALE, separated by ;."
-    )
+    loras: LoraFiles = Field(default=(), description="Adapters, each FILE or FILE:SCALE, separated by ;.")
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
     text: TextInputs = TextInputs()
@@ -161,12 +167,7 @@ def _model_problems(settings: GenerateSettings) -> Iterator[str]:
             f"vae.kind={vae.kind} makes pictures, and video.num_frames={settings.video.num_frames}: "
             f"use video.num_frames=1, or vae.kind={either([kind.value for kind in VAEKind if kind.makes_videos])}"
         )
-    channels = vae.grid.latent_channels * model.patch_size**2
-    if model.in_channels != channels:
-        yield (
-            f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.grid.latent_channels} x "
-            f"model.patch_size={model.patch_size} squared: use {channels}"
-        )
+    yield from channel_problems(model, vae.grid)
     chosen = settings.runtime.model_choice
     if chosen not in (AUTO, model.name):
         yield f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them"
@@ -338,11 +339,7 @@ def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
     if heads % tensor:
         fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
         yield f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={heads}: use {either(fitting)}"
-    if parallel.ulysses_degree is not None and parallel.ulysses_degree > heads // tensor:
-        yield (
-            f"parallel.ulysses_degree={parallel.ulysses_degree} must be at most the {heads // tensor} heads of a "
-            "device: use parallel.ring_degree for more"
-        )
+    yield from parallel.head_problems(heads)
 
 
 def _files(count: int) -> str:

@@ -3,7 +3,7 @@
 Keys are checked while a layer is read so that an error can name its source.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -24,26 +24,38 @@ SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL"
 _WEIGHTS = "runtime.weights"
 
 
-def read_sections(schema: type[Section], values: Mapping[str, object], *, source: str) -> dict[str, Given]:
+def read_sections(
+    schema: type[Section], values: Mapping[str, object], *, source: str, is_saved: bool = False
+) -> dict[str, Given]:
     """Return nested sections, as read from YAML or JSON, as a layer.
+
+    In a file that an earlier version saved (`is_saved`), settings that were removed since are ignored.
 
     Raises:
         RequestError: A key is unknown, or a section is not a mapping.
     """
-    return dict(_leaves(schema, schema, values, source, ""))
+    found = _leaves(schema, schema, values, source, "", _REMOVED if is_saved else ())
+    return dict(found)
 
 
 def _leaves(
-    root: type[Section], schema: type[Section], values: Mapping[str, object], source: str, prefix: str
+    root: type[Section],
+    schema: type[Section],
+    values: Mapping[str, object],
+    source: str,
+    prefix: str,
+    ignored: Collection[str],
 ) -> Iterator[tuple[str, Given]]:
     for name, value in values.items():
         key = f"{prefix}{name}"
+        if key in ignored:
+            continue
         section = _section(schema, name)
         if section is None:
             check_key(root, key, source=source)
             yield key, Given(value, source)
         elif isinstance(value, Mapping):
-            yield from _leaves(root, section, value, source, f"{key}.")
+            yield from _leaves(root, section, value, source, f"{key}.", ignored)
         elif value not in (None, ""):
             raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
 
@@ -138,6 +150,8 @@ _OF_THE_DEMO = [
 ]
 _REMOVED = {
     "sampling.batch_size": "drop it: every video is made alone",
+    "parallel.node_rank": "drop it: torchrun and srun set it",
+    "parallel.rdzv_endpoint": "drop it: torchrun and srun set it",
     **dict.fromkeys(_OF_THE_DEMO, MOVED_TO_DEMO),
 }
 """Settings and sections of earlier versions, with the hint for users who still set them."""

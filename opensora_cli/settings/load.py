@@ -22,21 +22,22 @@ from opensora_cli.core.solvers import Solver
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import settings_of
-from opensora_cli.settings.devices import without_retired_keys
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import SamplingSettings, named_format
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_generation, read_settings
-from opensora_cli.settings.sampling import SamplingSettings
-from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description, named_format
+from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description
 
 SIDECAR_SCHEMA = "osora.generate/2"
 SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
 """Schemas of sidecars that can be read. Their settings have one form."""
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
-_ANY = {"prompt": Given("any", "prompt")}
+ANY_PROMPT = "raining, sea"
+"""Prompt of runs that measure."""
+_ANY = {"prompt": Given(ANY_PROMPT, "prompt")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class SavedSettings:
     @cached_property
     def layer(self) -> dict[str, Given]:
         """Settings by key. Raises RequestError if a key is unknown."""
-        return read_sections(GenerateSettings, without_retired_keys(self.values), source=self.source)
+        return read_sections(GenerateSettings, self.values, source=self.source, is_saved=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,8 @@ class GenerateRequest:
         others = {**self.config, **self.environment}
         below = {key: at for key, at in others.items() if not is_description(key) and key not in TYPED}
         taken = description(recorded, decodes=saved.decodes)
-        if named_format(self.overrides.get("output.path", below.get("output.path"))) is not None:
+        path = {**below, **self.overrides}.get("output.path")
+        if path is not None and named_format(str(path.value)) is not None:
             taken.pop("output.format", None)
         if saved.output is not None:
             taken["output.path"] = Given(str(saved.output), saved.source)

@@ -1,8 +1,11 @@
 """Settings files (`.py`) of the reference implementation in the terms of osora.
 
-The tables of names carry settings over. All other names are reported, unless their value is in `_USUAL`.
+A file is parsed and never executed. It assigns literals, `dict(...)` calls and names of numbers or text. `_base_` names
+files that it changes, and `_delete_=True` in a mapping drops what the base has there. The tables below carry settings
+over. All other names are reported, unless their value is in `_USUAL`.
 """
 
+import ast
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -10,14 +13,17 @@ from typing import Any, NamedTuple
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.reading import read_text, reading
 from opensora_cli.core.section import nested
 from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
-from opensora_cli.settings.files import read_yaml, settings_path
-from opensora_cli.settings.python_config import read_python_config
+from opensora_cli.settings.files import MAX_SETTINGS_BYTES, merged, read_yaml, settings_path
 
 Sections = tuple[dict[str, Any], list[str]]
 """Settings, nested as in a YAML file, and the names that were not carried over."""
 
+_CODE = ...
+"""Value of an assignment that is code and not data."""
+_HINT = "such files are parsed, not executed: write the value itself"
 _AUTOENCODERS = {
     "hunyuan_vae": ("hunyuan", "vae"),
     "dc_ae": ("dc_ae", "vae.dc_ae"),
@@ -147,19 +153,67 @@ def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:
 
 
 def read_settings(
-    file: Path | ConfigFile, read_reference: Callable[[ConfigFile], Sections], report: Callable[[str], None]
+    file: ConfigFile, read_reference: Callable[[ConfigFile], Sections], report: Callable[[str], None]
 ) -> Mapping[str, object]:
     """Return the sections in a YAML file, or those that `read_reference` finds in a `.py` file.
 
-    `report` gets a line with the names that are not carried over. Errors are those of `open_config` and the reader.
+    `report` gets a line with the names that are not carried over.
     """
-    file = open_config(file)
     if file.path.suffix != ".py":
         return file.values
     sections, left = read_reference(file)
     if left:
         report(f"{file.path}: not carried over: {', '.join(left)}")
     return sections
+
+
+def read_python_config(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the assignments of a file, merged over those of its bases. `chain` has the files that name it as a base.
+
+    Raises:
+        FileProblem: A file is missing or unreadable, has a line that assigns no name, or is its own base.
+    """
+    with reading(path):
+        here = Path(os.path.realpath(path))
+    if here in chain:
+        raise FileProblem(f"{path} has itself as a base: {' -> '.join(link.name for link in (*chain, here))}")
+    values: dict[str, Any] = {}
+    try:
+        tree = ast.parse(read_text(path, max_bytes=MAX_SETTINGS_BYTES), filename=str(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise FileProblem(f"{path} is not Python: {getattr(error, 'msg', None) or 'nested too deeply'}") from None
+    for line in tree.body:
+        match line:
+            case ast.Expr(value=ast.Constant()):
+                pass  # A description.
+            case ast.Assign(targets=[ast.Name(id=name)], value=node):
+                values[name] = _data(node, values)
+            case _:
+                raise FileProblem(f"{path}, line {line.lineno}: it is not NAME = VALUE", hint=_HINT)
+    bases = values.pop("_base_", [])
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise FileProblem(f"{path}: _base_ must be the name of a file, or a list of names")
+    below: dict[str, Any] = {}
+    for name in names:
+        below = merged(below, read_python_config(path.parent / name, chain=(*chain, here)))
+    return merged(below, values)
+
+
+def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return the value of an expression, with `_CODE` in place of code."""
+    match node:
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words) if all(word.arg for word in words):
+            return {word.arg: _data(word.value, names) for word in words}
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            return {ast.literal_eval(key): _data(value, names) for key, value in zip(keys, values, strict=True) if key}
+        case ast.Name(id=name):
+            # Only short values, so that a short file cannot describe a large one.
+            return value if isinstance(value := names.get(name, _CODE), str | int | float | None) else _CODE
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return _CODE
 
 
 def read_reference_generation(file: ConfigFile) -> Sections:
@@ -173,13 +227,13 @@ def read_reference_generation(file: ConfigFile) -> Sections:
             f"{file.path} is not for sampling", hint=f"use osora train or osora vae with --config {file.path}"
         )
     found = values.found
-    is_deep = values.get("ae.type") == "dc_ae"
     if values.has("sampling_option"):
         # Defaults of the reference implementation.
         found |= {"picture.first": False, "video.fps": 16, "prompt_suffix.motion_score": None}
+    if is_deep := values.get("ae.type") == "dc_ae":
+        values.take({"sampling_option.is_causal_vae": "video.causal_lengths"})
     if values.has("model"):
-        found["model.name"] = OPEN_SORA_V2_DC_AE if is_deep else OPEN_SORA_V2
-        found["model.cond_embed"] = False
+        found |= {"model.name": OPEN_SORA_V2_DC_AE if is_deep else OPEN_SORA_V2, "model.cond_embed": False}
         if "ckpt_path" in values:
             values["model.from_pretrained"] = values.pop("ckpt_path")
     if values.has("ae"):
@@ -191,9 +245,6 @@ def read_reference_generation(file: ConfigFile) -> Sections:
         found["sampling.flow_shift"] = 1
     if "sampling_option.resolution" not in values:
         values.take({f"sampling_option.{side}": f"video.{side}" for side in ("height", "width")})
-    if is_deep:
-        values.take({"sampling_option.is_causal_vae": "video.causal_lengths"})
-    values.pop("sampling_option.is_causal_vae", None)
     if values.get("motion_score") == "dynamic":
         del values["motion_score"]
         found["refine.motion_score"] = True
@@ -204,7 +255,8 @@ def read_reference_generation(file: ConfigFile) -> Sections:
         for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
             values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
     values.take_dtype()
-    for name in ("patch_size", "ae_spatial_compression"):  # model.patch_size and ae decide.
+    # The autoencoder and model.patch_size decide.
+    for name in ("patch_size", "ae_spatial_compression", "sampling_option.is_causal_vae"):
         values.pop(name, None)
     return values.carried_over(_GENERATION)
 
@@ -268,7 +320,8 @@ def read_reference_training(file: ConfigFile) -> Sections:
     if isinstance(betas, list | tuple) and len(betas) == 2:
         found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
         values.pop("optim.betas", None)
-    if values.pop("use_cosine_scheduler", False):
+    if values.get("use_cosine_scheduler") is True:
+        del values["use_cosine_scheduler"]
         found["optimizer.schedule"] = "cosine"
     return values.carried_over(_TRAINING)
 
@@ -295,8 +348,10 @@ class _Values(dict[str, Any]):
         return any(f"{name}.".startswith(f"{section}.") for name in self._all)
 
     def take(self, names: Mapping[str, str]) -> None:
-        """Carry over the settings of a table."""
+        """Carry over the settings of a table. Raises FileProblem if one of them is code."""
         for theirs, ours in names.items():
+            if self.get(theirs) is _CODE:
+                raise FileProblem(f"{self._path}: {theirs} is not a plain value", hint=_HINT)
             if theirs in self:
                 self.found[ours] = self.pop(theirs)
 

@@ -8,7 +8,6 @@ use.
 import shlex
 from collections.abc import Collection
 from operator import attrgetter
-from pathlib import PurePath
 
 from pydantic import ValidationError
 
@@ -18,24 +17,29 @@ from opensora_cli.core.section import NO_VALUE
 from opensora_cli.settings.components import LoraFile
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import named_format
 from opensora_cli.settings.layers import Layer
 
+_SIZES = ("model", "vae", "text", "picture.model", "picture.vae")
+"""Sections that a file brings as a whole: they have only numbers and choices."""
 # References are read, never written, and sent to no server: see `load._refuse_sending_files`.
-_SECTIONS = "model vae text video sampling condition draft prompt_suffix picture.model picture.vae"
-_DESCRIPTION = frozenset(
-    {
-        *("prompt", "prompts_at", "negative_prompt", "compile"),
-        *("picture.first", "picture.save", "picture.resolution", "picture.own_model"),
-        # The prompt before it was rewritten. Results are named after it.
-        "refine.original",
-        # Files beside the result, which are named after it.
-        *("output.format", "output.metadata", "output.last_frame", "output.save_latents"),
-        *("output.save_state_every", "output.preview_every"),
-        # Settings that change the bits of the result.
-        *("runtime.model_choice", "runtime.dtype", "runtime.threads", "runtime.attention"),
-        *("precision.tf32", "precision.linear", "memory.fp8_storage", "parallel.compression"),
-    }
-)
+_KEYS = """
+prompt prompts_at negative_prompt prompt_suffix.motion_score prompt_suffix.add_fps refine.original
+video.resolution video.aspect_ratio video.height video.width video.num_frames video.fps video.resolutions
+video.aspect_ratios video.max_frames video.extend video.causal_lengths draft.resolution draft.strength
+condition.mode condition.references condition.fit condition.ref_fps condition.video_latent_frames
+condition.seamless condition.easy_latent_frames
+picture.first picture.save picture.resolution picture.own_model
+sampling.num_inference_steps sampling.solver sampling.fast sampling.timesteps sampling.stop_at
+sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation sampling.image_oscillation
+sampling.mean_guidance_of sampling.step_cache sampling.temporal_image_scaling sampling.guidance_interval
+sampling.flow_shift sampling.seed sampling.num_samples sampling.embedded_guidance
+output.format output.metadata output.last_frame output.save_latents output.save_state_every output.preview_every
+runtime.model_choice runtime.dtype runtime.threads runtime.attention compile
+precision.tf32 precision.linear memory.fp8_storage parallel.compression
+"""
+_DESCRIPTION = frozenset(_KEYS.split())
+"""Single settings that a file brings. All others are reserved."""
 TYPED = frozenset({"refine.prompt", "refine.motion_score"})
 """Settings that only the command line can set beside such a file, whose prompt is rewritten already."""
 
@@ -49,7 +53,7 @@ _FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
 
 def is_description(key: str) -> bool:
     """Return whether a file of an earlier run may bring a setting."""
-    return key in _DESCRIPTION or any(key.startswith(f"{section}.") for section in _SECTIONS.split())
+    return key in _DESCRIPTION or key.startswith(tuple(f"{section}." for section in _SIZES))
 
 
 def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
@@ -59,7 +63,7 @@ def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
     if score is not None and score.value == "auto":
         # `auto` would ask a server.
         del taken["prompt_suffix.motion_score"]
-    ending = named_format(saved.get("output.path"))
+    ending = _named_format(saved)
     if not _has_value(taken.get("output.format")) and ending not in (None, _usual_format(saved)):
         taken["output.format"] = Given(str(ending), saved["output.path"].source)
     return taken
@@ -67,10 +71,10 @@ def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
 
 def saved_format(saved: Layer) -> MediaFormat:
     """Return the file format of the result that an earlier run described."""
-    named = saved.get("output.format")
-    if named is not None and named.value in list(MediaFormat):
-        return MediaFormat(str(named.value))
-    return named_format(saved.get("output.path")) or _usual_format(saved)
+    given = saved.get("output.format")
+    if given is not None and given.value in list(MediaFormat):
+        return MediaFormat(str(given.value))
+    return _named_format(saved) or _usual_format(saved)
 
 
 def _usual_format(saved: Layer) -> MediaFormat:
@@ -78,10 +82,8 @@ def _usual_format(saved: Layer) -> MediaFormat:
     return MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
 
 
-def named_format(path: Given | None) -> MediaFormat | None:
-    """Return the format that the ending of a file names, or None for a folder."""
-    ending = "" if path is None else PurePath(str(path.value)).suffix.lower().removeprefix(".")
-    return MediaFormat(ending) if ending in list(MediaFormat) else None
+def _named_format(saved: Layer) -> MediaFormat | None:
+    return named_format(str(saved["output.path"].value)) if "output.path" in saved else None
 
 
 def files_needed(saved: Layer, settings: GenerateSettings, *, decodes: bool, given: Collection[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Settings of `osora bench-comm`, `osora env-check` and `osora mem-profile`."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +16,12 @@ from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
-from opensora_cli.settings.load import GenerateRequest, read_request
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, read_request
 from opensora_cli.settings.reference import open_config
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 MIB = 2**20
 _BenchBytes = Annotated[ByteSize, Field(le=2**40)]
-_ANY_PROMPT = "a boat on the sea"
 
 
 class BenchCommSettings(Section):
@@ -98,11 +97,13 @@ def profiled_settings(
     device: str | None,
     environment: Mapping[str, str],
     gpus: int | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> GenerateRequest | TrainSettings:
     """Return the request to generate, or the settings of a training run, to profile.
 
     `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe or preset.
-    A file with the key `target` is for training. None means generation with the demo.
+    A file with the key `target` is for training. None means generation with the demo. `report` gets a line with the
+    names in a `.py` recipe that are not carried over. A request has such a line in its `notes`.
 
     Raises:
         RequestError: There is no such recipe, a key is unknown, or a value breaks a rule.
@@ -114,10 +115,10 @@ def profiled_settings(
         if device not in (None, "auto", "cpu"):
             raise RequestError(f"--device {device} is not possible: training is profiled on the CPU", hint="drop it")
         overrides = collect_overrides(TrainSettings, shared, assignments)
-        return load_train_settings(config=file, overrides=overrides, environment=environment)
+        return load_train_settings(config=file, overrides=overrides, environment=environment, report=report)
     flags = {} if device is None else {"runtime.device": Given(device, "--device")}
     overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
-    overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
+    overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
     if file is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
     return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,))

@@ -16,21 +16,26 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.section import FileName, Section, rule_error
 from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings.applies import TRAIN, refuse_without_effect
-from opensora_cli.settings.components import ModelSettings, VAESettings, settings_of
+from opensora_cli.settings.components import ModelSettings, VAESettings, channel_problems, settings_of
 from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.devices import DeviceName, Threads, without_retired_keys
+from opensora_cli.settings.devices import (
+    INNER_DEGREES,
+    DeviceName,
+    Strategy,
+    Threads,
+    TrainParallelSettings,
+)
 from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
-from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.pairs import Pair, pair_problems
 from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_training, read_settings
-from opensora_cli.settings.strategy import INNER_DEGREES, Strategy, TrainParallelSettings
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
     Compute,
     LoopSettings,
+    LoraSettings,
     OptimizerSettings,
     PrecisionSettings,
     TrainMemorySettings,
@@ -151,7 +156,7 @@ def load_train_settings(
             raise FileProblem(f"{saved} holds no settings of a run", hint=hint)
         if isinstance(data := document.get("data"), Mapping) and "scenes" in data and data.get("table") is None:
             raise RequestError(f"{saved} is of a run on procedural scenes, which were removed", hint=MOVED_TO_DEMO)
-        given = {**variables, **read_sections(TrainSettings, without_retired_keys(document), source=str(saved))}
+        given = {**variables, **read_sections(TrainSettings, document, source=str(saved), is_saved=True)}
     else:
         recipes = " or ".join(f"--config {name}" for name in list_presets("train"))
         raise RequestError("--config is missing: it names what to train", hint=f"use {recipes}, or your own file")
@@ -272,11 +277,8 @@ def _degree_problems(settings: TrainSettings) -> Iterator[str]:
     tensor = parallel.tensor_parallel_degree or 1
     if tensor > heads:
         yield f"parallel.tensor_parallel_degree={tensor} must be at most model.num_heads={heads}"
-    elif (parallel.ulysses_degree or 1) > heads // tensor:
-        yield (
-            f"parallel.ulysses_degree={parallel.ulysses_degree} must be at most the heads of a rank: "
-            f"use {heads // tensor}, or parallel.ring_degree"
-        )
+    else:
+        yield from parallel.head_problems(heads)
 
 
 def _watching_problems(settings: TrainSettings) -> Iterator[str]:
@@ -302,12 +304,7 @@ def _vae_problems(settings: TrainSettings) -> Iterator[str]:
 def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
     data, model, grid, train = settings.data, settings.model, settings.vae.grid, settings.train_mmdit
     yield from data.length_problems(grid)
-    channels = grid.latent_channels * model.patch_size**2
-    if model.in_channels != channels:
-        yield (
-            f"model.in_channels={model.in_channels} must be the autoencoder's latent channels "
-            f"({grid.latent_channels}) x model.patch_size={model.patch_size} squared: use {channels}"
-        )
+    yield from channel_problems(model, grid)
     if (rank := settings.lora.rank or 0) > model.hidden_size:
         yield f"lora.rank={rank} must be at most model.hidden_size={model.hidden_size}: a higher rank adds nothing"
     modes = [CONDITION_MODES[name] for name in train.mode_weights.by_mode()]

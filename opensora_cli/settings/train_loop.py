@@ -1,12 +1,12 @@
-"""Settings of the training loop: steps, checkpoints, optimizer, precision and memory."""
+"""Settings of the training loop: steps, checkpoints, optimizer, precision, memory and adapters."""
 
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Final, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from opensora_cli.core.section import ByteSize, Count, CountOrZero, Section, Share
+from opensora_cli.core.section import ByteSize, Count, CountOrZero, FileName, Section, Share
 from opensora_cli.settings.components import Tf32Settings
 from opensora_cli.settings.devices import Blocks
 from opensora_cli.settings.enums import HostWeights
@@ -17,12 +17,10 @@ class LoopSettings(Section):
 
     steps: Count = Field(default=1000, description="Number of updates.")
     micro_batches: Count | None = Field(
-        default=None,
-        description="Batches of an update over all devices, a multiple of the data-parallel devices. None means "
-        "one for each of them.",
+        default=None, description="Batches of an update over all devices. None: one for each."
     )
     ema_decay: float | None = Field(
-        default=0.999, ge=0, lt=1, description="Decay of the averaged weights, which are exported. None: no average."
+        default=0.999, ge=0, lt=1, description="Decay of the exported averaged weights. None: no average."
     )
     log_every: Count = Field(default=20, description="Updates between lines of the log.")
     seed: int = Field(default=0, ge=0, le=2**31, description="Seed of first weights, batches and noise.")
@@ -35,8 +33,7 @@ class CheckpointSettings(Section):
     keep: Count = Field(default=3, description="Newest checkpoints to keep.")
     keep_best: bool = Field(
         default=True,
-        description="Also keep the checkpoint with the lowest validation loss or, without validation, the lowest mean "
-        "training loss since the previous checkpoint.",
+        description="Also keep the checkpoint with the lowest validation loss, or training loss without it.",
     )
 
 
@@ -74,8 +71,7 @@ class OptimizerSettings(Section):
     final_learning_rate: Share = Field(default=0.0, description="Learning rate at the end of the decay.")
     offload_states: bool = Field(
         default=False,
-        description="Keep the moments of adamw in host memory and update there. It saves 8 bytes a weight on the "
-        "device and costs three transfers of the weights a step.",
+        description="Keep and update the moments of adamw on the host, which saves 8 bytes a weight and is slower.",
     )
 
     def rules(self) -> Iterator[str]:
@@ -98,10 +94,7 @@ class PrecisionSettings(Tf32Settings):
     compute: Compute = Field(default=Compute.BF16, description="Floating point type of layers. fp16 scales the loss.")
     fp8_linears: bool = Field(default=False, description="Multiply matrices of blocks in 8 bits (GPU from 8.9).")
     initial_loss_scale: float = Field(
-        default=65536.0,
-        ge=1,
-        le=2.0**126,
-        description="First scale of the loss in fp16. It halves when a gradient overflows.",
+        default=65536.0, ge=1, le=2.0**126, description="First scale of the loss in fp16."
     )
     loss_scale_window: Count = Field(default=2000, description="Updates without overflow that double the scale.")
 
@@ -135,17 +128,17 @@ class TrainMemorySettings(Section):
         description="Recompute blocks in backward. auto recomputes as little as the device's memory requires.",
     )
     checkpoint_double_blocks: int | None = Field(
-        default=None, ge=0, le=10_000, description="Number of first double-stream blocks to recompute. None means all."
+        default=None, ge=0, le=10_000, description="First double-stream blocks to recompute. None: all."
     )
     checkpoint_single_blocks: int | None = Field(
-        default=None, ge=0, le=10_000, description="Number of first single-stream blocks to recompute. None means all."
+        default=None, ge=0, le=10_000, description="First single-stream blocks to recompute. None: all."
     )
     activation_offload: ActivationOffload = Field(
         default=ActivationOffload.NONE,
         description="Inputs of these blocks in host memory: none, all, or dynamic (while GPU memory is nearly full).",
     )
     offload_above: Share | None = Field(
-        default=None, description="Share of memory in use above which dynamic offload starts. None means 0.8."
+        default=None, description="Share of memory in use that starts dynamic offload. None: 0.8."
     )
     activation_buffer: ByteSize | None = Field(default=None, description="Host buffer for activations, as in 8GiB.")
     offload: WeightOffload = Field(default=WeightOffload.NONE, description="Frozen weights that are kept on the host.")
@@ -160,3 +153,40 @@ class TrainMemorySettings(Section):
             return read(value)
         except ValidationError:
             raise ValueError(f"memory.checkpointing={value} must be true, false or auto") from None
+
+
+class LoraTarget(StrEnum):
+    """Linear layers of transformer blocks, by the ends of their names."""
+
+    Q_PROJ = "q_proj"
+    K_PROJ = "k_proj"
+    V_PROJ = "v_proj"
+    PROJ = "proj"
+    """Projection after the attention of a double-stream block."""
+    MLP = "mlp"
+    """Both layers of the MLPs of a double-stream block."""
+    V_MLP = "v_mlp"
+    """Values and MLP of a single-stream block."""
+    LINEAR2 = "linear2"
+    """Projection after attention and MLP of a single-stream block."""
+
+
+class LoraSettings(Section):
+    """Adapter that is trained beside the frozen transformer of `init`."""
+
+    rank: PositiveInt | None = Field(
+        default=None, le=2**16, description="Rank of the adapter, as in 16. None: no adapter."
+    )
+    alpha: float | None = Field(
+        default=None, gt=0, le=10**6, description="The adapter is scaled by alpha / rank. None: by 1."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of the adapter's inputs.")
+    targets: tuple[LoraTarget, ...] = Field(
+        default=tuple(LoraTarget), min_length=1, description="Layers with an adapter."
+    )
+    init: FileName | None = Field(default=None, description="Adapter to continue, with its sizes. None: a new one.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.rank is not None

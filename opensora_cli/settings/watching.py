@@ -17,18 +17,14 @@ class WatchingSettings(Section):
 
     tensorboard: bool = Field(default=False, description="Write the folder tensorboard for `tensorboard --logdir`.")
     profile_steps: tuple[Count, Count] | None = Field(
-        default=None, description="First and last step of a torch.profiler trace in the folder profile, as in 10,12."
+        default=None, description="First and last step of a torch.profiler trace, as in 10,12."
     )
     exact_timers: bool = Field(
-        default=False,
-        description="Synchronize with the GPU after each part of a step for exact timings, which slows training down.",
+        default=False, description="Synchronize with the GPU for exact timings, which is slower."
     )
     nvtx: bool = Field(default=False, description="Mark the parts of each step for Nsight Systems. Needs CUDA.")
     peak_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        le=10**9,
-        description="Peak of one GPU in 1e12 operations a second, to compute the MFU. None means the data sheet.",
+        default=None, gt=0, le=10**9, description="Peak of a GPU in 1e12 operations a second, for the MFU."
     )
 
 

@@ -37,7 +37,7 @@ from opensora_cli.core.exceptions import HardwareError, OutputError
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.parallel.mesh import MeshShape, use_mesh
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 
 CPU = torch.device("cpu")
 

@@ -27,9 +27,9 @@ from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.strategy import Strategy
 from opensora_cli.settings.train import TrainSettings
 
 RANKS = 16

@@ -14,7 +14,7 @@ from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.lora import LoraSettings
+from opensora_cli.settings.train_loop import LoraSettings
 
 STEPS = 5
 MICRO_BATCHES = 2

@@ -30,7 +30,7 @@ from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import CheckpointSettings
 

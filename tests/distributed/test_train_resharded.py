@@ -20,8 +20,7 @@ from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.lora import LoraSettings
-from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings
+from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, LoraSettings, OptimizerSettings
 
 Pool = Callable[[int], Any]
 _LOOP = LoopSettings(steps=5, micro_batches=4, ema_decay=0.9)

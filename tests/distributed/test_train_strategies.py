@@ -32,7 +32,7 @@ from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, linears_of_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.strategy import Strategy
+from opensora_cli.settings.devices import Strategy
 
 Pool = Callable[[int], Any]
 Trained = Callable[[Case], Any]

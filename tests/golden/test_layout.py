@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.engine.ckpt.identify import check, identify, read_released
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout
-from opensora_cli.models.mmdit.layout import QKV, Rotary
 
 RELEASED = {
     "open-sora-v2": "Open_Sora_v2.safetensors",

@@ -22,9 +22,9 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import find_context
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.files import LOG_FILE, VAE_FILE
-from opensora_cli.engine.train.metrics import Clock
 from opensora_cli.engine.train.objectives.task import SampledBatches
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.run import train

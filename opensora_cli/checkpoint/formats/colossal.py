@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.readable import visible_files
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object, require_schema
+from opensora_cli.core.weight_choices import Selection
 
 TRAINING_FILE = "checkpoint.pt"
 """State of a run of early versions, in its folder."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.contents import Checkpoint, Format
 from opensora_cli.checkpoint.formats.pickles import DTYPES, broken_file, check_pickle, refusal_of_name
 from opensora_cli.checkpoint.formats.torch import open_tensor, save_whole
 from opensora_cli.checkpoint.lazy import MAX_DIMENSIONS, Extent, LazyTensor
@@ -22,6 +22,7 @@ from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.strict_json import shown
+from opensora_cli.core.weight_choices import Selection
 
 METADATA_FILE = ".metadata"
 """What makes a folder one of these, and a complete one."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.contents import Checkpoint, Format
 from opensora_cli.checkpoint.formats.pickles import (
     DTYPES,
     FETCH_AGAIN,
@@ -44,6 +44,7 @@ from opensora_cli.checkpoint.state_dicts import find_leaves, find_weights
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.reading import is_lack_of_memory
 from opensora_cli.core.strict_json import as_unicode, parse_object, shown
+from opensora_cli.core.weight_choices import Selection
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.files import require_writable
@@ -41,7 +40,6 @@ from opensora_cli.settings.bench_generate import (
     refuse_unfit,
     tried_settings,
 )
-from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
 
@@ -179,13 +177,13 @@ def _planned(settings: GenerateSettings, tries: Tries, runner: "_Runner") -> tup
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
         try:
-            chain = runner.plan(tried_settings(exact.settings, changes)).with_threads()
+            chain = runner.plan(tried_settings(exact.settings, changes, name=name)).with_threads()
             require_weights(chain, SilentReporter())
             require_fit(chain)
-        except (OsoraError, ValidationError) as error:
+        except OsoraError as error:
             if tries is not None:
                 raise
-            skipped[name] = error.message if isinstance(error, OsoraError) else "; ".join(explain(error))
+            skipped[name] = error.message.replace("\n", "; ")
             continue
         if tries is None and chain.model_evaluations >= exact.model_evaluations:
             skipped[name] = f"{chain.model_evaluations} evaluations; the exact run takes {exact.model_evaluations}"

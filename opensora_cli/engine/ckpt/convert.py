@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Checkpoint, Selection
+from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise, separated, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
@@ -18,9 +18,7 @@ from opensora_cli.engine.ckpt.early import check_paths
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.layout import change_layout
 from opensora_cli.engine.ckpt.output import Product, ProductDocument, WrittenDocument, check_product, write
-from opensora_cli.models.mmdit.layout import QKV, Rotary
-from opensora_cli.settings.ckpt import ConvertSettings
-from opensora_cli.settings.enums import WeightDType
+from opensora_cli.settings.ckpt import ConvertSettings, WeightDType
 
 _DTYPES = {
     WeightDType.FP32: torch.float32,
@@ -77,8 +75,7 @@ def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> C
 
 def _plan(settings: ConvertSettings) -> Product:
     released = None if settings.preset is None else read_released(settings.preset)
-    selection = None if settings.select is None else Selection(settings.select)
-    source = open_checkpoint(Path(settings.source), select=selection)
+    source = open_checkpoint(Path(settings.source), select=settings.select)
     check_paths([source.path, *source.files], settings)
     entries, metadata = _converted(source, settings)
     if not entries:
@@ -117,8 +114,8 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
         entries, metadata = change_layout(
             entries,
             metadata,
-            qkv=None if settings.qkv is None else QKV(settings.qkv),
-            rotary=None if settings.rotary is None else Rotary(settings.rotary),
+            qkv=settings.qkv,
+            rotary=settings.rotary,
         )
     if settings.dtype is not None:
         to = _DTYPES[settings.dtype]

@@ -8,7 +8,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.fp8 import dequantise, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
@@ -18,10 +17,10 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
+from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.ckpt.inspect import dtype_name
 from opensora_cli.engine.ckpt.statistics import as_integers, as_real_numbers, steps
 from opensora_cli.settings.ckpt import DiffSettings
-from opensora_cli.settings.enums import WeightSelection
 
 
 class ValueDifference(Document):
@@ -146,11 +145,11 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     )
 
 
-def _open(path: str, select: WeightSelection | None) -> Mapping[str, LazyTensor]:
+def _open(path: str, select: Selection | None) -> Mapping[str, LazyTensor]:
     """Return the tensors of a checkpoint: those that were selected, where there is a choice."""
     checkpoint = open_checkpoint(Path(path))
     if select is not None and checkpoint.selections:
-        checkpoint = open_checkpoint(Path(path), select=Selection(select))
+        checkpoint = open_checkpoint(Path(path), select=select)
     return checkpoint.entries
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
@@ -16,6 +16,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
+from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.ckpt.identify import Identity, identify
 from opensora_cli.engine.ckpt.layout import find_layout
 from opensora_cli.engine.ckpt.statistics import StatisticsDocument, TensorStatistics
@@ -138,8 +139,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
         CheckpointError: the checkpoint is missing or broken.
     """
     reporter = reporter or SilentReporter()
-    selection = None if settings.select is None else Selection(settings.select)
-    checkpoint = open_checkpoint(Path(settings.path), select=selection)
+    checkpoint = open_checkpoint(Path(settings.path), select=settings.select)
     if checkpoint.caveat:
         reporter.warn(checkpoint.caveat)
     entries = only(checkpoint.entries, settings.only) if settings.only else dict(checkpoint.entries)

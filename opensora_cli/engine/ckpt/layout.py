@@ -6,17 +6,8 @@ from opensora_cli.checkpoint.lazy import LazyTensor, joined, reordered, rows
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.models.mmdit.layout import (
-    QKV,
-    HeadSizes,
-    Piece,
-    Rotary,
-    find_rotary,
-    head_order,
-    is_fused,
-    left_over,
-    plan_layout,
-)
+from opensora_cli.core.weight_choices import QKV, Rotary
+from opensora_cli.models.mmdit.layout import HeadSizes, Piece, find_rotary, head_order, is_fused, left_over, plan_layout
 
 
 def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[QKV, Rotary] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import opensora_cli
-from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.contents import Checkpoint, Format
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.shards import SHARD_BYTES, sha256_of
 from opensora_cli.checkpoint.targets import check_target
@@ -20,6 +20,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import lock_beside, sole_run
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter
+from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
 from opensora_cli.settings.ckpt import WriteSettings
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.contents import Checkpoint, Format
 from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
 from opensora_cli.checkpoint.formats.torch import check_torch
 from opensora_cli.checkpoint.fp8 import without_scales
@@ -20,11 +20,11 @@ from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.strict_json import parse_object, shown
+from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.statistics import TensorStatistics
 from opensora_cli.settings.ckpt import VerifySettings
-from opensora_cli.settings.enums import WeightSelection
 
 _TORCH_SUFFIXES = (".pt", ".bin")
 _MAX_RUNNING_STATES_BYTES = 2**20
@@ -138,11 +138,11 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
     )
 
 
-def _open_parts(path: Path, select: WeightSelection | None) -> tuple[list[Checkpoint], list[str]]:
+def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint], list[str]]:
     """Open the weights that are selected, or all there are, and return what is wrong with others."""
     parts: list[Checkpoint] = []
     problems: list[str] = []
-    left: list[Selection | None] = [None if select is None else Selection(select)]
+    left: list[Selection | None] = [select]
     while left:
         try:
             part = open_checkpoint(path, select=left.pop(0))

@@ -26,14 +26,13 @@ from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain
 from opensora_cli.core.strict_json import shown
+from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.models.linears import LowRankLinear, Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import (
-    QKV,
     ROTATED,
     HeadSizes,
-    Rotary,
     Shape,
     find_rotary,
     head_order,

@@ -16,12 +16,13 @@ import torch
 from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components.configs import mmdit_config, one_block_of_each
 from opensora_cli.engine.components.text_encoders import text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.generate import GenerateSettings

@@ -39,8 +39,8 @@ from opensora_cli.engine.generate.run import completed, generate, plan_here
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.load import GenerateRequest
-from opensora_cli.settings.output import OutputSettings
 
 _ROWS_AHEAD = 64
 """Rows whose prompts are encoded before the first of them is made; the prompt cache has a limit."""

@@ -15,6 +15,7 @@ from torch import nn
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.linear_products import use_in_block
@@ -29,7 +30,7 @@ from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
-from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode

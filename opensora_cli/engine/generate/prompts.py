@@ -14,8 +14,8 @@ from opensora_cli.data.table_files import CSV, PARQUET, read_rows
 from opensora_cli.settings.explain import Given, either, nearest
 from opensora_cli.settings.flags import FLAGS
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import MAX_SEED
 from opensora_cli.settings.layers import all_keys
-from opensora_cli.settings.sampling import MAX_SEED
 
 ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
 _REFERENCES = "condition.references"

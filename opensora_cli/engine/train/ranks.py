@@ -16,7 +16,7 @@ from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
 from opensora_cli.parallel.watched_collectives import watched_collectives
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
 # An interrupted rank finishes its step and a checkpoint first.

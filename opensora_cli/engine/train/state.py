@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import load_torch
@@ -18,6 +17,7 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import json_bytes
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts

@@ -6,7 +6,7 @@ from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.engine.components.weights import find_autoencoder
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing, sidecar_path
-from opensora_cli.settings.vae_reconstruct import EncodeSettings, ReconstructSettings
+from opensora_cli.settings.vae import EncodeSettings, ReconstructSettings
 
 ENDINGS = ("mp4", "png")
 """Of a video's reconstruction, and of a picture's."""

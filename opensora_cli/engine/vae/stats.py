@@ -21,7 +21,7 @@ from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import VAEKind
-from opensora_cli.settings.vae_reconstruct import EncodeSettings
+from opensora_cli.settings.vae import EncodeSettings
 
 
 class ChannelStatistics(Document):

@@ -12,7 +12,6 @@ conversion over tensors that have not been read.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from typing import Self
 
@@ -21,24 +20,11 @@ from torch import Tensor
 
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 Shape = tuple[int, ...]
-
-
-class QKV(StrEnum):
-    """Whether one tensor holds q, k and v, or each has its own."""
-
-    FUSED = "fused"
-    SPLIT = "split"
-
-
-class Rotary(StrEnum):
-    """Which dims of a head the rotary embedding rotates as pairs: (2j, 2j+1), or (j, D/2+j)."""
-
-    INTERLEAVED = "interleaved"
-    HALF = "half"
 
 
 FUSED = {"double": "qkv", "single": "linear1"}

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from opensora_cli.models.mmdit.layout import FUSED, SPLIT, Rotary
+from opensora_cli.core.weight_choices import Rotary
+from opensora_cli.models.mmdit.layout import FUSED, SPLIT
 
 
 @dataclass(frozen=True, slots=True)

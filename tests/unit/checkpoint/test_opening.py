@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.weight_choices import Selection
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3)}
 ENTRIES = held(TENSORS)

@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint import opening
-from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.colossal import checkpoint_folder_name, epoch_folders, is_complete
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.weight_choices import Selection
 
 
 def weights(value):

@@ -20,7 +20,7 @@ from opensora_cli.engine.vae.reconstruct import reconstruct
 from opensora_cli.media.results import read_sidecar, result_bytes, sidecar_path
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
+from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 Make = Callable[[str, bool], object]
 """Makes the result of a request, `old` or `new`, which may replace another or not."""

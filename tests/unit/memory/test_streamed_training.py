@@ -12,7 +12,7 @@ from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import BlockWeights
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.lora import LoraSettings
+from opensora_cli.settings.train_loop import LoraSettings
 
 DOUBLE, SINGLE = 2, 3
 BLOCKS = DOUBLE + SINGLE

@@ -67,7 +67,25 @@ def test_fast_stands_for_what_it_does_beside_this_run() -> None:
     assert (sampling.solver, sampling.num_inference_steps, sampling.mean_guidance_of) == ("ab2", 15, 40)
     own = tried_settings(exact, {"sampling.fast": "true", "sampling.num_inference_steps": "12"}).sampling
     assert (own.solver, own.num_inference_steps, own.mean_guidance_of) == ("ab2", 12, 40)
+    heun = exact.replace({"sampling.solver": "heun"})
+    assert tried_settings(heun, STANDARD["fast"]).sampling.solver == "ab2"
     assert tried_settings(exact, {"sampling.solver": "ab2"}) == exact.replace({"sampling.solver": "ab2"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"sampling.fast": True, "sampling.timesteps": "1,0.5,0"},
+            r"sampling\.timesteps has 3 times, .*: give --steps 2, too \(from --try a\)",
+        ),
+        ({"precision.tf32": True, "memory.offload": "x"}, r"memory\.offload=x must be one of .* \(from --try a\)"),
+        ({"refine.tries": 2}, r"refine\.tries=2 \(from --try a\) has no effect without --refine"),
+    ],
+)
+def test_a_try_that_breaks_a_rule_or_has_no_effect(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        tried_settings(load_preset("demo", prompt="sea"), changes, name="a")
 
 
 def test_a_request_without_a_prompt_gets_one_and_names_no_file() -> None:

@@ -14,7 +14,7 @@ import opensora_cli.settings
 from opensora_cli.core.section import Section
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.sampling import MAX_SEED
+from opensora_cli.settings.generate_sections import MAX_SEED
 
 for _module in pkgutil.iter_modules(opensora_cli.settings.__path__):
     importlib.import_module(f"opensora_cli.settings.{_module.name}")

@@ -3,7 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from opensora_cli.settings.devices import ParallelSettings, without_retired_keys
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.devices import ParallelSettings
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import read_sections
 from opensora_cli.settings.load import load_preset
 
 
@@ -64,7 +67,9 @@ def test_contradictions_with_the_model_and_the_device(changes, message):
 
 
 def test_saved_settings_of_earlier_versions_are_read():
-    saved = {"prompt": "any", "parallel": {"gpus": 2, "node_rank": 0, "rdzv_endpoint": None}}
-    assert without_retired_keys(saved) == {"prompt": "any", "parallel": {"gpus": 2}}
-    assert without_retired_keys({"sampling": {"seed": 3, "batch_size": 4}}) == {"sampling": {"seed": 3}}
-    assert without_retired_keys({"prompt": "any"}) == {"prompt": "any"}
+    saved: dict[str, object] = {"prompt": "any", "parallel": {"gpus": 2, "node_rank": 0, "rdzv_endpoint": None}}
+    saved["sampling"] = {"seed": 3, "batch_size": 4}
+    layer = read_sections(GenerateSettings, saved, source="s.json", is_saved=True)
+    assert layer.keys() == {"prompt", "parallel.gpus", "sampling.seed"}
+    with pytest.raises(RequestError, match=r"parallel\.node_rank \(from a\.yaml\) was removed"):
+        read_sections(GenerateSettings, saved, source="a.yaml")

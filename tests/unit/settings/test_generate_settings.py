@@ -188,7 +188,10 @@ def test_settings_survive_json() -> None:
         ),
         ({"output.path": "a.avi"}, "output.path=a.avi must end in .mp4, .gif, .webp or .png to be a file"),
         ({"output.path": ""}, "output.path='' must not be empty"),
-        ({"model.in_channels": 32}, "model.in_channels=32 must be vae.latent_channels=16 x model.patch_size=2 squared"),
+        (
+            {"model.in_channels": 32},
+            "model.in_channels=32 must be the autoencoder's latent channels (16) x model.patch_size=2 squared",
+        ),
         ({"model.name": "auto"}, "model.name=auto must be one of demo, open-sora-v2, open-sora-v2-dc-ae, flux1-dev"),
         ({"model.num_heads": 7}, "model.num_heads=7 must divide model.hidden_size=3072"),
         ({"model.axes_dim": "16,56,57"}, "model.axes_dim=16,56,57 must be three even numbers"),

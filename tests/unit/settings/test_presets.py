@@ -10,8 +10,8 @@ from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, presets_folder, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, usual_settings
-from opensora_cli.settings.video import PictureSettings
+from opensora_cli.settings.generate_sections import PictureSettings
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_generate_settings, load_preset, usual_settings
 
 PRESETS = list_presets("generate")
 
@@ -40,10 +40,10 @@ def test_presets_with_a_picture_first_differ_in_nothing_else() -> None:
 @pytest.mark.parametrize("model", ARCHITECTURES)
 @pytest.mark.parametrize("resolution", [None, "512px", "demo"])
 def test_unknown_resolution_starts_from_the_first_preset_of_a_model(model: str, resolution: str | None) -> None:
-    own = load_preset(ARCHITECTURES[model].presets[0], prompt="any")
+    own = load_preset(ARCHITECTURES[model].presets[0], prompt=ANY_PROMPT)
     assert own.model.name == model
     assert usual_settings(model) == own
-    overrides = {"prompt": Given("any", "prompt")}
+    overrides = {"prompt": Given(ANY_PROMPT, "prompt")}
     if resolution is not None:
         overrides["video.resolution"] = Given(resolution, "--res")
     if resolution in (None, *own.video.resolutions):

@@ -10,9 +10,10 @@ from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, read_request
+from opensora_cli.settings.reference import read_python_config
 from opensora_cli.settings.tools import profiled_settings
-from opensora_cli.settings.train import load_train_settings
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 SAMPLING = """save_dir = "made"; seed = 42; batch_size = 1; dtype = "bf16"; cond_type = "t2v"
 dataset = dict(type="text")
@@ -351,8 +352,15 @@ def test_files_for_another_command(folder: Path) -> None:
 
 
 def test_a_file_is_profiled_as_the_command_that_it_is_for(folder: Path) -> None:
+    lines: list[str] = []
+    table = ("data.table=clips.csv",)
+    path = folder / "train.py"
+    profiled = profiled_settings(path, assignments=table, device=None, environment={}, report=lines.append)
+    assert isinstance(profiled, TrainSettings)
+    assert "dataset.vmaf" in listed(path, lines)
     profiled = profiled_settings(folder / "768px.py", assignments=(), device=None, environment={})
     assert isinstance(profiled, GenerateRequest)
+    assert listed(folder / "768px.py", list(profiled.notes)) == LISTED_SPLIT
     assert load_generate_settings(profiled, model=OPEN_SORA_V2).video.resolution == "768px"
 
 
@@ -410,3 +418,52 @@ def test_the_commands_list_what_is_left(
     captured = capsys.readouterr()
     assert "not carried over: dataset.vmaf, model.strict_load, " in captured.err
     assert "missing     hunyuan_vae.safetensors" in captured.out
+
+
+def test_data_is_read_and_code_is_not_executed(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        '"""Any description."""\nsize = -10_000\nlong = [0, 0]\n'
+        "model = dict(depth=size, axes=[8, 8], rest={'a': None, 1: (True,)})\n"
+        "code = dict(a=2 * 2, b=open('/etc/passwd').read(), c=[x for x in (1,)], d=unknown, e=f'{1}', f=9 ** 9 ** 9, "
+        "g=long, h=dict(**{'a': 1}), i={**{'a': 1}}, j=dict(k=[__import__('os')]))\n"
+    )
+    values = read_python_config(path)
+    assert values.pop("code") == {**dict.fromkeys("abcdefghi", ...), "j": {"k": ...}}
+    model = {"depth": -10_000, "axes": [8, 8], "rest": {"a": None, 1: (True,)}}
+    assert values == {"size": -10_000, "long": [0, 0], "model": model}
+
+
+def test_code_is_refused_where_it_would_be_carried_over(folder: Path) -> None:
+    assert "lora_config" in generation(own(folder, "lora_config = dict(r=2 * 8)"))[1]
+    with pytest.raises(FileProblem, match=r"own\.py: sampling_option\.num_steps is not a plain value") as caught:
+        generation(own(folder, "sampling_option = dict(num_steps=2 * 8)"))
+    assert "write the value itself" in str(caught.value.hint)
+
+
+def test_a_file_changes_its_bases_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("a = dict(b=1, c=dict(d=2))\nonly = 1\n")
+    (tmp_path / "two.py").write_text("a = dict(b=3)\n")
+    (tmp_path / "a.py").write_text("_base_ = ['one.py', 'two.py']\na = dict(c=dict(_delete_=True, e=4))\n")
+    assert read_python_config(tmp_path / "a.py") == {"a": {"b": 3, "c": {"e": 4}}, "only": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a = (", "is not Python"),
+        (b"a = " + b"(" * 5000 + b")" * 5000, "is not Python"),
+        (b"a = 1\nimport os", "line 2: it is not NAME = VALUE"),
+        (b"a['b'] = 1", "line 1: it is not NAME = VALUE"),
+        (b"def f(): pass", "line 1: it is not NAME = VALUE"),
+        (b"_base_ = 3", "_base_ must be the name of a file"),
+        (b"_base_ = 'a.py'", "has itself as a base"),
+        (b"_base_ = 'none.py'", "none.py does not exist"),
+        (b"\xff\xfe\x00", "not text in UTF-8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_broken_files(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.py").write_bytes(content)
+    with pytest.raises(FileProblem, match=message):
+        read_python_config(tmp_path / "a.py")

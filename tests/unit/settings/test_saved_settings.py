@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.models.registry import DEMO
@@ -11,7 +12,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
-from opensora_cli.settings.saved import TYPED, is_description, saved_format
+from opensora_cli.settings.saved import _DESCRIPTION, _SIZES, TYPED, is_description, saved_format
 
 
 def load(
@@ -39,6 +40,16 @@ parallel.cfg_parallel_degree parallel.tensor_parallel_degree parallel.ulysses_ch
 def test_a_new_setting_is_reserved_unless_it_describes_the_video() -> None:
     assert {key for key in all_keys(GenerateSettings) if not is_description(key)} == set(RESERVED.split())
     assert set(RESERVED.split()) >= TYPED
+    assert set(all_keys(GenerateSettings)) >= _DESCRIPTION
+    assert not is_description("video.new")
+
+
+def test_a_section_that_a_file_brings_as_a_whole_names_no_file() -> None:
+    keys = [key for key in all_keys(GenerateSettings) if key.startswith(_SIZES)]
+    with pytest.raises(ValidationError) as caught:
+        GenerateSettings(prompt="sea").replace(dict.fromkeys(keys, "/etc/passwd"))
+    refused = {".".join(map(str, error["loc"])) for error in caught.value.errors()}
+    assert [key for key in keys if not any(place.startswith(key) for place in refused)] == []
 
 
 def test_reserved_settings_are_not_taken() -> None:

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.explain import explain
-from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
 MODEL = {"hidden_size": 64, "num_heads": 4, "axes_dim": "4,6,6"}
@@ -88,7 +88,11 @@ def test_degrees_that_contradict_each_other(given: dict[str, int], message: str)
             "_degree=2 must be .* strategy=ddp: drop it, or use 4",
         ),
         ("hybrid", {"gpus": 8, "tensor_parallel_degree": 8}, "_degree=8 must be at most model.num_heads=4"),
-        ("hybrid", {"gpus": 8, "tensor_parallel_degree": 2, "ulysses_degree": 4}, "heads of a rank: use 2, or .*ring"),
+        (
+            "hybrid",
+            {"gpus": 8, "tensor_parallel_degree": 2, "ulysses_degree": 4},
+            "the 2 heads of a device: use .*ring",
+        ),
         ("hybrid", {**ULYSSES, "compression": "fp8"}, "compression=fp8 would round gradients by up to 1/16"),
         ("hybrid", {**ULYSSES, "all_to_all": "hierarchical"}, "1 machine of 4 devices does not give: use direct, or "),
     ],

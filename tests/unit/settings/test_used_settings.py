@@ -10,7 +10,7 @@ from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset, read_request
 from opensora_cli.settings.tools import BenchCommSettings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings
+from opensora_cli.settings.vae import ReconstructSettings
 
 SIZE = {"video.height": 288, "video.width": 512}
 

@@ -15,7 +15,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings, load_train_settings
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
+from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 
 def load(

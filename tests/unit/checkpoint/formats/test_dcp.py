@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 from torch.distributed.checkpoint import metadata as described
 
-from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.dcp import METADATA_FILE, open_dcp, write_dcp
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.weight_choices import Selection
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

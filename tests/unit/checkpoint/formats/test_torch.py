@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 from torch import nn
 
-from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats import torch as torch_format
 from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
 from opensora_cli.checkpoint.formats.pickles import STORAGE_NAMES
 from opensora_cli.checkpoint.formats.torch import MAGIC, open_tensor, open_torch, write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.weight_choices import Selection
 
 FORMS = [
     pytest.param({"_use_new_zipfile_serialization": form}, id=name) for name, form in (("zip", True), ("old", False))

@@ -17,8 +17,7 @@ import opensora_cli
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.convert import convert, plan_convert
-from opensora_cli.settings.ckpt import ConvertSettings
-from opensora_cli.settings.enums import TargetFormat
+from opensora_cli.settings.ckpt import ConvertSettings, TargetFormat
 
 SUFFIXES = {TargetFormat.SAFETENSORS: ".safetensors", TargetFormat.TORCH: ".pt"}
 

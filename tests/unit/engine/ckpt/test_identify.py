@@ -5,10 +5,11 @@ import torch
 from safetensors import safe_open
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.weight_choices import QKV
 from opensora_cli.engine.ckpt.identify import Identity, check, identify, read_released, released_names
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
+from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE

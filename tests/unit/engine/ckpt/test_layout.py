@@ -6,9 +6,10 @@ from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.layout import QKV, Rotary, converter
+from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT
 
 CONFIG = MMDiTConfig(

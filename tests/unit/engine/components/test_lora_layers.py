@@ -17,9 +17,9 @@ from torch import Tensor
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.engine.ckpt.layout import change_layout
 from opensora_cli.engine.components.loras import fit_to_model, require_finite
-from opensora_cli.models.mmdit.layout import QKV, Rotary
 
 HIDDEN = 32
 SPLIT = {name: weight.detach().double() for name, weight in transformer(depth=1, single=2).named_parameters()}

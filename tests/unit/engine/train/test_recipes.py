@@ -22,9 +22,9 @@ from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media
+from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.strategy import Strategy
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 STAGES = ("image", "stage1", "stage1_i2v", "stage2", "stage2_i2v", "high_compression")

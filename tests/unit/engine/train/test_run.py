@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_training import Listener
 
-from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import (
@@ -25,6 +24,7 @@ from opensora_cli.core.exceptions import (
     TrainingError,
 )
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import pick_hardware

@@ -23,8 +23,8 @@ from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.components import LoraFile
-from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import LoraSettings
 
 RANK_4 = LoraSettings(rank=4, alpha=2.0)
 

@@ -25,7 +25,7 @@ from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
+from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 TINY: dict[str, dict[str, Any]] = {
     "hunyuan": {

@@ -17,7 +17,7 @@ from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.vae_reconstruct import EncodeSettings, load_vae_settings
+from opensora_cli.settings.vae import EncodeSettings, load_vae_settings
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,9 @@ from opensora_cli.settings.applies import VAE
 from opensora_cli.settings.components import VAESettings, settings_of
 from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import preset_path, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_reference_autoencoder, read_settings
+from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_autoencoder, read_settings
 from opensora_cli.settings.train import TrainSettings
 
 _DEFAULT_PRESET = "demo"
@@ -34,9 +33,7 @@ class ClipSettings(Section):
     """Length of clips."""
 
     num_frames: PositiveInt = Field(
-        default=33,
-        le=MAX_FRAMES,
-        description="Frames that are encoded at once. Longer videos are split, which bounds the memory.",
+        default=33, le=MAX_FRAMES, description="Frames that are encoded at once. Longer videos are split."
     )
 
 
@@ -88,8 +85,7 @@ def load_vae_settings(
         RequestError: There is no such preset, a key is unknown, or a value breaks a rule.
         FileProblem: The file is missing or broken.
     """
-    path = preset_path(_DEFAULT_PRESET, "vae") if config is None else settings_path(config, "vae", "train")
-    file = _read(schema, path, report)
+    file = _read(schema, open_config(config or Path(_DEFAULT_PRESET), "vae", "train"), report)
     given_repo = {**file, **overrides}.get("weights.hub_repo")
     if given_repo is None or given_repo.value is None:
         environment = {name: value for name, value in environment.items() if name not in _RELEASED_WEIGHTS}
@@ -98,9 +94,9 @@ def load_vae_settings(
     return validate(schema, {**file, **variables, **overrides})
 
 
-def _read(schema: type[EncodeSettings], path: Path, report: Callable[[str], None]) -> dict[str, Given]:
+def _read(schema: type[EncodeSettings], file: ConfigFile, report: Callable[[str], None]) -> dict[str, Given]:
     """Return the settings in a file over those in the entry of the model that it names."""
-    values = dict(read_settings(path, read_reference_autoencoder, report))
+    path, values = file.path, dict(read_settings(file, read_reference_autoencoder, report))
     is_trained = "target" in values
     model = values.get("model") if is_trained else values.pop("model", None)
     below: dict[str, Given] = {}
@@ -119,5 +115,6 @@ def _read(schema: type[EncodeSettings], path: Path, report: Callable[[str], None
     found = {**below, **read_sections(schema, values, source=str(path))}
     if path.suffix == ".py" and not is_trained:
         # The preset of its kind names the released weights.
-        found = {**_read(schema, preset_path(str(found["vae.kind"].value), "vae"), report), **found}
+        preset = open_config(Path(str(found["vae.kind"].value)), "vae")
+        found = {**_read(schema, preset, report), **found}
     return found

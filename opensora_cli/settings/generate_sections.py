@@ -1,0 +1,346 @@
+"""Sections of the settings of `osora generate`: prompt, video, references, picture, sampling and results."""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
+from opensora_cli.core.media_choices import Fit, MediaFormat
+from opensora_cli.core.section import MAX_FRAMES, Count, FileName, Section, Share, SplitAt, Words, split_list
+from opensora_cli.core.solvers import Solver
+from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
+from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
+from opensora_cli.settings.enums import AspectRatio, NameFrom, ReferenceRate
+from opensora_cli.settings.explain import either, nearest
+
+MAX_SEED = 2**62
+_FLUX = ARCHITECTURES[FLUX1_DEV].files
+_AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re.DOTALL)
+_RESOLUTION = re.compile(r"[1-9]\d*px?")
+_OTHER_ENDINGS = frozenset(["apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"])
+"""Endings that would otherwise become the name of a folder."""
+
+_Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
+_Pixels = Annotated[int, Field(ge=1, le=16_384)]
+_Steps = Annotated[int, Field(ge=1, le=1000)]
+_Guidance = Annotated[float, Field(ge=0, le=100)]
+
+
+class PromptAt(Section):
+    """Prompt that holds from a time on."""
+
+    at_s: float = Field(ge=0, le=10**6, description="Seconds from the beginning of the video.")
+    prompt: Words = Field(min_length=1, description="Prompt from this time on.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_typed(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        match = _AT.fullmatch(value)
+        if match is None:
+            raise ValueError(f"prompts_at={value} must be a time in seconds and a prompt, as in 2s=snow, sea")
+        return {"at_s": match["at_s"], "prompt": match["prompt"].strip()}
+
+    @property
+    def shown(self) -> str:
+        """Prompt in its typed form."""
+        return f"{self.at_s:g}s={self.prompt}"
+
+
+PromptsAt = Annotated[tuple[PromptAt, ...], SplitAt(";")]
+
+
+class PromptSuffixSettings(Section):
+    """Additions to a prompt, as in the captions of the training data."""
+
+    motion_score: int | None = Field(
+        default=4, ge=0, le=100, description="Amount of motion. none omits it; auto asks the server of --refine."
+    )
+    add_fps: bool = Field(default=True, description="Add the frames per second.")
+
+
+class RefineSettings(Section):
+    """Requests to a language model before a video is made."""
+
+    prompt: bool = Field(default=False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
+    motion_score: bool = Field(default=False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
+    instructions: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder with instructions in t2v.txt, t2i.txt, i2v.txt and motion_score.txt. None means osora's.",
+    )
+    timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
+    tries: int = Field(default=3, ge=1, le=20, description="Largest number of tries.")
+    original: Words | None = Field(default=None, description="Prompt before it was rewritten, set by that run.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the language model is asked."""
+        return self.prompt or self.motion_score
+
+
+def expand_short_forms(sections: object) -> object:
+    """Return sections with short forms of prompts in full, before validation.
+
+    `prompt_suffix.motion_score=auto` becomes `refine.motion_score=true`. A missing prompt becomes the one at 0 s.
+    """
+    if not isinstance(sections, Mapping):
+        return sections
+    suffix, refine = sections.get("prompt_suffix"), sections.get("refine", {})
+    if isinstance(suffix, Mapping) and isinstance(refine, Mapping) and suffix.get("motion_score") == "auto":
+        others = {name: value for name, value in suffix.items() if name != "motion_score"}
+        sections = {**sections, "prompt_suffix": others, "refine": {**refine, "motion_score": True}}
+    if str(sections.get("prompt") or "").strip():
+        return sections
+    typed = sections.get("prompts_at") or ()
+    first = next(iter(split_list(typed, separator=";") if isinstance(typed, str) else typed), None)
+    try:
+        at = PromptAt.model_validate(first)
+    except ValueError:
+        return sections  # The validation of `prompts_at` reports it.
+    return sections if at.at_s else {**sections, "prompt": at.prompt}
+
+
+class VideoSettings(Section):
+    """Shape of the video."""
+
+    resolution: str = Field(default="256px", description="Pixel count; 256px means 256 x 256 pixels.")
+    aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="Width to height.")
+    height: _Pixels | None = Field(default=None, description="Height in pixels, instead of resolution. Needs width.")
+    width: _Pixels | None = Field(default=None, description="Width in pixels, instead of resolution. Needs height.")
+    num_frames: _Frames = Field(default=129, description="Number of frames; 1 makes a picture.")
+    fps: int = Field(default=24, ge=1, le=240, description="Frames per second.")
+    resolutions: tuple[str, ...] = Field(
+        default=("256px", "768px"), min_length=1, description="Resolutions of the model."
+    )
+    aspect_ratios: tuple[AspectRatio, ...] = Field(
+        default=tuple(AspectRatio), min_length=1, description="Aspect ratios of the model."
+    )
+    max_frames: _Frames = Field(default=129, description="Largest number of frames that the model supports.")
+    extend: int = Field(
+        default=0, ge=0, le=100, description="Segments after the first, each from the last frames of the one before."
+    )
+    causal_lengths: bool = Field(
+        default=False, description="Count latent frames as a causal autoencoder does, and cut the video to num_frames."
+    )
+
+    @field_validator("resolution")
+    @classmethod
+    def _resolution_is_a_size(cls, value: str) -> str:
+        if not _RESOLUTION.fullmatch(value):
+            meant = f": did you mean {value}px?" if value.isdigit() else ""
+            raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p{meant}")
+        return value
+
+    def rules(self) -> Iterator[str]:
+        for name, value, other in (("height", self.height, "width"), ("width", self.width, "height")):
+            if value is not None and getattr(self, other) is None:
+                yield f"video.{name}={value} must come with video.{other}: set both, or neither"
+
+
+class DraftSettings(Section):
+    """Smaller video that is made first. The video starts from it instead of noise."""
+
+    resolution: str | None = Field(default=None, description="Make a draft of this pixel count first. None: no draft.")
+    strength: float = Field(
+        default=0.7, gt=0, lt=1, description="Time at which sampling starts, from 1 (noise) to 0 (the draft)."
+    )
+
+
+class ConditionSettings(Section):
+    """References, and the frames of the video that they give."""
+
+    mode: str | None = Field(
+        default=None,
+        description=f"Frames that the references give: {', '.join(CONDITION_MODES)}. None means by the references.",
+    )
+    # File names may have commas.
+    references: Annotated[tuple[str, ...], SplitAt(";")] = Field(
+        default=(), description="Pictures or videos, separated by ;."
+    )
+    fit: Fit = Field(default=Fit.CROP, description="How a reference of another shape is fitted to the video.")
+    ref_fps: ReferenceRate = Field(
+        default=ReferenceRate.KEEP, description="Frames of a reference video with another frame rate: keep, or match."
+    )
+    video_latent_frames: _Frames = Field(
+        default=8, description="Latent frames of a v2v reference, besides the first one of a causal autoencoder."
+    )
+    seamless: bool = Field(default=False, description="Drop the last frame of i2v_loop, which equals the first.")
+    easy_latent_frames: _Frames = Field(
+        default=16, description="Latent frames of an easy v2v reference, besides the first one of a causal autoencoder."
+    )
+
+    @field_validator("mode")
+    @classmethod
+    def _mode_exists(cls, value: str | None) -> str | None:
+        if value is not None and value not in CONDITION_MODES:
+            close = nearest(value, CONDITION_MODES)
+            raise ValueError(
+                f"condition.mode={value} must be one of {', '.join(CONDITION_MODES)}"
+                + (f": did you mean {close}?" if close else "")
+            )
+        return value
+
+    @property
+    def lengths(self) -> ReferenceLengths:
+        """Latent frames of v2v references."""
+        return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
+
+
+class PictureFiles(Section):
+    """Names of the picture model's weights. The text encoders are those of the video."""
+
+    transformer: FileName = Field(default=_FLUX.transformer, description="Transformer weights.")
+    vae: FileName = Field(default=_FLUX.vae, description="Autoencoder weights.")
+    hub_repo: FileName = Field(default=_FLUX.hub_repo, description="Hub repository of both files.")
+
+
+class PictureSettings(Section):
+    """Picture that is made first, by default with flux1-dev. Steps, seed and guidance are those of `sampling`."""
+
+    first: bool = Field(default=False, description="Make a picture first, and use it as the first frame.")
+    save: bool = Field(default=False, description="Keep the picture beside the video as NAME.picture.png.")
+    resolution: str = Field(default="768px", description="Pixel count, in the shape of the video or the nearest.")
+    own_model: bool = Field(default=False, description="Make the picture with the video's model.")
+    model: ModelSettings = Field(default=ModelSettings(), description="Name and sizes of the transformer.")
+    vae: VAESettings = Field(default=VAESettings(), description="Autoencoder.")
+    files: PictureFiles = Field(default=PictureFiles(), description="Names of the weights in the weights folder.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_entry(cls, values: object) -> object:
+        """Put the given fields over the entry of the picture's model."""
+        return picture_values(values) if isinstance(values, Mapping) else values
+
+
+class SamplingSettings(Section):
+    """Sampling from noise to video."""
+
+    num_inference_steps: _Steps = Field(default=50, description="Number of steps.")
+    solver: Solver = Field(
+        default=Solver.EULER,
+        description="ODE solver: euler (reference), ab2 (uses the previous step) or heun (two evaluations a step).",
+    )
+    fast: bool = Field(
+        default=False,
+        description="Unless they are set: solver=ab2, num_inference_steps=15, step_cache=0.15 and "
+        "mean_guidance_of=the preset's steps.",
+    )
+    timesteps: tuple[Share, ...] | None = Field(
+        default=None, description="Times between the steps, from 1 (noise) to 0 (video). None means by flow_shift."
+    )
+    stop_at: _Steps | None = Field(default=None, description="Stop after this many steps, to continue with --from.")
+    guidance_scale: _Guidance = Field(default=7.5, description="Weight of the prompt; 1 disables guidance.")
+    image_guidance_scale: _Guidance = Field(default=3.0, description="Weight of the reference; 1 disables guidance.")
+    text_oscillation: bool = Field(default=True, description="Drop prompt guidance at odd steps from step 10 on.")
+    image_oscillation: bool = Field(default=True, description="Drop reference guidance at odd steps from step 10 on.")
+    mean_guidance_of: _Steps | None = Field(
+        default=None, description="Use the mean of guidance that oscillates over this many steps. None: no mean."
+    )
+    step_cache: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Reuse block outputs while the relative L2 change of the latents stays below this. 0: never.",
+    )
+    temporal_image_scaling: bool = Field(default=True, description="Increase reference guidance along i2v videos.")
+    guidance_interval: tuple[Share, Share] = Field(
+        default=(0.0, 1.0), description="Lowest and highest time, from 0 (video) to 1 (noise), of guided steps."
+    )
+    flow_shift: float | None = Field(
+        default=None, ge=0.001, le=1000, description="Shift of the timesteps. None means by the size of the video."
+    )
+    seed: int = Field(default=42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
+    num_samples: int = Field(default=1, ge=1, le=10_000, description="Number of videos.")
+    embedded_guidance: _Guidance = Field(default=4.0, description="Guidance input of a distilled model.")
+
+    @property
+    def oscillates(self) -> bool:
+        """Whether guidance oscillates, or is the mean of oscillating guidance."""
+        return self.text_oscillation or self.image_oscillation
+
+    def rules(self) -> Iterator[str]:
+        lowest, highest = self.guidance_interval
+        if lowest >= highest:
+            yield (
+                f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
+                "lower one first: 0.2,0.9"
+            )
+        if self.step_cache and self.solver is Solver.HEUN:
+            yield f"sampling.step_cache={self.step_cache:g} does not go with sampling.solver=heun: use ab2"
+        times = self.timesteps
+        if times is None:
+            return
+        if len(times) < 2 or (times[0], times[-1]) != (1.0, 0.0) or any(later >= t for t, later in pairwise(times)):
+            shown = ",".join(f"{t:g}" for t in times)
+            yield f"sampling.timesteps={shown} must fall from 1 (noise) to 0 (video): 1,0.9,0.6,0"
+        elif len(times) != self.num_inference_steps + 1:
+            yield (
+                f"sampling.timesteps has {len(times)} times, between which are {len(times) - 1} steps, and "
+                f"sampling.num_inference_steps={self.num_inference_steps}: give --steps {len(times) - 1}, too"
+            )
+
+
+class OutputSettings(Section):
+    """Files of results."""
+
+    path: FileName = Field(default="samples", description="Folder, or file to write.")
+    format: MediaFormat | None = Field(
+        default=None, description="File format. None: from the file name, else mp4, and png of a picture."
+    )
+    name_from: NameFrom = Field(
+        default=NameFrom.SEED,
+        description="Names of results in a folder: seed (short prompt and seed) or prompt (full prompt and number).",
+    )
+    overwrite: bool = Field(default=False, description="Replace existing files.")
+    metadata: bool = Field(default=True, description="Write prompt, seed and settings into and beside the file.")
+    last_frame: bool = Field(default=False, description="Keep the last frame of a video as NAME.last.png.")
+    save_latents: bool = Field(default=True, description="Save latents before decoding and when a run is stopped.")
+    save_state_every: Count | None = Field(
+        default=None, description="Steps between saves of the latents. Ctrl-C always saves them."
+    )
+    preview_every: Count | None = Field(
+        default=None, description="Steps between writes of the predicted video to NAME.preview.gif. None: no previews."
+    )
+    explore: bool = Field(default=False, description="Stop all samples early and make a contact sheet of them.")
+
+    @property
+    def makes_previews(self) -> bool:
+        """Whether predicted videos are shown and kept during sampling."""
+        return self.preview_every is not None or self.explore
+
+    @property
+    def named_format(self) -> MediaFormat | None:
+        """Format that the ending of `path` names, or None for a folder."""
+        return named_format(self.path)
+
+    def resolved_format(self, *, num_frames: int) -> MediaFormat:
+        """Return the format to write."""
+        return self.format or self.named_format or (MediaFormat.PNG if num_frames == 1 else MediaFormat.MP4)
+
+    def rules(self) -> Iterator[str]:
+        if self.named_format and self.format and self.named_format is not self.format:
+            yield (
+                f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
+            )
+        if self.explore and not self.save_latents:
+            yield "output.explore=true saves latents to continue from: drop output.save_latents=false"
+        if _ending(self.path) in _OTHER_ENDINGS:
+            yield (
+                f"output.path={self.path} must end in {either([f'.{known}' for known in MediaFormat])} to be a file: "
+                "use one of these, or name a folder"
+            )
+
+
+def named_format(path: str) -> MediaFormat | None:
+    """Return the format that the ending of a file names, or None for a folder."""
+    return MediaFormat(_ending(path)) if _ending(path) in list(MediaFormat) else None
+
+
+def _ending(path: str) -> str:
+    return PurePath(path).suffix.lower().removeprefix(".")
