@@ -1,20 +1,17 @@
 """`osora mem-profile`: memory of a generation or a training, predicted and measured."""
 
 import os
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
 from opensora_cli.settings.flags import Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.tools import MemProfileSettings
+from opensora_cli.settings.tools import MemProfileSettings, profiled_settings
 
 _FILES = "Files"
 
 
-def mem_profile(settings: "MemProfileSettings", call: Call) -> None:
+def mem_profile(settings: MemProfileSettings, call: Call) -> None:
     """Show where the memory of a generation or a training goes, predicted and measured.
 
     Needs no weights: random ones of the same sizes take the same memory. What does not fit here is only predicted.
@@ -29,8 +26,6 @@ def mem_profile(settings: "MemProfileSettings", call: Call) -> None:
 
       osora mem-profile --config stage1 --gpus 8
     """
-    from opensora_cli.settings.tools import profiled_settings
-
     what = profiled_settings(
         call.config,
         assignments=call.assignments,
@@ -66,4 +61,4 @@ _ROWS = {
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),
 }
-COMMAND = Command("mem-profile", mem_profile, _ROWS, settings="tools:MemProfileSettings")
+COMMAND = make_command("mem-profile", mem_profile, _ROWS, settings=MemProfileSettings)

@@ -2,24 +2,24 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import require_there
+from opensora_cli.core.ranks import find_context
+from opensora_cli.engine.listings import describe_recipes
+from opensora_cli.engine.train.early import Resume, refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.flags import MACHINE, Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.hardware import PlannedMachine
-    from opensora_cli.settings.layers import Layer
-    from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.hardware import PlannedMachine, read_machine
+from opensora_cli.settings.layers import Layer, collect_overrides
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _CHECKPOINTS, _CHECKS = "Checkpoints", "Checks"
 
 
-def train(given: "Layer", call: Call) -> None:
+def train(given: Layer, call: Call) -> None:
     """Train a part of the video model: the transformer, an adapter for it, an autoencoder or the text encoders.
 
     Examples:
@@ -36,8 +36,6 @@ def train(given: "Layer", call: Call) -> None:
     """
     if "--list" in call.given:
         call.refuse(ROWS.keys() - {"--list"}, beside="--list, which prints the recipes alone")
-        from opensora_cli.engine.listings import describe_recipes
-
         call.show(describe_recipes())
     elif (folder := call.value("--new", str)) is not None:
         others = ROWS.keys() - {"--new", "--config"}
@@ -54,11 +52,8 @@ def train(given: "Layer", call: Call) -> None:
         _run(given, call)
 
 
-def load_settings(given: "Layer", call: Call, *, machine: "PlannedMachine | None" = None) -> "TrainSettings":
+def load_settings(given: Layer, call: Call, *, machine: PlannedMachine | None = None) -> TrainSettings:
     """Return the settings of a training run, with the GPUs of a planned machine."""
-    from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.train import TrainSettings, load_train_settings
-
     overrides = collect_overrides(TrainSettings, given, call.assignments)
     return load_train_settings(
         config=call.config,
@@ -69,34 +64,25 @@ def load_settings(given: "Layer", call: Call, *, machine: "PlannedMachine | None
     )
 
 
-def _check_data(settings: "TrainSettings", call: Call) -> None:
+def _check_data(settings: TrainSettings, call: Call) -> None:
     if settings.data.table is not None:
         require_there(settings.data.table)
     with call.loading():
         from opensora_cli.engine.data.check import check_data
 
-    report = check_data(settings, reporter=call.reporter)
-    call.show(report)
-    report.require_batches()
+    call.show(check_data(settings, reporter=call.reporter))
 
 
-def _run(given: "Layer", call: Call) -> None:
+def _run(given: Layer, call: Call) -> None:
     dry_run, overwrite = "--dry-run" in call.given, "--overwrite" in call.given
     folder, allow_older = call.value("--resume-from", Path), "--allow-older" in call.given
     if allow_older and folder is not None:
         raise RequestError("--allow-older has no effect with --resume-from, which names the checkpoint: drop it")
     call.require("--dry-run", beside="--on")
     call.require("--resume", beside="--allow-older")
-    machine = None
-    if (name := call.value("--on", str)) is not None:
-        from opensora_cli.settings.hardware import read_machine
-
-        machine = read_machine(name)
+    name = call.value("--on", str)
+    machine = None if name is None else read_machine(name)
     settings = load_settings(given, call, machine=machine)
-
-    from opensora_cli.core.ranks import find_context
-    from opensora_cli.engine.train.early import Resume, refuse_early, warn_of_missing_inputs
-
     resumes = "--resume" in call.given or folder is not None
     resume = Resume(folder=folder, allow_older=allow_older) if resumes else None
     if not dry_run:
@@ -112,8 +98,7 @@ def _run(given: "Layer", call: Call) -> None:
             if machine is None:
                 warn_of_missing_inputs(settings, call.reporter)
             plan = with_memory(plan, reporter=call.reporter, machine=machine)
-            call.show(plan)
-        plan.require_fit()
+        call.show(plan, context=context)
         return
     result = run.train(
         settings,
@@ -179,4 +164,4 @@ ROWS = {
         "train_mmdit.attention", MACHINE, "Attention backend; auto is the first that works.", default="auto"
     ),
 }
-COMMAND = Command("train", train, ROWS, settings="train:TrainSettings", layered=True, on_ranks=True)
+COMMAND = make_command("train", train, ROWS, settings=TrainSettings, layered=True, on_ranks=True)

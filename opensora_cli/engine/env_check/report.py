@@ -148,7 +148,7 @@ class EnvReport(Document):
         fields = {name: redactor.document(value) for name, value in self.model_dump(mode="json").items()}
         return type(self).model_validate({**fields, "is_bug_report": True})
 
-    def require_fine(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise HardwareError if something stops a run."""
         count = self._count(Severity.PROBLEM)
         if count:

@@ -245,7 +245,7 @@ def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):
     report = cache_clips(settings)
     assert (report.clips, report.encoded) == (5, 5)
     with pytest.raises(BatchError, match="1 of 6 clips could not be read"):
-        report.require_whole()
+        report.raise_for_problems()
     assert report.to_json()["failed"] == [{"path": bad.path, "reason": "it is broken"}]
     assert report.lines()[1] == f"failed  {bad.path}: it is broken"
     reporter = tiny_world.RecordingReporter()
@@ -253,7 +253,7 @@ def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):
     assert reporter.warnings == [f"skipped: {bad.path} (it is broken)"]
     monkeypatch.undo()
     whole = cache_clips(settings)
-    whole.require_whole()
+    whole.raise_for_problems()
     assert whole.encoded == 1
 
 
