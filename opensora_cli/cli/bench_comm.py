@@ -64,22 +64,13 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
 
 
 _ROWS = {
-    "--collective": Option(
-        "collectives",
-        help=f"Collective to measure: {', '.join(Collective)}. Repeatable.",
-        metavar="NAME",
-        default="all",
-    ),
+    "--collective": Option("collectives", "", f"One of {', '.join(Collective)}. Repeatable.", "NAME", default="all"),
     "--scaling": Option("scaling", help="Also time steps of sampling and training at 1, 2, 4 .. ranks."),
-    "--gpus": Option(
-        "parallel.gpus", MACHINE, "GPUs of this machine, or with --device cpu processes.", default="all GPUs, or 2"
-    ),
+    "--gpus": Option("parallel.gpus", MACHINE, "GPUs, or processes on a CPU.", default="all GPUs, or 2 processes"),
     "--devices": options.DEVICES,
     "--device": Option("device", MACHINE, "auto is cuda if there are GPUs."),
     "--min-bytes": Option("min_bytes", _SIZES, "Smallest size.", "SIZE"),
-    "--max-bytes": Option(
-        "max_bytes", _SIZES, "Largest size, as in 64MiB.", "SIZE", default="1GiB on GPUs, 4MiB on CPUs"
-    ),
+    "--max-bytes": Option("max_bytes", _SIZES, "Largest size.", "SIZE", default="1GiB on GPUs, 4MiB on CPUs"),
     "--iters": Option("iters", _SIZES),
     "--warmup": Option("warmup", _SIZES),
     "--plot": Option("plot", OUTPUT, "Write a chart: .png, .svg or .pdf.", "FILE"),

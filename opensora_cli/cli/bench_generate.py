@@ -76,16 +76,8 @@ _ROWS = {
         "euler-15. `exact` times that run alone. Repeatable.",
         default="the standard set",
     ),
-    "--repeats": Option(
-        panel=_COMPARED,
-        kind=int,
-        metavar="N",
-        help="Timed runs of each setting; the table shows mean and deviation.",
-        default="1",
-    ),
-    "--plot": Option(
-        panel=_COMPARED, kind=str, metavar="FILE", help="Write a chart of PSNR over evaluations: .png, .svg or .pdf."
-    ),
+    "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),
+    "--plot": Option("", _COMPARED, "Write a chart of PSNR over evaluations: .png, .svg or .pdf.", "FILE", str),
     "--overwrite": Option(panel=_COMPARED, kind=bool, help="Replace an existing chart."),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }

@@ -151,12 +151,7 @@ _CONVERT_ROWS = {
     **SELECT,
     **ONLY,
     "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match. Repeatable.", "PATTERN"),
-    "--rename": Option(
-        "rename",
-        _WEIGHTS,
-        "Replace the start of names; re:PATTERN=NEW replaces a regular expression. Repeatable.",
-        "OLD=NEW",
-    ),
+    "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW. Repeatable.", "OLD=NEW"),
     "--qkv": Option("qkv", _WEIGHTS, "Write q, k and v as one tensor, or as three."),
     "--rotary": Option("rotary", _WEIGHTS, "Order of rotary pairs in a head."),
     "--dtype": Option("dtype", _WEIGHTS, "Dtype of all floating point weights."),
@@ -193,9 +188,7 @@ _MERGE_ROWS = {
     **WRITTEN,
 }
 _DOWNLOAD_ROWS = {
-    "PRESET": Option(
-        "preset", help="open-sora-v2, open-sora-v2-dc-ae or flux1-dev; text encoders come with each.", kind=str
-    ),
+    "PRESET": Option("preset", kind=str),
     "--to": Option("to", help="Folder for the files; osora generate looks in ckpts.", metavar="DIR"),
     "--overwrite": Option("overwrite"),
     "--dry-run": Option(kind=bool, help="Print files, sizes and licenses, and download nothing."),

@@ -55,11 +55,7 @@ _ROWS = {
     "--no-all-reduce": Option("all_reduce", help="Do not run the all-reduce over the devices.", is_negated=True),
     "--timeout": Option("all_reduce_seconds", help="Timeout of the all-reduce.", metavar="SECONDS", default="15"),
     "--bug-report": Option("bug_report", help="Print a short report that hides users, hosts, folders and tokens."),
-    "--profile": Option(
-        panel=_RECOMMENDED,
-        help="Print settings for a 24 GB desktop, an 80 GB cloud machine or several nodes.",
-        kind=EnvProfile,
-    ),
+    "--profile": Option("", _RECOMMENDED, "Print settings for one GPU, a cloud machine or a cluster.", "", EnvProfile),
     "--export": Option(panel=_RECOMMENDED, help="Print them as shell lines, for eval.", kind=bool),
 }
 COMMAND = make_command("env-check", env_check, _ROWS, settings=EnvCheckSettings)

@@ -11,6 +11,7 @@ from opensora_cli.api.request import generate_request
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
@@ -128,11 +129,11 @@ def _run(request: GenerateRequest, call: Call, *, dry_run: bool) -> None:
         from opensora_cli.engine.generate import dry_run as planning
         from opensora_cli.engine.generate.run import generate_from_request
 
+    result: Document | None
     if dry_run:
-        plan = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
-        call.show(plan, context=context)
-        return
-    result = generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again())
+        result = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
+    else:
+        result = generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again())
     call.show(result, context=context)
 
 
@@ -144,13 +145,13 @@ def _run_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: boo
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
+    result: Document | None
     if dry_run:
-        plan = plan_rows(request, rows, shard=shard, reporter=call.reporter)
-        call.show(plan, context=context)
-        return
-    result = generate_rows(
-        request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
-    )
+        result = plan_rows(request, rows, shard=shard, reporter=call.reporter)
+    else:
+        result = generate_rows(
+            request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
+        )
     call.show(result, context=context)
 
 
@@ -188,22 +189,9 @@ _OWN_ROWS = {
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,
     "--prompt-text": Option(panel=PROMPT, kind=str, metavar="TEXT", help="Prompt that is the name of a file."),
-    "--prompts": Option(
-        panel=PROMPT,
-        kind=Path,
-        metavar="FILE",
-        help="Make each row of a .txt, .csv, .jsonl or .parquet.",
-        is_common=True,
-    ),
-    "--shard": Option(
-        panel=PROMPT, kind=str, metavar="I/N", help="Make every N-th row of --prompts, from number I on."
-    ),
-    "--explore": Option(
-        panel=SAMPLING,
-        kind=int,
-        metavar="K",
-        help="Start K seeds and write a sheet of previews; --from finishes those that you choose.",
-    ),
+    "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
+    "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
+    "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }
 _ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items()}}

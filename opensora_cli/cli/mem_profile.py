@@ -48,15 +48,11 @@ _ROWS = {
     ),
     "--set": options.set_row("Any setting of what is profiled."),
     "--device": Option(kind=str, metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", default="auto"),
-    "--gpus": Option(
-        kind=int, metavar="N", help="Predict for each of N devices, which need not be there; measure nothing."
-    ),
+    "--gpus": Option(kind=int, metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
     "--adaptive-batch": Option("adaptive_batch"),
-    "--memory-limit": Option(
-        "memory_limit", help="Free memory that the batch may use, as in 24GiB.", metavar="SIZE", default="all"
-    ),
+    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="all"),
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),

@@ -120,48 +120,21 @@ ROWS = {
     "--new": Option(
         kind=str,
         metavar="DIR",
-        help="Write DIR.yaml, a recipe whose buckets fit the clips of a folder; --config names the recipe that it "
-        "extends.",
+        help="Write DIR.yaml: a recipe that extends --config, with buckets for the clips of DIR.",
         default="demo_lora",
         is_common=True,
     ),
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),
-    "--resume": Option(
-        kind=bool, panel=_CHECKPOINTS, help="Continue from the newest checkpoint of the output.", is_common=True
-    ),
-    "--resume-from": Option(
-        kind=Path, panel=_CHECKPOINTS, metavar="FOLDER", help="Continue from this checkpoint instead of the newest."
-    ),
-    "--allow-older": Option(
-        kind=bool, panel=_CHECKPOINTS, help="With --resume: if the newest checkpoint is broken, use the one before."
-    ),
-    "--overwrite": Option(
-        kind=bool,
-        panel=_CHECKPOINTS,
-        help="Start again, and replace the earlier run in the output folder.",
-        is_common=True,
-    ),
-    "--check-data": Option(
-        kind=bool,
-        panel=_CHECKS,
-        help="Print buckets, batches and bad rows, and train nothing; exit with 3 if a bucket is empty.",
-        is_common=True,
-    ),
-    "--dry-run": Option(
-        kind=bool, panel=_CHECKS, help="Print the plan and the memory of each rank; do nothing.", is_common=True
-    ),
+    "--resume": Option("", _CHECKPOINTS, "Continue from the newest checkpoint.", "", bool, is_common=True),
+    "--resume-from": Option("", _CHECKPOINTS, "Continue from this checkpoint instead of the newest.", "FOLDER", Path),
+    "--allow-older": Option("", _CHECKPOINTS, "With --resume: skip a newest checkpoint that is broken.", "", bool),
+    "--overwrite": Option("", _CHECKPOINTS, "Start again, and replace the earlier run.", "", bool, is_common=True),
+    "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows; do not train.", "", bool, is_common=True),
+    "--dry-run": Option("", _CHECKS, "Print the plan and the memory of each rank.", "", bool, is_common=True),
     "--on": options.ON._replace(panel=_CHECKS),
     **options.device_rows(),
-    "--gpus": Option(
-        "parallel.gpus",
-        MACHINE,
-        "GPUs of this machine that share the work; with --device cpu processes.",
-        "N",
-        is_common=True,
-    ),
+    "--gpus": Option("parallel.gpus", MACHINE, "GPUs that share the work, or processes on a CPU.", "N", is_common=True),
     "--devices": options.DEVICES,
-    "--attention": Option(
-        "train_mmdit.attention", MACHINE, "Attention backend; auto is the first that works.", default="auto"
-    ),
+    "--attention": Option("train_mmdit.attention", MACHINE, "Attention backend; auto is the first that works."),
 }
 COMMAND = make_command("train", train, ROWS, settings=TrainSettings, layered=True, on_ranks=True)
