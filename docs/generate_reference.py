@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 
 import opensora_cli
-from opensora_cli.cli.app import app
+from opensora_cli.cli.app import load_commands
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings
@@ -65,7 +64,7 @@ def pages() -> dict[str, str]:
 
 def commands_page() -> str:
     """Return the page of all commands with their arguments and options."""
-    root = typer.main.get_command(app)
+    root = load_commands()
     parts = ["# Commands", "The same text as `osora COMMAND --help`."]
     for name, command in _commands(root, "osora"):
         parts.append(f"## `{name}`")

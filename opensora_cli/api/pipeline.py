@@ -4,14 +4,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self, Unpack
+from typing import NamedTuple, Unpack
 
 from opensora_cli.api.request import generate_request
 from opensora_cli.api.video import Video
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.settings.explain import Given
@@ -48,7 +48,7 @@ OnProgress = Callable[[Progress], object]
 """Called when a stage begins, and after each unit of its work. An exception that it raises ends the run."""
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """A model that is loaded once, when it is first needed, and makes many videos.
 
         with Pipeline("demo") as pipe:
@@ -125,12 +125,7 @@ class Pipeline:
         with self._turn:
             self._models.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -157,7 +152,7 @@ def _layer(flags: Mapping[str, object], assignments: Mapping[str, object] | None
     return collect_overrides(GenerateSettings, given_flags(flags), assignments or {})
 
 
-class _LoggingReporter:
+class _LoggingReporter(SilentReporter):
     """Logs warnings, and notes at the level INFO; progress goes to a function."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
@@ -169,11 +164,8 @@ class _LoggingReporter:
     def warn(self, text: str) -> None:
         _log.warning("%s", text)
 
-    def figures(self, values: Mapping[str, str]) -> None:
-        """Ignore figures: no stage of a generation has any."""
-
     @contextmanager
-    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator["_Stage"]:
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         stage = _Stage(Progress(name, 0, total, unit), self._on_progress)
         stage.advance(0)
         yield stage

@@ -9,6 +9,7 @@ import time
 import webbrowser
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,35 +33,25 @@ _SMALL = 128
 class Video:
     """Video in memory. Nothing is on disk until `save`; a notebook plays it as the value of a cell."""
 
+    frames: Final[NDArray[np.uint8]]
+    """Frames (T, H, W, 3), RGB, read-only."""
+    fps: Final[int]
+    """Frames a second."""
+    seed: Final[int]
+    """Seed of the noise."""
+    settings: Final[GenerateSettings]
+    """All settings that make this video again."""
+    report: Final[Figures]
+    """Seconds of each stage, peak memory, and PSNR of frames that references give."""
+
     def __init__(self, held: HeldVideo) -> None:
         self._held = held
-
-    @property
-    def frames(self) -> NDArray[np.uint8]:
-        """Frames (T, H, W, 3), RGB, read-only."""
-        frames: NDArray[np.uint8] = self._held.frames_THWC.numpy().view()
-        frames.flags.writeable = False
-        return frames
-
-    @property
-    def fps(self) -> int:
-        """Frames a second."""
-        return self._held.chain.settings.video.fps
-
-    @property
-    def seed(self) -> int:
-        """Seed of the noise."""
-        return self._held.sample.seed
-
-    @property
-    def settings(self) -> GenerateSettings:
-        """All settings that make this video again."""
-        return sample_settings(self._held.chain.video, self._held.sample)
-
-    @property
-    def report(self) -> Figures:
-        """Seconds of each stage, peak memory, and PSNR of frames that references give."""
-        return self._held.figures
+        self.frames = held.frames_THWC.numpy().view()
+        self.frames.flags.writeable = False
+        self.fps = held.chain.settings.video.fps
+        self.seed = held.sample.seed
+        self.settings = sample_settings(held.chain.video, held.sample)
+        self.report = held.figures
 
     def save(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
         """Write the video and its sidecar as `osora generate --out PATH` does, and return the path of the video.
@@ -112,7 +103,7 @@ class Video:
             raise HardwareError("there is no browser to show a video in", hint="write it with .save(path)")
 
     def __repr__(self) -> str:
-        frames, height, width, _ = self._held.frames_THWC.shape
+        frames, height, width, _ = self.frames.shape
         prompt = self._held.chain.settings.prompt
         return f"<Video {prompt!r}: {width}x{height}, {frames} frames at {self.fps} fps, seed {self.seed}>"
 
@@ -120,7 +111,7 @@ class Video:
         with tempfile.TemporaryDirectory(prefix="osora-show-") as folder:
             path = self._write(Path(folder))
             data = base64.b64encode(path.read_bytes()).decode()
-        _, height, width, _ = self._held.frames_THWC.shape
+        _, height, width, _ = self.frames.shape
         size = f'width="{2 * width}" ' if max(height, width) <= _SMALL else ""
         if path.suffix == ".mp4":
             return f'<video controls autoplay loop muted {size}src="data:video/mp4;base64,{data}"></video>'

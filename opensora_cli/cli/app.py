@@ -1,7 +1,7 @@
 """The `osora` command and its subcommands.
 
-A command module imports nothing heavy at its top (no torch, no numpy, no pydantic): `osora --help` and shell completion
-load all of them.
+The module of a command is imported when a command line names it. This module imports nothing heavy (no torch, no numpy,
+no pydantic), since `osora --help` and shell completion load it.
 """
 
 import os
@@ -9,43 +9,34 @@ import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
 from functools import cache
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import opensora_cli
-from opensora_cli.cli import (
-    bench_comm,
-    bench_generate,
-    ckpt,
-    data,
-    env_check,
-    errors,
-    generate,
-    mem_profile,
-    presets,
-    show,
-    train,
-    vae,
-)
-from opensora_cli.cli.command import Group
+from opensora_cli.cli import errors
+from opensora_cli.cli.group import Group
 from opensora_cli.cli.output import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
+from opensora_cli.core.signals import held_back
 
-_COMMANDS = (
-    generate.COMMAND,
-    train.COMMAND,
-    show.COMMAND,
-    presets.COMMAND,
-    env_check.COMMAND,
-    mem_profile.COMMAND,
-    bench_generate.COMMAND,
-    bench_comm.COMMAND,
-    ckpt.COMMAND,
-    data.COMMAND,
-    vae.COMMAND,
-    ckpt.CONVERT,
-)
+_COMMANDS = {
+    "generate": ("generate:COMMAND", "Make a video from a prompt, and from pictures or videos if given."),
+    "train": ("train:COMMAND", "Train a part of the video model, or an adapter for it."),
+    "show": ("show:COMMAND", "Print prompt, seed, settings and timings of a result, and what a checkpoint holds."),
+    "presets": ("presets:COMMAND", "List the presets with size, needs, and the GPUs that they fit on."),
+    "env-check": ("env_check:COMMAND", "Check this machine and its environment variables."),
+    "mem-profile": ("mem_profile:COMMAND", "Show where the memory of a generation or a training goes."),
+    "bench-generate": ("bench_generate:COMMAND", "Time a video by stage, and compare it with other settings."),
+    "bench-comm": ("bench_comm:COMMAND", "Measure how fast devices communicate."),
+    "ckpt": ("ckpt:COMMAND", "Convert, inspect, verify, compare, merge and download weights."),
+    "data": ("data:COMMAND", "Make tables of pictures and videos, split them, preview them and encode them."),
+    "vae": ("vae:COMMAND", "Reconstruct pictures and videos with an autoencoder, and measure its latents."),
+    "convert-ckpt": ("ckpt:CONVERT", "Convert weights, as osora ckpt convert does."),
+}
+"""Place and short help of each command."""
 
 
 class _Root(Group):
@@ -53,8 +44,8 @@ class _Root(Group):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        for command in _COMMANDS:
-            self.add_command(command)
+        for name, (_, about) in _COMMANDS.items():
+            self.add_command(TyperCommand(name, help=about))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of a command line."""
@@ -62,6 +53,17 @@ class _Root(Group):
         for option in options:
             option.hidden = not args
         return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the named command, its name and its arguments."""
+        self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def load(self, *names: str) -> None:
+        """Import the modules of commands. A module that Ctrl-C interrupts would raise any error."""
+        with held_back():
+            for place, _ in (_COMMANDS[name] for name in names if name in _COMMANDS):
+                self.add_command(resolve_name(f"opensora_cli.cli.{place}"))
 
 
 app = typer.Typer(
@@ -112,9 +114,14 @@ def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 @cache
-def _command() -> Any:
-    """Return the tree of commands."""
+def _root() -> Any:
     return typer.main.get_command(app)
+
+
+def load_commands() -> Any:
+    """Return the tree of all commands, with their modules imported."""
+    _root().load(*_COMMANDS)
+    return _root()
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -128,4 +135,4 @@ def main(args: Sequence[str] | None = None) -> int:
     name_eager_cache(os.environ)
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    return errors.run(lambda: _command().main(args=args, prog_name="osora", standalone_mode=False))
+    return errors.run(lambda: _root().main(args=args, prog_name="osora", standalone_mode=False))

@@ -3,24 +3,22 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tools import BenchCommSettings
 
 _SIZES = "Sizes and repeats"
 
 
-def bench_comm(settings: "BenchCommSettings", call: Call) -> None:
+def bench_comm(settings: BenchCommSettings, call: Call) -> None:
     """Measure how fast devices communicate, and compare their links with the expected rates.
 
     Exits with 4 if a single element arrives wrong. On CPUs it shows that collectives work, not how fast.
@@ -36,8 +34,6 @@ def bench_comm(settings: "BenchCommSettings", call: Call) -> None:
     csv = "--csv" in call.given
     if csv and call.as_json:
         raise RequestError("--csv and --json both print to stdout", hint="drop one of them")
-    from opensora_cli.core.ranks import find_context
-
     context = find_context(os.environ)
     with call.loading():
         from opensora_cli.engine.bench_comm.run import measure_as_rank, start_ranks
@@ -64,30 +60,21 @@ def bench_comm(settings: "BenchCommSettings", call: Call) -> None:
         print_lines(report.csv_lines())
     else:
         call.show(report, context=context)
-    report.require_right()
+    report.raise_for_problems()
 
 
 _ROWS = {
-    "--collective": Option(
-        "collectives",
-        help=f"Collective to measure: {', '.join(Collective)}. Repeatable.",
-        metavar="NAME",
-        default="all",
-    ),
+    "--collective": Option("collectives", "", f"One of {', '.join(Collective)}. Repeatable.", "NAME", default="all"),
     "--scaling": Option("scaling", help="Also time steps of sampling and training at 1, 2, 4 .. ranks."),
-    "--gpus": Option(
-        "parallel.gpus", MACHINE, "GPUs of this machine, or with --device cpu processes.", default="all GPUs, or 2"
-    ),
+    "--gpus": Option("parallel.gpus", MACHINE, "GPUs, or processes on a CPU.", default="all GPUs, or 2 processes"),
     "--devices": options.DEVICES,
     "--device": Option("device", MACHINE, "auto is cuda if there are GPUs."),
     "--min-bytes": Option("min_bytes", _SIZES, "Smallest size.", "SIZE"),
-    "--max-bytes": Option(
-        "max_bytes", _SIZES, "Largest size, as in 64MiB.", "SIZE", default="1GiB on GPUs, 4MiB on CPUs"
-    ),
+    "--max-bytes": Option("max_bytes", _SIZES, "Largest size.", "SIZE", default="1GiB on GPUs, 4MiB on CPUs"),
     "--iters": Option("iters", _SIZES),
     "--warmup": Option("warmup", _SIZES),
     "--plot": Option("plot", OUTPUT, "Write a chart: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", OUTPUT),
     "--csv": Option(panel=OUTPUT, help="Print the table as CSV to stdout.", kind=bool),
 }
-COMMAND = Command("bench-comm", bench_comm, _ROWS, settings="tools:BenchCommSettings", on_ranks=True)
+COMMAND = make_command("bench-comm", bench_comm, _ROWS, settings=BenchCommSettings, on_ranks=True)

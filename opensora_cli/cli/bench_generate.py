@@ -2,23 +2,30 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from opensora_cli.api.request import generate_request
 from opensora_cli.cli import generate
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
+from opensora_cli.core.ranks import find_context
+from opensora_cli.settings.bench_generate import (
+    BenchGenerateSettings,
+    benched_request,
+    read_tries,
+    refuse_unfit,
+    tried_settings,
+)
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
-
-if TYPE_CHECKING:
-    from opensora_cli.engine.generate.request import Resolved
-    from opensora_cli.settings.layers import Layer
-    from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Layer, validate
+from opensora_cli.settings.load import GenerateRequest
 
 _COMPARED = "Compared settings"
 _OWN = ("--repeats", "--plot", "--overwrite")
 
 
-def bench_generate(given: "Layer", call: Call) -> None:
+def bench_generate(given: Layer, call: Call) -> None:
     """Time a video by stage, and compare it with the same video made with other settings.
 
     The exact run has the settings as they are given. No video is kept. A row with equal latents, evaluations and
@@ -32,17 +39,7 @@ def bench_generate(given: "Layer", call: Call) -> None:
 
       osora bench-generate --try sampling.guidance_interval=0.2,0.9
     """
-    from opensora_cli.api.request import generate_request
-    from opensora_cli.core.ranks import find_context
-    from opensora_cli.settings.bench_generate import (
-        BenchGenerateSettings,
-        benched_request,
-        read_tries,
-        refuse_unfit,
-        tried_settings,
-    )
-    from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.layers import validate
+    from opensora_cli.engine.generate.request import Resolved, refuse_early, resolve
 
     tries = read_tries(call.value("--try", list) or [])
     own = {label.removeprefix("--"): Given(call.given[label], label) for label in _OWN if label in call.given}
@@ -54,9 +51,7 @@ def bench_generate(given: "Layer", call: Call) -> None:
     context = find_context(os.environ)
     exact: GenerateRequest | Resolved = request
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early, resolve
-
-        exact = resolve(request, reporter=call.reporter)
+        exact = resolve(request, reporter=call.reporter, loading=call.loading)
         refuse_early(exact.settings, dry_run=False)
         refuse_unfit(exact.settings)
         for name, changes in (tries or {}).items():
@@ -83,19 +78,9 @@ _ROWS = {
         "euler-15. `exact` times that run alone. Repeatable.",
         default="the standard set",
     ),
-    "--repeats": Option(
-        panel=_COMPARED,
-        kind=int,
-        metavar="N",
-        help="Timed runs of each setting; the table shows mean and deviation.",
-        default="1",
-    ),
-    "--plot": Option(
-        panel=_COMPARED, kind=str, metavar="FILE", help="Write a chart of PSNR over evaluations: .png, .svg or .pdf."
-    ),
+    "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),
+    "--plot": Option("", _COMPARED, "Write a chart of PSNR over evaluations: .png, .svg or .pdf.", "FILE", str),
     "--overwrite": Option(panel=_COMPARED, kind=bool, help="Replace an existing chart."),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
-COMMAND = Command(
-    "bench-generate", bench_generate, _ROWS, settings="generate:GenerateSettings", layered=True, on_ranks=True
-)
+COMMAND = make_command("bench-generate", bench_generate, _ROWS, settings=GenerateSettings, layered=True, on_ranks=True)

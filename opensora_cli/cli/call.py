@@ -73,12 +73,16 @@ class Call:
             yield
 
     def show(self, result: "Document | None", *, context: RankContext | None = None) -> None:
-        """Print a result; None for a result that a rank has printed. Of the ranks of `context` only the first prints.
+        """Print a result, and raise the error that it ends with; None for a result that a rank has printed.
 
+        Of the ranks of `context` only the first prints, and all raise, so that they end with the same exit code.
         Commands without ranks of their own, such as `srun osora env-check`, print in every process.
         """
-        if result is not None and (context is None or context.is_main):
+        if result is None:
+            return
+        if context is None or context.is_main:
             output.print_result(result, as_json=self.as_json)
+        result.raise_for_problems()
 
     def again(self, *labels: str) -> list[str]:
         """Return the options of `labels`, --json and --quiet that were given, as words of a rank's command line."""

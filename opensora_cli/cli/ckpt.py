@@ -1,21 +1,19 @@
 """`osora ckpt`: convert, inspect, verify, compare, merge and download weights."""
 
-from typing import TYPE_CHECKING
-
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command, group
+from opensora_cli.cli.command import make_command
+from opensora_cli.cli.group import make_group
 from opensora_cli.core.files import require_there
+from opensora_cli.engine.ckpt.early import refuse_early
+from opensora_cli.settings.ckpt import (
+    ConvertSettings,
+    DiffSettings,
+    DownloadSettings,
+    InspectSettings,
+    MergeLoraSettings,
+    VerifySettings,
+)
 from opensora_cli.settings.flags import OUTPUT, Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.ckpt import (
-        ConvertSettings,
-        DiffSettings,
-        DownloadSettings,
-        InspectSettings,
-        MergeLoraSettings,
-        VerifySettings,
-    )
 
 _WEIGHTS = "Weights"
 
@@ -37,7 +35,7 @@ WRITTEN = {
 }
 
 
-def convert(settings: "ConvertSettings", call: Call) -> None:
+def convert(settings: ConvertSettings, call: Call) -> None:
     """Convert weights from any format to any other, in little memory.
 
     Formats are found by content: safetensors files and shards, torch files and shards, ColossalAI and
@@ -51,8 +49,6 @@ def convert(settings: "ConvertSettings", call: Call) -> None:
 
       osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
     """
-    from opensora_cli.engine.ckpt.early import refuse_early
-
     refuse_early([settings.source], settings)
     with call.loading():
         from opensora_cli.engine.ckpt import convert as engine
@@ -63,7 +59,7 @@ def convert(settings: "ConvertSettings", call: Call) -> None:
         call.show(engine.convert(settings, reporter=call.reporter))
 
 
-def inspect(settings: "InspectSettings", call: Call) -> None:
+def inspect(settings: InspectSettings, call: Call) -> None:
     """Print tensors, sizes, metadata and the model of a checkpoint.
 
     Examples:
@@ -79,7 +75,7 @@ def inspect(settings: "InspectSettings", call: Call) -> None:
     call.show(engine.inspect(settings, reporter=call.reporter))
 
 
-def verify(settings: "VerifySettings", call: Call) -> None:
+def verify(settings: VerifySettings, call: Call) -> None:
     """Check that weights are complete and finite; exit with 3 if they are not.
 
     Examples:
@@ -90,12 +86,10 @@ def verify(settings: "VerifySettings", call: Call) -> None:
     with call.loading():
         from opensora_cli.engine.ckpt import verify as engine
 
-    result = engine.verify(settings, reporter=call.reporter)
-    call.show(result)
-    result.require_sound()
+    call.show(engine.verify(settings, reporter=call.reporter))
 
 
-def diff(settings: "DiffSettings", call: Call) -> None:
+def diff(settings: DiffSettings, call: Call) -> None:
     """Compare names, shapes, dtypes and values; exit with 3 if they differ.
 
     Without --rtol and --atol every bit must be the same; with one, 8-bit weights are multiplied with their scales. A
@@ -111,12 +105,10 @@ def diff(settings: "DiffSettings", call: Call) -> None:
     with call.loading():
         from opensora_cli.engine.ckpt import diff as engine
 
-    result = engine.diff(settings, reporter=call.reporter)
-    call.show(result)
-    result.require_equal()
+    call.show(engine.diff(settings, reporter=call.reporter))
 
 
-def merge_lora(settings: "MergeLoraSettings", call: Call) -> None:
+def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
     """Merge a LoRA adapter into the weights that it was trained for.
 
     Examples:
@@ -125,17 +117,14 @@ def merge_lora(settings: "MergeLoraSettings", call: Call) -> None:
 
       osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
     """
-    from opensora_cli.engine.ckpt.early import refuse_early
-
     refuse_early([settings.base, settings.adapter], settings)
     with call.loading():
         from opensora_cli.engine.ckpt import merge_lora as engine
 
-    result = engine.merge_lora(settings, reporter=call.reporter)
-    call.show(result)
+    call.show(engine.merge_lora(settings, reporter=call.reporter))
 
 
-def download(settings: "DownloadSettings", call: Call) -> None:
+def download(settings: DownloadSettings, call: Call) -> None:
     """Download a released model from the Hugging Face Hub, and verify it.
 
     An interrupted download continues where it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
@@ -162,12 +151,7 @@ _CONVERT_ROWS = {
     **SELECT,
     **ONLY,
     "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match. Repeatable.", "PATTERN"),
-    "--rename": Option(
-        "rename",
-        _WEIGHTS,
-        "Replace the start of names; re:PATTERN=NEW replaces a regular expression. Repeatable.",
-        "OLD=NEW",
-    ),
+    "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW. Repeatable.", "OLD=NEW"),
     "--qkv": Option("qkv", _WEIGHTS, "Write q, k and v as one tensor, or as three."),
     "--rotary": Option("rotary", _WEIGHTS, "Order of rotary pairs in a head."),
     "--dtype": Option("dtype", _WEIGHTS, "Dtype of all floating point weights."),
@@ -204,28 +188,26 @@ _MERGE_ROWS = {
     **WRITTEN,
 }
 _DOWNLOAD_ROWS = {
-    "PRESET": Option(
-        "preset", help="open-sora-v2, open-sora-v2-dc-ae or flux1-dev; text encoders come with each.", kind=str
-    ),
+    "PRESET": Option("preset", kind=str),
     "--to": Option("to", help="Folder for the files; osora generate looks in ckpts.", metavar="DIR"),
     "--overwrite": Option("overwrite"),
     "--dry-run": Option(kind=bool, help="Print files, sizes and licenses, and download nothing."),
 }
 
-COMMAND = group(
+COMMAND = make_group(
     "ckpt",
     "Convert, inspect, verify, compare, merge and download weights.",
-    Command("convert", convert, _CONVERT_ROWS, settings="ckpt:ConvertSettings"),
-    Command("inspect", inspect, _INSPECT_ROWS, settings="ckpt:InspectSettings"),
-    Command("verify", verify, _VERIFY_ROWS, settings="ckpt:VerifySettings"),
-    Command("diff", diff, _DIFF_ROWS, settings="ckpt:DiffSettings"),
-    Command("merge-lora", merge_lora, _MERGE_ROWS, settings="ckpt:MergeLoraSettings"),
-    Command("download", download, _DOWNLOAD_ROWS, settings="ckpt:DownloadSettings"),
+    make_command("convert", convert, _CONVERT_ROWS, settings=ConvertSettings),
+    make_command("inspect", inspect, _INSPECT_ROWS, settings=InspectSettings),
+    make_command("verify", verify, _VERIFY_ROWS, settings=VerifySettings),
+    make_command("diff", diff, _DIFF_ROWS, settings=DiffSettings),
+    make_command("merge-lora", merge_lora, _MERGE_ROWS, settings=MergeLoraSettings),
+    make_command("download", download, _DOWNLOAD_ROWS, settings=DownloadSettings),
 )
-CONVERT = Command(
+CONVERT = make_command(
     "convert-ckpt",
     convert,
     _CONVERT_ROWS,
-    settings="ckpt:ConvertSettings",
+    settings=ConvertSettings,
     about="Convert weights, as osora ckpt convert does.",
 )

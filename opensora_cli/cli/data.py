@@ -1,22 +1,23 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 import os
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli import options, train
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command, group
+from opensora_cli.cli.command import make_command
+from opensora_cli.cli.group import make_group
 from opensora_cli.core.files import require_there
+from opensora_cli.engine.data.early import refuse_early
+from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.data import PreviewSettings, ScanSettings, ShardSettings
-    from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _TABLE = Option("table")
 
 
-def scan(settings: "ScanSettings", call: Call) -> None:
+def scan(settings: ScanSettings, call: Call) -> None:
     """Make the table that training reads, of a folder and all folders in it.
 
     The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. A second scan reads only new,
@@ -34,12 +35,10 @@ def scan(settings: "ScanSettings", call: Call) -> None:
     with call.loading():
         from opensora_cli.engine.data import scan as engine
 
-    result = engine.scan(settings, reporter=call.reporter)
-    call.show(result)
-    result.require_whole()
+    call.show(engine.scan(settings, reporter=call.reporter))
 
 
-def shard(settings: "ShardSettings", call: Call) -> None:
+def shard(settings: ShardSettings, call: Call) -> None:
     """Split a table into parts of equally many rows, beside it.
 
     Examples:
@@ -53,17 +52,13 @@ def shard(settings: "ShardSettings", call: Call) -> None:
     call.show(engine.shard(settings))
 
 
-def preview(settings: "PreviewSettings", call: Call) -> None:
+def preview(settings: PreviewSettings, call: Call) -> None:
     """Make a contact sheet of a table: frames, captions, sizes and buckets.
 
     Examples:
 
       osora data preview clips.csv -o sheet.png
     """
-    from opensora_cli.settings.data import DataSettings
-    from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.train import load_train_settings
-
     require_there(settings.table)
     with call.loading():
         from opensora_cli.engine.data import preview as engine
@@ -79,12 +74,10 @@ def preview(settings: "PreviewSettings", call: Call) -> None:
             report=call.reporter.note,
         )
         data, multiple = training.data, pixel_multiple(training)
-    result = engine.preview(settings, data, multiple=multiple, reporter=call.reporter)
-    call.show(result)
-    result.require_whole()
+    call.show(engine.preview(settings, data, multiple=multiple, reporter=call.reporter))
 
 
-def cache(given: "Layer", call: Call) -> None:
+def cache(given: Layer, call: Call) -> None:
     """Precompute latents and text embeddings of all clips that a training of the transformer needs.
 
     Training with the same recipe then reads them (train_mmdit.cache), and loads neither the autoencoder nor the text
@@ -97,16 +90,12 @@ def cache(given: "Layer", call: Call) -> None:
 
       osora data cache --config stage1 --table clips.csv -o clips_cache
     """
-    from opensora_cli.engine.data.early import refuse_early
-
     settings = train.load_settings(given, call)
     refuse_early(settings)
     with call.loading():
         from opensora_cli.engine.data.cache import cache_clips
 
-    result = cache_clips(settings, reporter=call.reporter)
-    call.show(result)
-    result.require_whole()
+    call.show(cache_clips(settings, reporter=call.reporter))
 
 
 _SCAN_ROWS = {
@@ -131,16 +120,16 @@ _CACHE_ROWS = {
     "--set": options.set_row(train.SET_HELP),
     **options.device_rows(),
 }
-COMMAND = group(
+COMMAND = make_group(
     "data",
     "Make tables of pictures and videos, split them, preview them and encode them.",
-    Command("scan", scan, _SCAN_ROWS, settings="data:ScanSettings"),
-    Command(
+    make_command("scan", scan, _SCAN_ROWS, settings=ScanSettings),
+    make_command(
         "shard",
         shard,
         {"TABLE": _TABLE, "--parts": Option("parts"), "--overwrite": Option("overwrite")},
-        settings="data:ShardSettings",
+        settings=ShardSettings,
     ),
-    Command("preview", preview, _PREVIEW_ROWS, settings="data:PreviewSettings"),
-    Command("cache", cache, _CACHE_ROWS, settings="train:TrainSettings", layered=True),
+    make_command("preview", preview, _PREVIEW_ROWS, settings=PreviewSettings),
+    make_command("cache", cache, _CACHE_ROWS, settings=TrainSettings, layered=True),
 )

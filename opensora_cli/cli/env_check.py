@@ -1,22 +1,21 @@
 """`osora env-check`: problems of this machine and its environment."""
 
 import os
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.env_check.profiles import PROFILES
+from opensora_cli.engine.env_check.torch_variables import refused_by_torch
 from opensora_cli.settings.enums import EnvProfile
 from opensora_cli.settings.flags import Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.tools import EnvCheckSettings
+from opensora_cli.settings.tools import EnvCheckSettings
 
 _RECOMMENDED = "Recommended settings"
 
 
-def env_check(settings: "EnvCheckSettings", call: Call) -> None:
+def env_check(settings: EnvCheckSettings, call: Call) -> None:
     """Check this machine, its environment variables, and Dockerfiles and shell files if given.
 
     Exits with 4 if something prevents a run.
@@ -34,8 +33,6 @@ def env_check(settings: "EnvCheckSettings", call: Call) -> None:
         call.refuse(
             ("FILE", "--bug-report"), beside="--profile, which checks nothing", hint="run osora env-check twice"
         )
-        from opensora_cli.engine.env_check.profiles import PROFILES
-
         if export and not call.as_json:
             print_lines(PROFILES[profile].export_lines())
         else:
@@ -43,8 +40,6 @@ def env_check(settings: "EnvCheckSettings", call: Call) -> None:
         return
     if export:
         raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
-    from opensora_cli.engine.env_check.torch_variables import refused_by_torch
-
     environment = dict(os.environ)
     for name in refused_by_torch(environment):
         del os.environ[name]  # torch cannot be imported with this variable; the check reports the value
@@ -52,9 +47,7 @@ def env_check(settings: "EnvCheckSettings", call: Call) -> None:
         from opensora_cli.engine.env_check.check import env_check as check
         from opensora_cli.engine.generate.planning import make_plan
 
-    report = check(settings, make_plan=make_plan, environment=environment, reporter=call.reporter)
-    call.show(report)
-    report.require_fine()
+    call.show(check(settings, make_plan=make_plan, environment=environment, reporter=call.reporter))
 
 
 _ROWS = {
@@ -62,11 +55,7 @@ _ROWS = {
     "--no-all-reduce": Option("all_reduce", help="Do not run the all-reduce over the devices.", is_negated=True),
     "--timeout": Option("all_reduce_seconds", help="Timeout of the all-reduce.", metavar="SECONDS", default="60"),
     "--bug-report": Option("bug_report", help="Print a short report that hides users, hosts, folders and tokens."),
-    "--profile": Option(
-        panel=_RECOMMENDED,
-        help="Print settings for a 24 GB desktop, an 80 GB cloud machine or several nodes.",
-        kind=EnvProfile,
-    ),
+    "--profile": Option("", _RECOMMENDED, "Print settings for one GPU, a cloud machine or a cluster.", "", EnvProfile),
     "--export": Option(panel=_RECOMMENDED, help="Print them as shell lines, for eval.", kind=bool),
 }
-COMMAND = Command("env-check", env_check, _ROWS, settings="tools:EnvCheckSettings")
+COMMAND = make_command("env-check", env_check, _ROWS, settings=EnvCheckSettings)

@@ -5,18 +5,23 @@ import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from opensora_cli.api.request import generate_request
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.ranks import find_context
+from opensora_cli.engine.generate.prompts import Shard, read_prompts
+from opensora_cli.engine.listings import describe_presets
+from opensora_cli.models.registry import DEMO
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
-
-if TYPE_CHECKING:
-    from opensora_cli.engine.generate.request import Resolved
-    from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import GenerateRequest, load_preset
 
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
 _TAKEN_BY = {
@@ -31,7 +36,7 @@ _NO_FILES = ("", ".md", ".tsv")
 """Endings of files that no option takes."""
 
 
-def generate(given: "dict[str, Given]", call: Call) -> None:
+def generate(given: dict[str, Given], call: Call) -> None:
     """Make a video from a prompt, and from pictures or videos if given.
 
     Examples:
@@ -43,23 +48,20 @@ def generate(given: "dict[str, Given]", call: Call) -> None:
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
     if "--list-presets" in call.given:
-        from opensora_cli.cli.presets import presets
-
-        presets({}, call)
+        call.show(describe_presets())
         return
     prompts = {label: call.value(label, str) for label in ("PROMPT", "--prompt-text") if label in call.given}
     if len(prompts) > 1:
         raise RequestError(f"the prompt is given twice: drop {prompts['PROMPT']!r}, or --prompt-text")
     if (prompt := prompts.get("PROMPT")) is not None:
         _refuse_path(prompt)
-    from opensora_cli.api.request import generate_request
-    from opensora_cli.engine.show import continued
-    from opensora_cli.settings.explain import Given
-
     for label, text in prompts.items():
         given["prompt"] = Given(text, label)
-    file = call.value("--from", Path)
-    sidecar = None if file is None else continued(file, given)
+    sidecar = None
+    if (file := call.value("--from", Path)) is not None:
+        from opensora_cli.engine.show import continued
+
+        sidecar = continued(file, given)
     _refuse_combinations(call, given)
     if "--explore" in call.given:
         given["output.explore"] = Given(True, "--explore")
@@ -100,7 +102,7 @@ def _refuse_path(prompt: str) -> None:
     )
 
 
-def _refuse_combinations(call: Call, given: "Mapping[str, Given]") -> None:
+def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     """Refuse options that have no effect together, or without one another."""
     call.require("--prompts", beside="--shard")
     call.require("--dry-run", beside="--on")
@@ -115,33 +117,27 @@ def _refuse_combinations(call: Call, given: "Mapping[str, Given]") -> None:
             call.refuse((*others, *latents.values()), beside=option)
 
 
-def _run(request: "GenerateRequest", call: Call, *, dry_run: bool) -> None:
-    from opensora_cli.core.ranks import find_context
+def _run(request: GenerateRequest, call: Call, *, dry_run: bool) -> None:
+    from opensora_cli.engine.generate.request import Resolved, refuse_early, resolve
 
     context = find_context(os.environ)
     resolved: GenerateRequest | Resolved = request
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early, resolve
-
-        resolved = resolve(request, reporter=call.reporter)
+        resolved = resolve(request, reporter=call.reporter, loading=call.loading)
         refuse_early(resolved.settings, dry_run=dry_run)
     with call.loading():
         from opensora_cli.engine.generate import dry_run as planning
         from opensora_cli.engine.generate.run import generate_from_request
 
+    result: Document | None
     if dry_run:
-        plan = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
-        call.show(plan, context=context)
-        plan.require_fit()
-        return
-    result = generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again())
+        result = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
+    else:
+        result = generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again())
     call.show(result, context=context)
 
 
-def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: bool) -> None:
-    from opensora_cli.core.ranks import find_context
-    from opensora_cli.engine.generate.prompts import Shard, read_prompts
-
+def _run_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bool) -> None:
     context = find_context(os.environ)
     part = call.value("--shard", str)
     shard = Shard() if part is None else Shard.of(part)
@@ -149,26 +145,18 @@ def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: b
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
+    result: Document | None
     if dry_run:
-        plan = plan_rows(request, rows, shard=shard, reporter=call.reporter)
-        call.show(plan, context=context)
-        plan.require_fit()
-        return
-    result = generate_rows(
-        request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
-    )
-    if result is not None:
-        call.show(result, context=context)
-        # Every rank raises, so that all end with the same exit code.
-        result.require_whole()
+        result = plan_rows(request, rows, shard=shard, reporter=call.reporter)
+    else:
+        result = generate_rows(
+            request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
+        )
+    call.show(result, context=context)
 
 
 def _preset_defaults() -> Mapping[str, str]:
     """Return the values of the released model's presets, and the demo's where they differ."""
-    from opensora_cli.models.registry import DEMO
-    from opensora_cli.settings.files import list_presets
-    from opensora_cli.settings.load import load_preset
-
     values = {name: load_preset(name, prompt="any").model_dump(mode="json") for name in list_presets("generate")}
     demo, released = values.pop(DEMO), next(iter(values.values()))
     return {
@@ -201,22 +189,9 @@ _OWN_ROWS = {
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,
     "--prompt-text": Option(panel=PROMPT, kind=str, metavar="TEXT", help="Prompt that is the name of a file."),
-    "--prompts": Option(
-        panel=PROMPT,
-        kind=Path,
-        metavar="FILE",
-        help="Make each row of a .txt, .csv, .jsonl or .parquet.",
-        is_common=True,
-    ),
-    "--shard": Option(
-        panel=PROMPT, kind=str, metavar="I/N", help="Make every N-th row of --prompts, from number I on."
-    ),
-    "--explore": Option(
-        panel=SAMPLING,
-        kind=int,
-        metavar="K",
-        help="Start K seeds and write a sheet of previews; --from finishes those that you choose.",
-    ),
+    "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
+    "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
+    "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }
 _ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items()}}
@@ -224,11 +199,11 @@ ROWS = {
     "PROMPT": Option(help="What the video shows."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
 }
-COMMAND = Command(
+COMMAND = make_command(
     "generate",
     generate,
     ROWS,
-    settings="generate:GenerateSettings",
+    settings=GenerateSettings,
     layered=True,
     on_ranks=True,
     defaults=_preset_defaults,

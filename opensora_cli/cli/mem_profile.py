@@ -1,20 +1,17 @@
 """`osora mem-profile`: memory of a generation or a training, predicted and measured."""
 
 import os
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
 from opensora_cli.settings.flags import Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.tools import MemProfileSettings
+from opensora_cli.settings.tools import MemProfileSettings, profiled_settings
 
 _FILES = "Files"
 
 
-def mem_profile(settings: "MemProfileSettings", call: Call) -> None:
+def mem_profile(settings: MemProfileSettings, call: Call) -> None:
     """Show where the memory of a generation or a training goes, predicted and measured.
 
     Needs no weights: random ones of the same sizes take the same memory. What does not fit here is only predicted.
@@ -29,8 +26,6 @@ def mem_profile(settings: "MemProfileSettings", call: Call) -> None:
 
       osora mem-profile --config stage1 --gpus 8
     """
-    from opensora_cli.settings.tools import profiled_settings
-
     what = profiled_settings(
         call.config,
         assignments=call.assignments,
@@ -54,17 +49,13 @@ _ROWS = {
     ),
     "--set": options.set_row("Any setting of what is profiled."),
     "--device": Option(kind=str, metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", default="auto"),
-    "--gpus": Option(
-        kind=int, metavar="N", help="Predict for each of N devices, which need not be there; measure nothing."
-    ),
+    "--gpus": Option(kind=int, metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
     "--adaptive-batch": Option("adaptive_batch"),
-    "--memory-limit": Option(
-        "memory_limit", help="Free memory that the batch may use, as in 24GiB.", metavar="SIZE", default="all"
-    ),
+    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="all"),
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),
 }
-COMMAND = Command("mem-profile", mem_profile, _ROWS, settings="tools:MemProfileSettings")
+COMMAND = make_command("mem-profile", mem_profile, _ROWS, settings=MemProfileSettings)

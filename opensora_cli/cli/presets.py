@@ -1,15 +1,12 @@
 """`osora presets`: presets of `osora generate`, their needs, and the GPUs that they fit on."""
 
-from typing import TYPE_CHECKING
-
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
+from opensora_cli.engine.listings import describe_presets
+from opensora_cli.settings.layers import Layer
 
-if TYPE_CHECKING:
-    from opensora_cli.settings.layers import Layer
 
-
-def presets(given: "Layer", call: Call) -> None:
+def presets(given: Layer, call: Call) -> None:
     """List the presets with size, needs, and the GPUs that they fit on.
 
     A preset is the --config of osora generate.
@@ -20,9 +17,7 @@ def presets(given: "Layer", call: Call) -> None:
 
       osora presets --json
     """
-    from opensora_cli.engine.listings import describe_presets
-
     call.show(describe_presets())
 
 
-COMMAND = Command("presets", presets, {}, layered=True)
+COMMAND = make_command("presets", presets, {}, layered=True)

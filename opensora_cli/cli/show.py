@@ -1,17 +1,14 @@
 """`osora show`: prompt, seed, settings and timings that a file records."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
+from opensora_cli.settings.ckpt import InspectSettings
 from opensora_cli.settings.flags import Option
 
-if TYPE_CHECKING:
-    from opensora_cli.settings.ckpt import InspectSettings
 
-
-def show(settings: "InspectSettings", call: Call) -> None:
+def show(settings: InspectSettings, call: Call) -> None:
     """Print prompt, seed, settings and timings of a result, and what a checkpoint holds.
 
     FILE is a video or picture, its sidecar, a saved state, latents, weights, or a folder of a training run.
@@ -41,4 +38,4 @@ def show(settings: "InspectSettings", call: Call) -> None:
     call.show(shown)
 
 
-COMMAND = Command("show", show, {"FILE": Option("path")}, settings="ckpt:InspectSettings")
+COMMAND = make_command("show", show, {"FILE": Option("path")}, settings=InspectSettings)

@@ -2,23 +2,24 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command
+from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.ranks import find_context
+from opensora_cli.engine.encode.inputs import require_tables
+from opensora_cli.engine.listings import describe_recipes
+from opensora_cli.engine.train.early import Resume, refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.flags import MACHINE, Option
-
-if TYPE_CHECKING:
-    from opensora_cli.settings.hardware import PlannedMachine
-    from opensora_cli.settings.layers import Layer
-    from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.hardware import PlannedMachine, read_machine
+from opensora_cli.settings.layers import Layer, collect_overrides
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _CHECKPOINTS, _CHECKS = "Checkpoints", "Checks"
 
 
-def train(given: "Layer", call: Call) -> None:
+def train(given: Layer, call: Call) -> None:
     """Train a part of the video model: the transformer, an adapter for it, or an autoencoder.
 
     Examples:
@@ -37,8 +38,6 @@ def train(given: "Layer", call: Call) -> None:
     """
     if "--list" in call.given:
         call.refuse(ROWS.keys() - {"--list"}, beside="--list, which prints the recipes alone")
-        from opensora_cli.engine.listings import describe_recipes
-
         call.show(describe_recipes())
     elif (plot := call.value("--plot", Path)) is not None:
         others = ROWS.keys() - {"RUN", "--plot", "--overwrite"}
@@ -66,11 +65,8 @@ def train(given: "Layer", call: Call) -> None:
         _run(given, call)
 
 
-def load_settings(given: "Layer", call: Call, *, machine: "PlannedMachine | None" = None) -> "TrainSettings":
+def load_settings(given: Layer, call: Call, *, machine: PlannedMachine | None = None) -> TrainSettings:
     """Return the settings of a training run, with the GPUs of a planned machine."""
-    from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.train import TrainSettings, load_train_settings
-
     overrides = collect_overrides(TrainSettings, given, call.assignments)
     return load_train_settings(
         config=call.config,
@@ -81,35 +77,24 @@ def load_settings(given: "Layer", call: Call, *, machine: "PlannedMachine | None
     )
 
 
-def _check_data(settings: "TrainSettings", call: Call) -> None:
-    from opensora_cli.engine.encode.inputs import require_tables
-
+def _check_data(settings: TrainSettings, call: Call) -> None:
     require_tables(settings)
     with call.loading():
         from opensora_cli.engine.data.check import check_data
 
-    report = check_data(settings, reporter=call.reporter)
-    call.show(report)
-    report.require_batches()
+    call.show(check_data(settings, reporter=call.reporter))
 
 
-def _run(given: "Layer", call: Call) -> None:
+def _run(given: Layer, call: Call) -> None:
     dry_run, overwrite = "--dry-run" in call.given, "--overwrite" in call.given
     folder, allow_older = call.value("--resume-from", Path), "--allow-older" in call.given
     if allow_older and folder is not None:
         raise RequestError("--allow-older has no effect with --resume-from, which names the checkpoint: drop it")
     call.require("--dry-run", beside="--on")
     call.require("--resume", beside="--allow-older")
-    machine = None
-    if (name := call.value("--on", str)) is not None:
-        from opensora_cli.settings.hardware import read_machine
-
-        machine = read_machine(name)
+    name = call.value("--on", str)
+    machine = None if name is None else read_machine(name)
     settings = load_settings(given, call, machine=machine)
-
-    from opensora_cli.core.ranks import find_context
-    from opensora_cli.engine.train.early import Resume, refuse_early, warn_of_missing_inputs
-
     resumes = "--resume" in call.given or folder is not None
     resume = Resume(folder=folder, allow_older=allow_older) if resumes else None
     if not dry_run:
@@ -125,8 +110,7 @@ def _run(given: "Layer", call: Call) -> None:
             if machine is None:
                 warn_of_missing_inputs(settings, call.reporter)
             plan = with_memory(plan, reporter=call.reporter, machine=machine)
-            call.show(plan)
-        plan.require_fit()
+        call.show(plan, context=context)
         return
     result = run.train(
         settings,
@@ -149,36 +133,17 @@ ROWS = {
     "--new": Option(
         kind=str,
         metavar="DIR",
-        help="Write DIR.yaml, a recipe whose buckets fit the clips of a folder; --config names the recipe that it "
-        "extends.",
+        help="Write DIR.yaml: a recipe that extends --config, with buckets for the clips of DIR.",
         default="demo_lora",
         is_common=True,
     ),
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),
-    "--resume": Option(
-        kind=bool, panel=_CHECKPOINTS, help="Continue from the newest checkpoint of the output.", is_common=True
-    ),
-    "--resume-from": Option(
-        kind=Path, panel=_CHECKPOINTS, metavar="FOLDER", help="Continue from this checkpoint instead of the newest."
-    ),
-    "--allow-older": Option(
-        kind=bool, panel=_CHECKPOINTS, help="With --resume: if the newest checkpoint is broken, use the one before."
-    ),
-    "--overwrite": Option(
-        kind=bool,
-        panel=_CHECKPOINTS,
-        help="Start again, and replace the earlier run in the output folder.",
-        is_common=True,
-    ),
-    "--check-data": Option(
-        kind=bool,
-        panel=_CHECKS,
-        help="Print buckets, batches and bad rows, and train nothing; exit with 3 if a bucket is empty.",
-        is_common=True,
-    ),
-    "--dry-run": Option(
-        kind=bool, panel=_CHECKS, help="Print the plan and the memory of each rank; do nothing.", is_common=True
-    ),
+    "--resume": Option("", _CHECKPOINTS, "Continue from the newest checkpoint.", "", bool, is_common=True),
+    "--resume-from": Option("", _CHECKPOINTS, "Continue from this checkpoint instead of the newest.", "FOLDER", Path),
+    "--allow-older": Option("", _CHECKPOINTS, "With --resume: skip a newest checkpoint that is broken.", "", bool),
+    "--overwrite": Option("", _CHECKPOINTS, "Start again, and replace the earlier run.", "", bool, is_common=True),
+    "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows; do not train.", "", bool, is_common=True),
+    "--dry-run": Option("", _CHECKS, "Print the plan and the memory of each rank.", "", bool, is_common=True),
     "--on": options.ON._replace(panel=_CHECKS),
     "--plot": Option(
         kind=Path,
@@ -187,16 +152,8 @@ ROWS = {
         help="Draw loss, learning rate and gradient norm of each RUN, and train nothing: .png, .svg or .pdf.",
     ),
     **options.device_rows(),
-    "--gpus": Option(
-        "parallel.gpus",
-        MACHINE,
-        "GPUs of this machine that share the work; with --device cpu processes.",
-        "N",
-        is_common=True,
-    ),
+    "--gpus": Option("parallel.gpus", MACHINE, "GPUs that share the work, or processes on a CPU.", "N", is_common=True),
     "--devices": options.DEVICES,
-    "--attention": Option(
-        "train_mmdit.attention", MACHINE, "Attention backend; auto is the first that works.", default="auto"
-    ),
+    "--attention": Option("train_mmdit.attention", MACHINE, "Attention backend; auto is the first that works."),
 }
-COMMAND = Command("train", train, ROWS, settings="train:TrainSettings", layered=True, on_ranks=True)
+COMMAND = make_command("train", train, ROWS, settings=TrainSettings, layered=True, on_ranks=True)

@@ -1,19 +1,23 @@
 """`osora vae`: reconstruct pictures and videos with an autoencoder, and measure its latents."""
 
 import os
-from typing import TYPE_CHECKING
 
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import Command, group
+from opensora_cli.cli.command import make_command
+from opensora_cli.cli.group import make_group
+from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
+from opensora_cli.settings.layers import Layer, collect_overrides
+from opensora_cli.settings.vae import (
+    EncodeSettings,
+    EncodeSettingsT,
+    ReconstructSettings,
+    load_vae_settings,
+)
 
-if TYPE_CHECKING:
-    from opensora_cli.settings.layers import Layer
-    from opensora_cli.settings.vae import EncodeSettingsT
 
-
-def reconstruct(given: "Layer", call: Call) -> None:
+def reconstruct(given: Layer, call: Call) -> None:
     """Encode and decode files, write both side by side, and print PSNR and SSIM.
 
     The original is on the left. Sizes are cropped to multiples that the autoencoder supports.
@@ -26,18 +30,14 @@ def reconstruct(given: "Layer", call: Call) -> None:
 
       osora vae reconstruct boat.mp4 --config runs/vae/settings.json
     """
-    from opensora_cli.settings.vae import ReconstructSettings
-
     settings = _settings(ReconstructSettings, given, call)
     with call.loading():
         from opensora_cli.engine.vae import reconstruct as engine
 
-    result = engine.reconstruct(settings, reporter=call.reporter)
-    call.show(result)
-    result.require_whole()
+    call.show(engine.reconstruct(settings, reporter=call.reporter))
 
 
-def stats(given: "Layer", call: Call) -> None:
+def stats(given: Layer, call: Call) -> None:
     """Print mean and deviation of the latents of files, by channel.
 
     The last line has the scale and shift with which a transformer is trained over this autoencoder. Sizes are cropped
@@ -49,22 +49,15 @@ def stats(given: "Layer", call: Call) -> None:
 
       osora vae stats clips/ --config runs/vae/settings.json --json
     """
-    from opensora_cli.settings.vae import EncodeSettings
-
     settings = _settings(EncodeSettings, given, call)
     with call.loading():
         from opensora_cli.engine.vae.stats import latent_statistics
 
-    result = latent_statistics(settings, reporter=call.reporter)
-    call.show(result)
-    result.require_whole()
+    call.show(latent_statistics(settings, reporter=call.reporter))
 
 
-def _settings(schema: "type[EncodeSettingsT]", given: "Layer", call: Call) -> "EncodeSettingsT":
+def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> EncodeSettingsT:
     """Return the settings of a command; raises an error if files or weights are missing."""
-    from opensora_cli.engine.vae.early import refuse_early
-    from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.vae import load_vae_settings
 
     overrides = collect_overrides(schema, given, call.assignments)
     settings = load_vae_settings(
@@ -97,9 +90,9 @@ _RECONSTRUCT_ROWS = {
     "--no-metadata": Option("output.metadata", OUTPUT, "Write no sidecar beside a result.", is_negated=True),
 }
 _STATS_ROWS = {"FILE": Option("files", help="Pictures and videos, or folders of them."), **_MODEL_ROWS}
-COMMAND = group(
+COMMAND = make_group(
     "vae",
     "Reconstruct pictures and videos with an autoencoder, and measure its latents.",
-    Command("reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings="vae:ReconstructSettings", layered=True),
-    Command("stats", stats, _STATS_ROWS, settings="vae:EncodeSettings", layered=True),
+    make_command("reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings=ReconstructSettings, layered=True),
+    make_command("stats", stats, _STATS_ROWS, settings=EncodeSettings, layered=True),
 )

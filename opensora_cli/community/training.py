@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.sharding import own_piece
+from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.encode.clip_conditions import encode_with_conditions
+from opensora_cli.engine.encode.clip_conditions import condition_clip, cut_part, sample_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
 from opensora_cli.engine.train.optimizer import create_optimizer as create_optimizer
 from opensora_cli.engine.train.schedules import LinearWarmupLR as LinearWarmupLR
@@ -70,10 +71,11 @@ def create_colossalai_plugin(plugin: str, dtype: str, grad_clip: float, **kwargs
 def prepare_visual_condition_causal(
     x: Tensor, condition_config: Mapping[str, float], model_ae: Autoencoder, *, rng: np.random.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Encode clips, and their given frames in a mode sampled for each; see `prepare_visual_condition_uncausal`."""
+    """Encode clips and their given frames; see `prepare_visual_condition_uncausal`."""
     return prepare_visual_condition_uncausal(x, condition_config, model_ae, rng=rng)
 
 
+@torch.no_grad()
 def prepare_visual_condition_uncausal(
     x: Tensor,
     condition_config: Mapping[str, float],
@@ -82,9 +84,50 @@ def prepare_visual_condition_uncausal(
     *,
     rng: np.random.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `clip_conditions.encode_with_conditions` does; the random numbers of None are seeded by torch's."""
+    """Encode clips, and the given frames of a mode that is sampled for each.
+
+    Returns the latents (B,C,T,H,W), and the mask and reference latents (B,1+C,T,H,W) for `packing.pack_latents`.
+
+    Args:
+        x: frames (B,C,T,H,W) in [-1, 1].
+        condition_config: weight of each condition mode by name. Modes that would give a whole clip are not used.
+        model_ae: the autoencoder.
+        pad: without a causal autoencoder, hold a given picture until it fills a latent frame. Other frames of the clip
+            are dropped for it.
+        rng: random numbers; None seeds them from torch's.
+
+    Raises:
+        RequestError: a mode is unknown, or the autoencoder cannot encode the clips.
+    """
     rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
-    return encode_with_conditions(x, condition_config, model_ae, rng=rng, pad_pictures=pad)
+    causal, ratio = model_ae.grid.is_causal, model_ae.grid.time_compression_ratio
+    num_latent_frames = model_ae.grid.latent_frames(x.shape[2])
+    latents, conditions = [], []
+    for pixels_CTHW in x:
+        mode = sample_mode(condition_config, num_latent_frames=num_latent_frames, causal=causal, rng=rng)
+        clip_TCHW = pixels_CTHW.transpose(0, 1)
+        if pad and mode.gives_pictures and not causal:
+            clip_TCHW = _hold_pictures(clip_TCHW, mode, extra=ratio - 1)
+
+        def encode_part(part: ReferencePart, clip_TCHW: Tensor = clip_TCHW) -> Tensor:
+            return model_ae.encode(cut_part(clip_TCHW, part).transpose(0, 1)[None])[0]
+
+        latents_CTHW = model_ae.encode(clip_TCHW.transpose(0, 1)[None])[0]
+        condition = condition_clip(latents_CTHW, mode, encode_part, causal=causal, temporal_compression=ratio)
+        latents.append(latents_CTHW)
+        conditions.append(torch.cat(condition))
+    return torch.stack(latents), torch.stack(conditions)
+
+
+def _hold_pictures(clip_TX: Tensor, mode: ConditionMode, *, extra: int) -> Tensor:
+    """Return a clip of the same length in which the pictures that `mode` gives stand still for `extra` more frames.
+
+    Frames are dropped at the other end, or at the tail if both ends are given.
+    """
+    room = extra * (mode.at_head + mode.at_tail)
+    kept_TX = clip_TX[: len(clip_TX) - room] if mode.at_head else clip_TX[room:]
+    head, tail = [kept_TX[:1]] * (extra * mode.at_head), [kept_TX[-1:]] * (extra * mode.at_tail)
+    return torch.cat([*head, kept_TX, *tail])
 
 
 @torch.no_grad()

@@ -33,3 +33,6 @@ class Document(BaseModel):
     def lines(self) -> Sequence[str]:
         """Return it for people, and for scripts that read lines; a part of another document has none."""
         return ()
+
+    def raise_for_problems(self) -> None:
+        """Raise the error with which a command ends after it has printed the document; most documents have none."""

@@ -27,7 +27,7 @@ class FakeResult(Document):
     def lines(self) -> list[str]:
         return ["samples/原野.mp4"]
 
-    def require_fit(self) -> None:
+    def raise_for_problems(self) -> None:
         if self.shortage:
             raise self.shortage
 
@@ -58,7 +58,7 @@ class FakeEngine:
         self.planned = True
         return self._run(request, reporter)
 
-    def resolve(self, request: GenerateRequest, *, reporter: Reporter) -> Resolved:
+    def resolve(self, request: GenerateRequest, *, reporter: Reporter, loading: object = None) -> Resolved:
         model = DEMO if request.model == AUTO else request.model
         settings = load_generate_settings(request, model=model)
         return Resolved(settings=settings, chooses_model=False, threads_source=None, on=request.on)

@@ -162,7 +162,9 @@ def test_interrupt_while_the_program_is_imported(module: str) -> None:
         "sys.meta_path.insert(0, Interrupting())\n"
         "from opensora_cli.__main__ import main; sys.exit(main())"
     )
-    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", "--help"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 

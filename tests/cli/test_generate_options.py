@@ -10,7 +10,7 @@ from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMA, load_preset
+from opensora_cli.settings.load import load_preset
 
 RELEASED = ["--model", "open-sora-v2"]
 
@@ -140,16 +140,6 @@ def test_config_and_environment(engine: FakeEngine, tmp_path: Path, monkeypatch:
     sampling = settings.sampling
     assert (sampling.seed, sampling.guidance_scale, sampling.num_inference_steps) == (4, 5.0, 6)
     assert settings.runtime.weights == "/weights"
-
-
-def test_sidecar_gives_the_same_settings_and_flags_change_them(engine: FakeEngine, tmp_path: Path) -> None:
-    first = settings_of(engine, "raining, sea", *RELEASED, "--res", "768px", "--seed", "9", "--ref", "a.png")
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"schema": SIDECAR_SCHEMA, "settings": first.model_dump(mode="json")}))
-    assert settings_of(engine, "--from", str(path)) == first
-    assert settings_of(engine, "snow", "--from", str(path), "--seed", "1") == first.replace(
-        {"prompt": "snow", "sampling.seed": 1}
-    )
 
 
 def test_data_goes_to_stdout_and_notes_to_stderr(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

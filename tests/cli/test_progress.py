@@ -145,12 +145,6 @@ def test_the_first_line_on_a_terminal_comes_before_torch(
         assert capsys.readouterr().err == printed
 
 
-def test_no_colour_on_request(text: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    ConsoleReporter(Console(file=text, force_terminal=True), has_bars=True).warn("odd")
-    assert text.getvalue() == "warning: odd\n"
-
-
 def test_names_that_a_stream_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))

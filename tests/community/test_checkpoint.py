@@ -16,7 +16,7 @@ from hostile_files import little_resident_memory, state_bombs
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.community import checkpoint
@@ -33,6 +33,7 @@ from opensora_cli.community.checkpoint import (
 )
 from opensora_cli.community.training import create_lr_scheduler
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.weight_choices import Selection
 
 
 class Sampler:

@@ -135,7 +135,7 @@ def _bench_with_a_fault() -> tuple[int, str, str]:
         report, _ = _bench(settings)
     assert {row.size_bytes for row in report.rows if row.wrong} == {32}
     with pytest.raises(HardwareError) as failure:
-        report.require_right()
+        report.raise_for_problems()
     return failure.value.exit_code, failure.value.message, report.verdicts[0].judgement.value
 
 

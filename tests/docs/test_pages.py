@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from docs.pages import NEEDS, PAGES, ROOT, Block, blocks_of
 from small_stages import small_stages
 
-from opensora_cli.cli.app import app, main
+from opensora_cli.cli.app import load_commands, main
 from opensora_cli.cli.errors import reference_option
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.train import plan as train_plan
@@ -23,7 +22,7 @@ from opensora_cli.engine.train import plan as train_plan
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
-OSORA = typer.main.get_command(app)
+OSORA = load_commands()
 
 # Commands with a plan that loads no weights; the options of all others are parsed.
 PLANNED = {"generate", "train"}

@@ -7,14 +7,13 @@ from enum import Enum
 from functools import cache
 from typing import Any, get_args
 
-import typer
 from hostile.inputs import BASES, Base, Inputs
 from hostile.sandbox import Folder
 from hostile.trial import Case
 from hostile.values import PATHS, close_obstacles, hostile_value, put_obstacles
 from pydantic import BaseModel
 
-from opensora_cli.cli.app import app
+from opensora_cli.cli.app import load_commands
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -41,7 +40,7 @@ class _Parameter:
 @cache
 def _commands() -> tuple[tuple[tuple[str, ...], tuple[_Parameter, ...]], ...]:
     """Return all commands, as words, with their parameters."""
-    return tuple(_walk(typer.main.get_command(app), ()))
+    return tuple(_walk(load_commands(), ()))
 
 
 def _walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[_Parameter, ...]]]:

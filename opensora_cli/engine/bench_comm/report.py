@@ -122,7 +122,7 @@ class BenchReport(Document):
             files={} if plot is None else {"plot": plot},
         )
 
-    def require_right(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise HardwareError if any element was wrong."""
         if self.wrong:
             names = ", ".join(dict.fromkeys(row.collective.value for row in self.rows if row.wrong))

@@ -56,7 +56,7 @@ class Difference(Document):
     only_scales: bool = Field(exclude=True)
     """Whether the names that only one has are all those of scales, compared as tensors of their own."""
 
-    def require_equal(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise CheckpointError if there is a difference."""
         if not self.equal:
             raise CheckpointError(f"{self.first} and {self.second} differ")

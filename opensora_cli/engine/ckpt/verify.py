@@ -49,7 +49,7 @@ class Verification(Document):
     summary: str | None = Field(exclude=True)
     """What it is, in one line."""
 
-    def require_sound(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise CheckpointError if something is wrong."""
         if self.problems:
             count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "1 problem"

@@ -98,11 +98,7 @@ def describe_mesh(shape: MeshShape) -> str:
     return " x ".join(f"{name} {degree}" for name, degree in shared.items() if degree > 1) or "nothing is shared"
 
 
-_WIRES: Mapping[Compression, WireFormat | None] = {
-    Compression.NONE: None,
-    Compression.BF16: "bf16",
-    Compression.FP8: "fp8",
-}
+_WIRES: Mapping[Compression, WireFormat] = {Compression.BF16: "bf16", Compression.FP8: "fp8"}
 
 
 def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int, itemsize: int) -> ExchangePlan:
@@ -124,7 +120,7 @@ def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int
         raise RequestError("\n".join(problems))
     return ExchangePlan(
         inner=parallel.inner_ranks(ulysses=mesh.ulysses, tensor=mesh.tensor),
-        wire=_WIRES[parallel.compression],
+        wire=_WIRES.get(parallel.compression),
         chunks=chunks,
     )
 

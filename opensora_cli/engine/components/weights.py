@@ -3,7 +3,9 @@
 import importlib.resources
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -226,38 +228,35 @@ def _lacking(component: Component, path: Path) -> list[str]:
     return [] if path.exists() else [str(path)]
 
 
-def choose_model(choice: str, *, weights: str | None = None, device: str = "auto") -> tuple[str, str]:
+def choose_model(
+    choice: str,
+    *,
+    weights: str | None = None,
+    device: str = "auto",
+    loading: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[str, str]:
     """Return the model to run, and the reason.
 
     `auto` is the released model if its weights, under their published names, and a CUDA device are available, else the
-    demo. `device` can be the CPU.
+    demo. `device` can be the CPU. Torch is imported only if it decides, in the context `loading`. The reason says that
+    there is no CUDA device only if torch is imported.
     """
     if choice != AUTO:
         return choice, "as asked"
     found = find_released(WeightNames(), weights)
-    lacks_cuda = device == "cpu" or not _has_cuda()
-    if found.complete and not lacks_cuda:
-        folder = found.paths[Component.TRANSFORMER].parent
-        return OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device"
     reasons = []
     if not found.complete:
         parts = f"weights ({', '.join(found.missing)})" if found.paths else "the weights"
         reasons.append(f"{parts} of {found.model} are missing{'' if weights is None else f' in {weights}'}")
-    if lacks_cuda:
-        reasons.append("the CPU was asked for" if device == "cpu" else "there is no CUDA device")
-    return DEMO, " and ".join(reasons)
+    if device == "cpu":
+        reasons.append("the CPU was asked for")
+    elif found.complete or "torch" in sys.modules:
+        with loading():
+            import torch
 
-
-def choose_model_early(choice: str, *, weights: str | None, device: str) -> str | None:
-    """Return the choice of `choose_model`, or None if only torch can tell."""
-    if choice != AUTO:
-        return choice
-    if device == "cpu" or not find_released(WeightNames(), weights).complete:
-        return DEMO
-    return None
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+        if not torch.cuda.is_available():
+            reasons.append("there is no CUDA device")
+    if reasons:
+        return DEMO, " and ".join(reasons)
+    folder = found.paths[Component.TRANSFORMER].parent
+    return OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device"

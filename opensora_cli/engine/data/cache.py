@@ -33,7 +33,7 @@ class CacheReport(Document):
             *(f"failed  {clip.path}: {clip.reason}" for clip in self.failed),
         ]
 
-    def require_whole(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise BatchError if clips could not be read."""
         if self.failed:
             raise BatchError(

@@ -65,7 +65,7 @@ class DataReport(Document):
     problems: tuple[str, ...]
     """Why this cannot be trained on, one line each."""
 
-    def require_batches(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise FileProblem if a bucket or the epoch is empty."""
         if self.problems:
             raise FileProblem(

@@ -44,7 +44,7 @@ class PreviewResult(Document):
         """Return the path of the sheet."""
         return [str(self.sheet)]
 
-    def require_whole(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise BatchError if samples could not be read."""
         if self.broken:
             count = f"{len(self.broken)} of {self.shown} samples cannot be read"

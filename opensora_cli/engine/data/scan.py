@@ -58,7 +58,7 @@ class ScanResult(Document):
             *(f"closed    {folder.reason}" for folder in self.closed_folders),
         ]
 
-    def require_whole(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise BatchError if files or folders could not be read."""
         counts = [
             f"{len(found)} {what}" if len(found) != 1 else f"1 {what.removesuffix('s')}"

@@ -8,7 +8,6 @@ too. Otherwise they are cut out of the latents of the clip, as in the training o
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from opensora_cli.core.conditions import (
@@ -21,7 +20,6 @@ from opensora_cli.core.conditions import (
     condition_mode,
     reference_parts,
 )
-from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 
 
@@ -92,55 +90,3 @@ def condition_clip(
 def cut_part(clip_TX: Tensor, part: ReferencePart) -> Tensor:
     """Return the frames of `part`, along the first axis."""
     return clip_TX[-part.num_frames :] if part.from_end else clip_TX[: part.num_frames]
-
-
-def hold_pictures(clip_TX: Tensor, mode: ConditionMode, *, extra: int) -> Tensor:
-    """Return a clip of the same length in which the pictures that `mode` gives stand still for `extra` more frames.
-
-    Frames are dropped at the other end, or at the tail if both ends are given.
-    """
-    room = extra * (mode.at_head + mode.at_tail)
-    kept_TX = clip_TX[: len(clip_TX) - room] if mode.at_head else clip_TX[room:]
-    head, tail = [kept_TX[:1]] * (extra * mode.at_head), [kept_TX[-1:]] * (extra * mode.at_tail)
-    return torch.cat([*head, kept_TX, *tail])
-
-
-@torch.no_grad()
-def encode_with_conditions(
-    pixels_BCTHW: Tensor,
-    mode_weights: Mapping[str, float],
-    autoencoder: Autoencoder,
-    *,
-    rng: np.random.Generator,
-    pad_pictures: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Encode clips, and the given frames of a mode that is sampled for each.
-
-    Returns the latents (B,C,T,H,W), and the mask and reference latents (B,1+C,T,H,W) for `packing.pack_latents`.
-
-    Args:
-        pixels_BCTHW: frames in [-1, 1].
-        mode_weights: weight of each condition mode by name. Modes that would give a whole clip are not used.
-        pad_pictures: without a causal autoencoder, hold a given picture until it fills a latent frame. Other frames of
-            the clip are dropped for it.
-
-    Raises:
-        RequestError: a mode is unknown, or the autoencoder cannot encode the clips.
-    """
-    causal, ratio = autoencoder.grid.is_causal, autoencoder.grid.time_compression_ratio
-    num_latent_frames = autoencoder.grid.latent_frames(pixels_BCTHW.shape[2])
-    latents, conditions = [], []
-    for pixels_CTHW in pixels_BCTHW:
-        mode = sample_mode(mode_weights, num_latent_frames=num_latent_frames, causal=causal, rng=rng)
-        clip_TCHW = pixels_CTHW.transpose(0, 1)
-        if pad_pictures and mode.gives_pictures and not causal:
-            clip_TCHW = hold_pictures(clip_TCHW, mode, extra=ratio - 1)
-
-        def encode_part(part: ReferencePart, clip_TCHW: Tensor = clip_TCHW) -> Tensor:
-            return autoencoder.encode(cut_part(clip_TCHW, part).transpose(0, 1)[None])[0]
-
-        latents_CTHW = autoencoder.encode(clip_TCHW.transpose(0, 1)[None])[0]
-        condition = condition_clip(latents_CTHW, mode, encode_part, causal=causal, temporal_compression=ratio)
-        latents.append(latents_CTHW)
-        conditions.append(torch.cat(condition))
-    return torch.stack(latents), torch.stack(conditions)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -21,25 +20,9 @@ ALWAYS_CACHED = (LATENTS, PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS)
 """Tensors of every cached clip. References of condition modes are extra."""
 
 
-class EncodedClip(Protocol):
-    """One encoded clip."""
-
-    def latents(self) -> Tensor:
-        """Return the latents of the whole clip (C,T,H,W)."""
-
-    def part(self, part: ReferencePart) -> Tensor:
-        """Return the latents (C,T,H,W) of some frames of the clip, encoded on their own."""
-
-    def prompt_embeds(self) -> Tensor:
-        """Return the T5 embeddings of its caption, (L,C)."""
-
-    def pooled_prompt_embeds(self) -> Tensor:
-        """Return the CLIP embedding of its caption, (V)."""
-
-
 @dataclass(frozen=True, slots=True)
 class FreshClip:
-    """An `EncodedClip` that is encoded on access."""
+    """A clip that is encoded on access; see `CachedClip`."""
 
     encoders: Encoders
     pixels_THWC: Tensor
@@ -62,20 +45,24 @@ class FreshClip:
 
 @dataclass(frozen=True, slots=True)
 class CachedClip:
-    """An `EncodedClip` from a cache; raises FileProblem for a part that the cache lacks."""
+    """An encoded clip from a cache; raises FileProblem for a part that the cache lacks."""
 
     tensors: Mapping[str, Tensor]
 
     def latents(self) -> Tensor:
+        """Return the latents of the whole clip (C,T,H,W)."""
         return self._tensor(LATENTS)
 
     def part(self, part: ReferencePart) -> Tensor:
+        """Return the latents (C,T,H,W) of some frames of the clip, encoded on their own."""
         return self._tensor(part_name(part))
 
     def prompt_embeds(self) -> Tensor:
+        """Return the T5 embeddings of its caption, (L,C)."""
         return self._tensor(PROMPT_EMBEDS)
 
     def pooled_prompt_embeds(self) -> Tensor:
+        """Return the CLIP embedding of its caption, (V)."""
         return self._tensor(POOLED_PROMPT_EMBEDS)
 
     def _tensor(self, name: str) -> Tensor:
@@ -84,13 +71,16 @@ class CachedClip:
         return self.tensors[name]
 
 
+EncodedClip = FreshClip | CachedClip
+
+
 def part_name(part: ReferencePart) -> str:
     """Return the name of some frames of a clip, such as `head33` or `tail1`."""
     return f"{'tail' if part.from_end else 'head'}{part.num_frames}"
 
 
 def encode_for_cache(
-    clip: EncodedClip, parts: Mapping[str, ReferencePart], *, known: Collection[str] = ()
+    clip: FreshClip, parts: Mapping[str, ReferencePart], *, known: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Return the tensors of a clip for a cache, on the host, without the `known` ones.
 

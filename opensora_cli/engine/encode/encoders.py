@@ -87,12 +87,12 @@ def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
 
     Raises CheckpointError for missing or broken parts, RequestError for a text length that does not suit its encoder.
     """
-    parts, text = require_frozen_parts(settings), settings.text
+    (vae, t5, clip), text = require_frozen_parts(settings), settings.text
     dtype = frozen_dtype(settings.train_mmdit, device)
     return Encoders(
-        load_autoencoder(settings.vae, parts.vae, device=device, dtype=dtype),
-        t5=_load_t5(parts.t5, max_length=text.t5_max_length, device=device, dtype=dtype),
-        clip=load_clip(parts.clip, max_length=text.clip_max_length, device=device, dtype=dtype).encode,
+        load_autoencoder(settings.vae, vae, device=device, dtype=dtype),
+        t5=_load_t5(t5, max_length=text.t5_max_length, device=device, dtype=dtype),
+        clip=load_clip(clip, max_length=text.clip_max_length, device=device, dtype=dtype).encode,
         device=device,
         dtype=dtype,
         tiling=vae_tiling(settings.vae),

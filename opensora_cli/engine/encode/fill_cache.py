@@ -143,8 +143,8 @@ def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: R
 
     Raises CheckpointError if frozen parts are missing or cannot be read.
     """
-    parts = require_frozen_parts(settings)
-    files = {name: _files(path) for name, path in (("autoencoder", parts.vae), ("T5", parts.t5), ("CLIP", parts.clip))}
+    parts = zip(("autoencoder", "T5", "CLIP"), require_frozen_parts(settings), strict=True)
+    files = {name: _files(path) for name, path in parts}
     size = sum(path.stat().st_size for paths in files.values() for path in paths)
     with reporter.stage("hash", total=size, unit=BYTES) as progress:
         digests = {

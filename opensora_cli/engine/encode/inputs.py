@@ -3,7 +3,6 @@
 This module needs no torch, so missing files are reported early.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -19,15 +18,6 @@ PACKAGED = "demo"
 """Name of the packaged model, in place of a path."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenParts:
-    """Paths of the frozen parts."""
-
-    vae: Path
-    t5: Path
-    clip: Path
-
-
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
     """Return the path of each frozen part by its name: in the first folder of `weights` that has it, or None."""
     files = settings.train_mmdit.files
@@ -36,8 +26,8 @@ def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
     return {name: next((path for path in paths if path.exists()), None) for name, paths in places.items()}
 
 
-def require_frozen_parts(settings: TrainSettings) -> FrozenParts:
-    """Return the paths of the frozen parts; raises CheckpointError with all missing ones and how to get them."""
+def require_frozen_parts(settings: TrainSettings) -> tuple[Path, Path, Path]:
+    """Return the paths of autoencoder, T5 and CLIP; raises CheckpointError that names all missing ones."""
     found = find_frozen_parts(settings)
     paths = {name: path for name, path in found.items() if path is not None}
     files = settings.train_mmdit.files
@@ -49,7 +39,7 @@ def require_frozen_parts(settings: TrainSettings) -> FrozenParts:
         raise CheckpointError(f"weights={','.join(settings.weights) or 'none'} has no {', '.join(missing)}", hint=hint)
     require_files(paths[files.t5], vocabularies=T5_VOCABULARIES)
     require_files(paths[files.clip], vocabularies=CLIP_VOCABULARIES)
-    return FrozenParts(paths[files.vae], paths[files.t5], paths[files.clip])
+    return paths[files.vae], paths[files.t5], paths[files.clip]
 
 
 def require_tables(settings: TrainSettings, *, has_source: bool = False) -> None:

@@ -26,8 +26,6 @@ _PROMPT_EMBEDS, _POOLED_PROMPT_EMBEDS = "prompt_embeds", "pooled_prompt_embeds"
 _DIGEST = "osora.sha256"
 _HEADER_BYTES = 512
 """Upper limit of the bytes of a file that are not embeddings."""
-_FREED = 32
-"""Part of the limit, 1 / 32, that is made free at once: the folder is not listed for every prompt."""
 _CLOCK_SKEW_S = 1.0
 """Delay that the clock of a file system may have."""
 
@@ -71,8 +69,6 @@ class PromptCache:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._begun_s = time.time() - _CLOCK_SKEW_S
-        self._room = 0
-        """Bytes that can be written before the folder is listed again."""
         self.is_writable = folder is not None
         """Whether there is a folder with room, in which every write succeeded."""
 
@@ -125,19 +121,16 @@ class PromptCache:
             _POOLED_PROMPT_EMBEDS: LazyTensor.of(embeds.pooled_prompt_embeds_1V),
         }
         try:
-            if size > self._room:
-                self._room = self._make_room(self._folder, size, limit)
-            self.is_writable = size <= self._room
+            self.is_writable = self._make_room(self._folder, size, limit)
             if self.is_writable:
                 with atomic_path(_path(self._folder, name)) as temporary:
                     write_safetensors(temporary, tensors, metadata={_DIGEST: embeds.sha256()})
-                self._room -= size
         except (OsoraError, OSError) as error:
             self.is_writable = False
             reporter.warn(f"embeddings of prompts are not cached: {_reason(error)}")
 
-    def _make_room(self, folder: Path, nbytes: int, limit: int) -> int:
-        """Remove the oldest files until there is room for `nbytes`; return the free bytes."""
+    def _make_room(self, folder: Path, nbytes: int, limit: int) -> bool:
+        """Remove the oldest files until there is room for `nbytes`; return whether there is."""
         folder.mkdir(parents=True, exist_ok=True)
         found = []
         for path in folder.glob(f"*{_ENDING}"):
@@ -145,14 +138,12 @@ class PromptCache:
                 state = path.stat()
                 found.append((state.st_mtime, state.st_size, path))
         free = limit - sum(size for _, size, _ in found)
-        wanted = max(nbytes, limit // _FREED)
         for used_s, size, path in sorted(found):
-            if free >= wanted or used_s >= self._begun_s:
+            if free >= nbytes or used_s >= self._begun_s:
                 break
             path.unlink(missing_ok=True)
             free += size
-        # Other processes may write as well.
-        return min(free, wanted)
+        return free >= nbytes
 
 
 def _path(folder: Path, name: str) -> Path:

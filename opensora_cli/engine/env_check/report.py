@@ -124,7 +124,7 @@ class EnvReport(Document):
         fields = {name: redactor.document(value) for name, value in self.model_dump(mode="json").items()}
         return type(self).model_validate({**fields, "is_bug_report": True})
 
-    def require_fine(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise HardwareError if a finding prevents a run."""
         if count := self._count(Severity.PROBLEM):
             noun = "problem stops" if count == 1 else "problems stop"

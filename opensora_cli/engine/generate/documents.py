@@ -105,7 +105,7 @@ class BatchResult(Document):
         """Return the path of every result."""
         return [str(path) for path in self.outputs]
 
-    def require_whole(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise BatchError if rows failed."""
         if self.failed:
             others = "the others are finished; " if self.outputs else ""

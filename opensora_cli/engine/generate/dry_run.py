@@ -252,7 +252,7 @@ class PlanDocument(Document):
         kind = "allowed" if self.budget_bytes < self.chain.video.hardware.free_bytes else "free"
         return f" of {gib_or_less(self.budget_bytes)} {kind}: {'fits' if self.fits else 'does not fit'}"
 
-    def require_fit(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise HardwareError if a stage needs more memory than may be used."""
         require_fit(self.chain)
 
@@ -282,10 +282,10 @@ class BatchPlan(Document):
         plans = (line for shape in self.shapes for line in (f"shape     rows: {shape.rows}", *shape.plan.lines()))
         return [head, *failed_lines(self.failed), *plans]
 
-    def require_fit(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise HardwareError if a stage of a shape needs more memory than may be used."""
         for shape in self.shapes:
-            shape.plan.require_fit()
+            shape.plan.raise_for_problems()
 
 
 def plan_from_request(

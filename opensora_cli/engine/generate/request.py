@@ -1,9 +1,8 @@
 """Resolve a request to the settings of its jobs, and refuse wrong requests before torch is imported."""
 
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestErr
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.components.weights import choose_model, choose_model_early, require_weights_of
+from opensora_cli.engine.components.weights import choose_model, require_weights_of
 from opensora_cli.engine.generate.refinement import require_refinement
 from opensora_cli.engine.generate.targets import LATENTS_ENDING, num_samples, read_made, sample_files
 from opensora_cli.media.files import readable_file
@@ -29,6 +28,8 @@ from opensora_cli.settings.saved import saved_format
 LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
+
+Loading = Callable[[], AbstractContextManager[object]]
 
 _GPUS_PER_NODE = 8
 """GPUs of a machine with H100s."""
@@ -72,6 +73,7 @@ def resolve(
     reporter: Reporter,
     context: RankContext | None = None,
     is_row: bool = False,
+    loading: Loading = nullcontext,
 ) -> Resolved:
     """Return the settings that a request means on this machine, without torch unless the choice of the model needs it.
 
@@ -83,6 +85,7 @@ def resolve(
         reporter: gets the notes.
         context: set in one of several ranks.
         is_row: whether the request is a row of `--prompts`, which devices share by rows.
+        loading: context of an import of torch.
 
     Raises:
         RequestError: a key is unknown, or a value breaks a rule.
@@ -92,15 +95,17 @@ def resolve(
         return request
     if context is not None:
         request = request_of_rank(request, context)
-    request = _with_saved_latents(request)
+    request = _with_saved_latents(request, loading)
     choice, weights = request.model, request.text("runtime.weights")
     device = request.text("runtime.device") or "auto"
-    model = choose_model_early(choice, weights=weights, device=device)
-    if model is None:
+
+    @contextmanager
+    def loading_torch() -> Iterator[None]:
         _refuse_for_every_model(request)
-        if "torch" not in sys.modules:
-            reporter.note("loading torch ...")
-        model, _ = choose_model(choice, weights=weights, device=device)
+        with loading():
+            yield
+
+    model, _ = choose_model(choice, weights=weights, device=device, loading=loading_torch)
     for line in request.notes:
         reporter.note(line)
     settings = load_generate_settings(request, model=model)
@@ -139,7 +144,7 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
     return replace(request, overrides={**counted, **given})
 
 
-def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
+def _with_saved_latents(request: GenerateRequest, loading: Loading) -> GenerateRequest:
     """Return the request with the settings in the latents that it decodes or continues.
 
     The result goes beside the latents, under their name.
@@ -152,7 +157,8 @@ def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
     require_latents(latents)
     if request.saved is not None:
         return request
-    from opensora_cli.engine.generate.saved_latents import open_latents
+    with loading():
+        from opensora_cli.engine.generate.saved_latents import open_latents
 
     saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
     try:

@@ -128,7 +128,7 @@ class TrainPlan(Document):
             f"peak        {most / GIB:.2f} GiB of {free / GIB:.2f} GiB free: {'fits' if self.fits else 'does not fit'}"
         )
 
-    def require_fit(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise HardwareError if a rank needs more memory than a GPU that is planned for has."""
         if self.fits is not False or self.free_bytes is None:
             return

@@ -118,7 +118,7 @@ class Reconstruction(Document):
             for line in table
         ]
 
-    def require_whole(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise BatchError if a file could not be reconstructed, with all of them."""
         failed = [row.error for row in self.files if isinstance(row, Failed)]
         if failed:

@@ -66,7 +66,7 @@ class LatentStatistics(Document):
             found.append(f"settings   {' '.join(f'--set {key}={value}' for key, value in self.settings.items())}")
         return found
 
-    def require_whole(self) -> None:
+    def raise_for_problems(self) -> None:
         """Raise BatchError if a file could not be encoded, with all of them."""
         if self.failed:
             total = self.files + len(self.failed)

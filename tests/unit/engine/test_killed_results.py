@@ -44,7 +44,7 @@ def makers(folder: Path) -> dict[str, Make]:
         files = {"files": Given((str(folder / request / "a.mp4"),), "FILE")}
         settings = load_vae_settings(ReconstructSettings, config=None, overrides=files, environment={})
         changes = {"output.folder": str(folder / "out"), "output.overwrite": overwrite, "runtime.device": "cpu"}
-        reconstruct(settings.replace({**changes, "runtime.threads": 1})).require_whole()
+        reconstruct(settings.replace({**changes, "runtime.threads": 1})).raise_for_problems()
 
     return {"a.mp4": generated, "a_reconstructed.mp4": reconstructed}
 

@@ -121,9 +121,9 @@ def test_lines_are_one_table() -> None:
 
 
 def test_a_wrong_element_is_exit_code_4() -> None:
-    _report().require_right()
+    _report().raise_for_problems()
     with pytest.raises(HardwareError, match="6 elements arrived wrong in broadcast") as failure:
-        _report(wrong=3).require_right()
+        _report(wrong=3).raise_for_problems()
     assert failure.value.exit_code == 4
 
 

@@ -27,7 +27,7 @@ def test_equal_in_any_form(tmp_path: Path) -> None:
     found = compare(tmp_path, awkward_state(), dict(reversed(awkward_state().items())))
     assert found.equal
     assert found.compared == len(awkward_state())
-    found.require_equal()
+    found.raise_for_problems()
     assert found.lines() == [f"equal: {len(awkward_state())} tensors compared, largest difference 0"]
     folder = converted(tmp_path / "second.pt", tmp_path / "dcp", format="dcp")
     assert diff(DiffSettings(first=str(folder), second=str(tmp_path / "first.safetensors"))).equal
@@ -62,7 +62,7 @@ def test_every_kind_of_difference(step: int, tmp_path: Path, monkeypatch: pytest
         "different: 3 tensors compared, largest difference 0.5",
     ]
     with pytest.raises(CheckpointError, match=r"first\.safetensors and .*second\.pt differ"):
-        found.require_equal()
+        found.raise_for_problems()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_sound_checkpoints_have_no_problems(source: Path, shards: Path) -> None:
     assert (alone.problems, several.problems) == ((), ())
     assert alone.hashed == ()
     assert len(several.hashed) == 4
-    alone.require_sound()
+    alone.raise_for_problems()
     assert several.lines() == [
         "sound    safetensors-shards: 4 tensors, 240 bytes",
         "sound    all numbers are finite",
@@ -78,7 +78,7 @@ def test_a_changed_bit_in_a_shard_is_found(shards: Path) -> None:
     assert len(found.problems) == 1
     assert found.problems[0].startswith(f"{broken} has the hash ")
     with pytest.raises(CheckpointError, match=f"{shards} has 1 problem"):
-        found.require_sound()
+        found.raise_for_problems()
     assert check(shards, data=False).sound  # what it does not read it cannot know
 
 
@@ -93,7 +93,7 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     assert "c is not finite: 0 NaN, 3 infinite among 3" in found.problems
     assert not any(problem.startswith("b ") for problem in found.problems)
     with pytest.raises(CheckpointError, match=r"has 5 problems"):
-        found.require_sound()
+        found.raise_for_problems()
 
 
 def test_what_cannot_be_opened_is_a_problem_too(source: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_buckets_batches_and_bad_rows(table: Path) -> None:
     assert (report.rows, report.without_caption, report.without_bucket) == (17, 10, 1)
     assert (report.micro_batches, report.micro_batches_of_update, report.updates) == (4, 2, 2)
     assert report.problems == ()
-    report.require_batches()
+    report.raise_for_problems()
     document = json.loads(json.dumps(report.to_json()))
     assert document["schema"] == "osora.data-check/2"
     assert document["buckets"][1]["micro_batches"] == 2
@@ -120,7 +120,7 @@ def test_unused_rows_are_counted_by_reason(tmp_path: Path) -> None:
 def test_an_empty_bucket_is_a_problem(table: Path) -> None:
     report = check({"table": str(table), "buckets": {"64px": {1: (1.0, 5), 33: (1.0, 4), 129: (0.0, 1)}}})
     with pytest.raises(FileProblem, match="bucket 64px x 1 frame is empty: 4 samples in all shapes") as caught:
-        report.require_batches()
+        report.raise_for_problems()
     assert "129" not in caught.value.message
     assert caught.value.hint is not None
 
@@ -128,7 +128,7 @@ def test_an_empty_bucket_is_a_problem(table: Path) -> None:
 def test_an_empty_epoch_is_a_problem(table: Path) -> None:
     report = check({"table": str(table), "buckets": {"64px": {33: (1.0, 4)}}}, micro_batches=3)
     with pytest.raises(FileProblem, match="an epoch is empty: it has 2 micro-batches, and an update takes 3"):
-        report.require_batches()
+        report.raise_for_problems()
 
 
 def test_files_that_are_gone_fill_no_bucket(table: Path) -> None:
@@ -137,7 +137,7 @@ def test_files_that_are_gone_fill_no_bucket(table: Path) -> None:
     report = check({"table": str(table), "buckets": {"64px": {1: (1.0, 2), 33: (1.0, 4)}}})
     assert len(report.bad_rows) == 12
     with pytest.raises(FileProblem, match="bucket 64px x 33 frames is empty: 0 samples"):
-        report.require_batches()
+        report.raise_for_problems()
 
 
 def test_without_a_table_there_is_nothing_to_check() -> None:

@@ -186,13 +186,13 @@ def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path)
     assert (result.videos, result.pictures) == (2, 0)
     assert len(read_table(result.table)) == 2
     with pytest.raises(BatchError, match="3 files cannot be read"):
-        result.require_whole()
+        result.raise_for_problems()
     write_clip(folder / "broken.mp4", num_frames=4)
     (folder / "b.txt").unlink()
     (folder / "a.json").unlink()
     again = run(folder)
     assert (again.broken, again.read, again.videos, again.pictures) == ((), 1, 4, 1)
-    again.require_whole()
+    again.raise_for_problems()
 
 
 @pytest.mark.parametrize("kind", [".csv", ".parquet"])
@@ -214,7 +214,7 @@ def test_a_caption_that_cannot_be_used_is_listed_and_the_others_are_in_the_table
         assert file.reason.isprintable()
     assert read_columns(result.table, ["path", "text"]) == {"path": [str(folder / "sound.png")], "text": ["fine"]}
     with pytest.raises(BatchError, match=f"{len(CAPTIONS)} files cannot be read"):
-        result.require_whole()
+        result.raise_for_problems()
 
 
 @pytest.mark.parametrize(
@@ -357,4 +357,4 @@ def test_a_contact_sheet_says_what_it_cannot_show(folder: Path) -> None:
     assert (result.shown, len(result.broken)) == (4, 1)
     assert sheet.is_file()
     with pytest.raises(BatchError, match=r"1 of 4 samples cannot be read\n.*b\.mp4"):
-        result.require_whole()
+        result.raise_for_problems()

@@ -1,6 +1,5 @@
 """Filling a cache: clips are encoded once, and training on the cache equals training on the clips."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -31,11 +30,9 @@ from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import ClipBatches
-from opensora_cli.engine.train import run
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -176,31 +173,6 @@ def test_it_is_identical_on_a_table_of_pictures_and_videos_and_after_a_move(weig
     assert names[13] == names[1] | {"head1", "tail1", "head5", "tail5", "head9", "tail9"}
 
 
-def test_a_resumed_run_on_a_cache_is_bitwise_identical(filled, tmp_path):
-    settings = filled.replace(
-        {
-            "output": str(tmp_path / "whole"),
-            "loop.steps": 4,
-            "loop.log_every": 1,
-            "checkpoints.every": 2,
-            "checkpoints.keep": 5,
-            "data.workers": 1,
-        }
-    )
-    run.train(settings)
-    [halfway] = (tmp_path / "whole").glob("*-global_step2")
-    shutil.copytree(halfway, tmp_path / "rest" / halfway.name)
-    result = run.train(settings.replace({"output": str(tmp_path / "rest")}), resume=Resume())
-    assert result.resumed_from == 2
-    whole, rest = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        for name in ("whole", "rest")
-    )
-    assert (len(whole), rest) == (4, whole[2:])
-    exported = [(tmp_path / name / "transformer.safetensors").read_bytes() for name in ("whole", "rest")]
-    assert exported[0] == exported[1]
-
-
 @pytest.mark.slow
 def test_an_interrupted_filling_keeps_finished_clips(weights, tmp_path, monkeypatch):
     settings, left = settings_of(weights, tmp_path / "cache"), [3]
@@ -250,7 +222,7 @@ def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):
     report = cache_clips(settings)
     assert (report.clips, report.encoded) == (5, 5)
     with pytest.raises(BatchError, match="1 of 6 clips could not be read"):
-        report.require_whole()
+        report.raise_for_problems()
     assert report.to_json()["failed"] == [{"path": bad.path, "reason": "it is broken"}]
     assert report.lines()[1] == f"failed  {bad.path}: it is broken"
     reporter = tiny_world.RecordingReporter()
@@ -258,7 +230,7 @@ def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):
     assert reporter.warnings == [f"skipped: {bad.path} (it is broken)"]
     monkeypatch.undo()
     whole = cache_clips(settings)
-    whole.require_whole()
+    whole.raise_for_problems()
     assert whole.encoded == 1
 
 

@@ -71,7 +71,7 @@ def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked
     assert "broken.png" in broken.error
     assert (wrong.row, wrong.error) == (4, "video.num_frames=x must be a whole number (from column num_frames)")
     with pytest.raises(BatchError, match=r"2 of 5 rows failed\nrow 3: .*broken\.png.*\nrow 4: video\.num_frames=x"):
-        result.require_whole()
+        result.raise_for_problems()
     alone = demo_settings(
         world, tmp_path / "alone", prompt="desert", sampling__seed=8, video__num_frames=5, runtime__threads=1,
         condition__references=str(world.picture),

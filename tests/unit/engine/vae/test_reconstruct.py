@@ -256,7 +256,7 @@ def test_files_that_fail_do_not_stop_the_others(tmp_path: Path) -> None:
     assert [Path(row.file).name in row.error for row in failed if isinstance(row, Failed)] == [True, True, True]
     assert "40x10 pixels are too few for this autoencoder: it needs 12x12" in str(failed[1])
     with pytest.raises(BatchError, match="3 of 4 files could not be reconstructed") as caught:
-        result.require_whole()
+        result.raise_for_problems()
     assert caught.value.exit_code == 5
     assert len(caught.value.message.split("\n")) == 4
     document = result.to_json()

@@ -94,9 +94,9 @@ def test_files_that_cannot_be_read_are_listed_and_do_not_count(tmp_path: Path) -
     assert mixed.channels == good.channels
     assert [Path(failed.file).name for failed in mixed.failed] == ["bad.mp4", "small.png"]
     with pytest.raises(BatchError, match="2 of 3 files could not be encoded") as raised:
-        mixed.require_whole()
+        mixed.raise_for_problems()
     assert "3x3 pixels are too few" in raised.value.message
-    good.require_whole()
+    good.raise_for_problems()
     nothing = latent_statistics(settings_of([str(tmp_path / "bad.mp4")]))
     assert (nothing.channels, nothing.mean, nothing.settings) == ((), None, {})
 
