@@ -73,9 +73,9 @@ class Call:
             yield
 
     def show(self, result: "Document | None", *, context: RankContext | None = None) -> None:
-        """Print a result, and raise the error that it ends with; None for a result that a rank has printed.
+        """Print a result, and raise the error for its problems. None stands for a result that a rank has printed.
 
-        Of the ranks of `context` only the first prints, and all raise, so that they end with the same exit code.
+        The first of the ranks of `context` prints. All raise, so that they end with the same exit code.
         Commands without ranks of their own, such as `srun osora env-check`, print in every process.
         """
         if result is None:

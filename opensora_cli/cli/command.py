@@ -78,7 +78,7 @@ def make_command(
     about: str = "",
     defaults: Callable[[], Mapping[str, str]] = dict,
 ) -> Command:
-    """Return a command.
+    """Build a command.
 
     Args:
         name: name of the command.

@@ -1,7 +1,5 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
-import os
-
 from opensora_cli.cli import options, train
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
@@ -12,7 +10,7 @@ from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettin
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train import TrainSettings
 
 _TABLE = Option("table")
 
@@ -66,13 +64,9 @@ def preview(settings: PreviewSettings, call: Call) -> None:
 
     data, multiple = DataSettings(), 16
     if call.config is not None:
-        training = load_train_settings(
-            config=call.config,
-            # Files of the reference name no table, and are refused without one.
-            overrides={"data.table": Given(settings.table, "TABLE")} if call.config.suffix == ".py" else {},
-            environment=os.environ,
-            report=call.reporter.note,
-        )
+        # Files of the reference name no table, and are refused without one.
+        table = {"data.table": Given(settings.table, "TABLE")} if call.config.suffix == ".py" else {}
+        training = train.load_settings(table, call)
         data, multiple = training.data, pixel_multiple(training)
     call.show(engine.preview(settings, data, multiple=multiple, reporter=call.reporter))
 

@@ -35,4 +35,4 @@ class Document(BaseModel):
         return ()
 
     def raise_for_problems(self) -> None:
-        """Raise the error with which a command ends after it has printed the document; most documents have none."""
+        """Raise the error for the problems that the document lists; the base class has none."""

@@ -161,13 +161,18 @@ def _require_fit(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> None:
                 misfits.append(f"{name} {[layer.out_features, layer.in_features]} (adapter: {update.described})")
     if misfits:
         raise CheckpointError(f"{adapter.path} does not fit the transformer: {first_few(misfits)}")
-    unfit = [name for name, updates in adapter.updates.items() if not all(map(_can_be_scaled, updates))]
+    unfit = [
+        name
+        for name, updates in adapter.updates.items()
+        if not all(_has_16_bits(part) for update in updates for part in (update.a, update.b))
+    ]
     if unfit:
         raise CheckpointError(f"{adapter.path} has factors that are not of 16 bits or more: {first_few(unfit)}")
 
 
-def _can_be_scaled(update: LowRank) -> bool:
-    return all(part.dtype.is_floating_point and part.dtype.itemsize > 1 for part in (update.a, update.b))
+def _has_16_bits(entry: LazyTensor) -> bool:
+    """Return whether an entry has floating point numbers of 16 bits or more."""
+    return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
 
 
 def require_finite(files: Iterable[Path]) -> None:
@@ -184,13 +189,9 @@ def require_finite(files: Iterable[Path]) -> None:
 @lru_cache(maxsize=64)
 def _not_finite(path: Path, size: int, changed_ns: int) -> tuple[str, ...]:
     entries, _ = open_safetensors(path)
-    return tuple(name for name, entry in entries.items() if not _is_finite(entry))
-
-
-def _is_finite(entry: LazyTensor) -> bool:
-    if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
-        return True
-    return bool(torch.isfinite(entry.read()).all())
+    return tuple(
+        name for name, entry in entries.items() if _has_16_bits(entry) and not torch.isfinite(entry.read()).all()
+    )
 
 
 def _hash_files(files: Sequence[Path]) -> str:

@@ -64,27 +64,18 @@ def _without_bucket(samples: Samples, buckets: Buckets) -> list[tuple[NDArray[np
     """Return a mask of the samples that no bucket takes, the reason and the fix."""
     fits_none = (buckets.fitting(samples) == NO_BUCKET).all(axis=1)
     is_closed = ~fits_none & (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
-    pixels = samples.height * samples.width
+    smallest = buckets.resolutions[-1]
+    least = math.ceil(smallest.pixels * FILLED)
+    is_small = samples.height * samples.width < least
     is_picture = samples.num_frames == 1
-    groups = []
-    for kind, members, frames in (("pictures", is_picture, "1 frame"), ("videos", ~is_picture, "more than 1 frame")):
-        unfit = fits_none & members
-        fitting = [
-            each
-            for each in buckets.resolutions
-            if any((length == 1) == (kind == "pictures") for length in each.lengths)
-        ]
-        if not fitting:
-            groups.append((unfit, f"no bucket is for {kind}", f"add a bucket of {frames} to data.buckets"))
-            continue
-        least = math.ceil(fitting[-1].pixels * FILLED)
-        is_small = unfit & (pixels < least)
-        reason = f"too small: {fitting[-1].name}, the smallest resolution, takes {least:,} pixels or more"
-        groups.append((is_small, reason, "add a smaller resolution to data.buckets"))
-        fix = "add a bucket of fewer frames to data.buckets, or raise data.fps_max if videos are faster"
-        groups.append((unfit & ~is_small, "too short for every bucket of their size", fix))
-    groups.append((is_closed, "their buckets have probability 0", "use a probability over 0"))
-    return groups
+    small = f"too small: {smallest.name}, the smallest resolution, takes {least:,} pixels or more"
+    fewer = "add a bucket with at most their frames to data.buckets, or raise data.fps_max if videos are faster"
+    return [
+        (fits_none & is_small, small, "add a smaller resolution to data.buckets"),
+        (fits_none & ~is_small & is_picture, "no bucket is for pictures of their size", "add a bucket of 1 frame"),
+        (fits_none & ~is_small & ~is_picture, "no bucket is for videos of their size and length", fewer),
+        (is_closed, "their buckets have probability 0", "use a probability over 0"),
+    ]
 
 
 def _unfilled(buckets: Buckets, assigned: NDArray[np.int32]) -> list[tuple[NDArray[np.bool_], str, str]]:

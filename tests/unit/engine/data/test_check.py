@@ -85,18 +85,18 @@ def test_unused_rows_are_counted_by_reason(tmp_path: Path) -> None:
     data = {"table": str(table), "fps_max": 12, "buckets": {"64px": {17: (1.0, 3)}}}
     report = check(data)
     assert [(each.rows, each.reason, each.examples[0], each.fix) for each in report.unused] == [
-        (1, "no bucket is for pictures", "picture.png: 64x64", "add a bucket of 1 frame to data.buckets"),
         (
             1,
             "too small: 64px, the smallest resolution, takes 3,277 pixels or more",
             "tiny.mp4: 20x20, 100 frames at 12 fps",
             "add a smaller resolution to data.buckets",
         ),
+        (1, "no bucket is for pictures of their size", "picture.png: 64x64", "add a bucket of 1 frame"),
         (
             5,
-            "too short for every bucket of their size",
+            "no bucket is for videos of their size and length",
             "wide_0.mp4: 640x360, 40 frames at 30 fps",
-            "add a bucket of fewer frames to data.buckets, or raise data.fps_max if videos are faster",
+            "add a bucket with at most their frames to data.buckets, or raise data.fps_max if videos are faster",
         ),
         (
             2,
@@ -114,7 +114,7 @@ def test_unused_rows_are_counted_by_reason(tmp_path: Path) -> None:
     assert [each.rows for each in check(faster).unused] == [1, 1, 1]
     assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).unused[-1].rows == 5
     (pictures_alone,) = check({**data, "buckets": {"16px": {1: (1.0, 1)}}}).unused
-    assert (pictures_alone.rows, pictures_alone.reason) == (11, "no bucket is for videos")
+    assert (pictures_alone.rows, pictures_alone.reason) == (11, "no bucket is for videos of their size and length")
 
 
 def test_an_empty_bucket_is_a_problem(table: Path) -> None:
