@@ -1,14 +1,18 @@
-"""Files of settings: the packaged presets, and a strict reader of YAML.
+"""Files of settings: the packaged presets, and strict readers of YAML and of the reference's `.py` files.
 
 YAML 1.1 reads `16:9` as 969, `1e-4` as text and `no` as false, and it drops duplicate keys silently. This reader keeps
 every scalar as text for the settings to convert, and refuses duplicate keys.
+
+A `.py` file is parsed and never executed. It assigns literals, `dict(...)` calls and names of numbers or text. `_base_`
+names files that it changes, and `_delete_=True` in a mapping drops what the base has there.
 """
 
+import ast
 import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,6 +26,10 @@ _EXTENDED = ("train", "hardware")
 """Kinds of presets that a user's file may extend by name."""
 MAX_SETTINGS_BYTES = 500_000
 """Largest file of settings. Files written by hand have a few kB, and 500 kB take about a second to read."""
+CODE = ...
+"""Value of an assignment in a `.py` file that is code and not data."""
+PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
+"""Hint for code in a `.py` file."""
 _MAX_VALUES = 100_000
 """Largest number of values in a piece of YAML, with its aliases expanded."""
 
@@ -141,6 +149,55 @@ def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:
     return merged(read_yaml(extended, chain=(*chain, here)), values)
 
 
+def read_python_config(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the assignments of a file, merged over those of its bases. `chain` has the files that name it as a base.
+
+    Raises:
+        FileProblem: A file is missing or unreadable, has a line that assigns no name, or is its own base.
+    """
+    with reading(path):
+        here = Path(os.path.realpath(path))
+    if here in chain:
+        raise FileProblem(f"{path} has itself as a base: {' -> '.join(link.name for link in (*chain, here))}")
+    values: dict[str, Any] = {}
+    try:
+        tree = ast.parse(read_text(path, max_bytes=MAX_SETTINGS_BYTES), filename=str(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise FileProblem(f"{path} is not Python: {getattr(error, 'msg', None) or 'nested too deeply'}") from None
+    for line in tree.body:
+        match line:
+            case ast.Expr(value=ast.Constant()):
+                pass  # A description.
+            case ast.Assign(targets=[ast.Name(id=name)], value=node):
+                values[name] = _data(node, values)
+            case _:
+                raise FileProblem(f"{path}, line {line.lineno}: it is not NAME = VALUE", hint=PLAIN_VALUES)
+    bases = values.pop("_base_", [])
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise FileProblem(f"{path}: _base_ must be the name of a file, or a list of names")
+    below: dict[str, Any] = {}
+    for name in names:
+        below = merged(below, read_python_config(path.parent / name, chain=(*chain, here)))
+    return merged(below, values)
+
+
+def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return the value of an expression, with `CODE` in place of code."""
+    match node:
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words) if all(word.arg for word in words):
+            return {word.arg: _data(word.value, names) for word in words}
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            return {ast.literal_eval(key): _data(value, names) for key, value in zip(keys, values, strict=True) if key}
+        case ast.Name(id=name):
+            # Only short values, so that a short file cannot describe a large one.
+            return value if isinstance(value := names.get(name, CODE), str | int | float | None) else CODE
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return CODE
+
+
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return `above` over `below`, section by section.
 
@@ -155,3 +212,29 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
             value = merged(under if isinstance(under, dict) else {}, value)
         result[key] = value
     return result
+
+
+class ConfigFile(NamedTuple):
+    """Contents of a file of settings, which is read once."""
+
+    path: Path
+    values: Mapping[str, Any]
+    """Sections of a YAML file with those that it extends, or assignments of a `.py` file with those of its bases."""
+
+    @property
+    def is_for_training(self) -> bool:
+        """Whether the file is for training, and not for generation."""
+        return "sampling_option" not in self.values if self.path.suffix == ".py" else "target" in self.values
+
+
+def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:
+    """Return a file of settings, or the preset of that name of the first of `kinds` that has it.
+
+    Raises:
+        RequestError: There is no such preset.
+        FileProblem: The file is missing or broken.
+    """
+    if isinstance(name, ConfigFile):
+        return name
+    path = settings_path(name, *kinds)
+    return ConfigFile(path, read_python_config(path) if path.suffix == ".py" else read_yaml(path))

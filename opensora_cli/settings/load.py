@@ -23,12 +23,12 @@ from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import settings_of
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import preset_path, read_yaml
+from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_generation, read_settings
+from opensora_cli.settings.reference import read_reference_generation, read_settings
 from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description
 
 SIDECAR_SCHEMA = "osora.generate/2"

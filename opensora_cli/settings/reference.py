@@ -1,29 +1,22 @@
 """Settings files (`.py`) of the reference implementation in the terms of osora.
 
-A file is parsed and never executed. It assigns literals, `dict(...)` calls and names of numbers or text. `_base_` names
-files that it changes, and `_delete_=True` in a mapping drops what the base has there. The tables below carry settings
-over. All other names are reported, unless their value is in `_USUAL`.
+The tables of names carry settings over. All other names are reported, unless their value is in `_USUAL`.
 """
 
-import ast
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from pathlib import PurePosixPath
+from typing import Any
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.core.reading import read_text, reading
 from opensora_cli.core.section import nested
 from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
-from opensora_cli.settings.files import MAX_SETTINGS_BYTES, merged, read_yaml, settings_path
+from opensora_cli.settings.files import CODE, PLAIN_VALUES, ConfigFile
 
 Sections = tuple[dict[str, Any], list[str]]
 """Settings, nested as in a YAML file, and the names that were not carried over."""
 
-_CODE = ...
-"""Value of an assignment that is code and not data."""
-_HINT = "such files are parsed, not executed: write the value itself"
 _AUTOENCODERS = {
     "hunyuan_vae": ("hunyuan", "vae"),
     "dc_ae": ("dc_ae", "vae.dc_ae"),
@@ -126,32 +119,6 @@ _FOLDER = "ckpts"
 _DEEP_NAME = "dc-ae-f32t4c128"
 
 
-class ConfigFile(NamedTuple):
-    """Contents of a file of settings, which is read once."""
-
-    path: Path
-    values: Mapping[str, Any]
-    """Sections of a YAML file with those that it extends, or assignments of a `.py` file with those of its bases."""
-
-    @property
-    def is_for_training(self) -> bool:
-        """Whether the file is for training, and not for generation."""
-        return "sampling_option" not in self.values if self.path.suffix == ".py" else "target" in self.values
-
-
-def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:
-    """Return a file of settings, or the preset of that name of the first of `kinds` that has it.
-
-    Raises:
-        RequestError: There is no such preset.
-        FileProblem: The file is missing or broken.
-    """
-    if isinstance(name, ConfigFile):
-        return name
-    path = settings_path(name, *kinds)
-    return ConfigFile(path, read_python_config(path) if path.suffix == ".py" else read_yaml(path))
-
-
 def read_settings(
     file: ConfigFile, read_reference: Callable[[ConfigFile], Sections], report: Callable[[str], None]
 ) -> Mapping[str, object]:
@@ -165,55 +132,6 @@ def read_settings(
     if left:
         report(f"{file.path}: not carried over: {', '.join(left)}")
     return sections
-
-
-def read_python_config(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the assignments of a file, merged over those of its bases. `chain` has the files that name it as a base.
-
-    Raises:
-        FileProblem: A file is missing or unreadable, has a line that assigns no name, or is its own base.
-    """
-    with reading(path):
-        here = Path(os.path.realpath(path))
-    if here in chain:
-        raise FileProblem(f"{path} has itself as a base: {' -> '.join(link.name for link in (*chain, here))}")
-    values: dict[str, Any] = {}
-    try:
-        tree = ast.parse(read_text(path, max_bytes=MAX_SETTINGS_BYTES), filename=str(path))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise FileProblem(f"{path} is not Python: {getattr(error, 'msg', None) or 'nested too deeply'}") from None
-    for line in tree.body:
-        match line:
-            case ast.Expr(value=ast.Constant()):
-                pass  # A description.
-            case ast.Assign(targets=[ast.Name(id=name)], value=node):
-                values[name] = _data(node, values)
-            case _:
-                raise FileProblem(f"{path}, line {line.lineno}: it is not NAME = VALUE", hint=_HINT)
-    bases = values.pop("_base_", [])
-    names = [bases] if isinstance(bases, str) else bases
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise FileProblem(f"{path}: _base_ must be the name of a file, or a list of names")
-    below: dict[str, Any] = {}
-    for name in names:
-        below = merged(below, read_python_config(path.parent / name, chain=(*chain, here)))
-    return merged(below, values)
-
-
-def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Return the value of an expression, with `_CODE` in place of code."""
-    match node:
-        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words) if all(word.arg for word in words):
-            return {word.arg: _data(word.value, names) for word in words}
-        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {ast.literal_eval(key): _data(value, names) for key, value in zip(keys, values, strict=True) if key}
-        case ast.Name(id=name):
-            # Only short values, so that a short file cannot describe a large one.
-            return value if isinstance(value := names.get(name, _CODE), str | int | float | None) else _CODE
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, MemoryError, RecursionError):
-        return _CODE
 
 
 def read_reference_generation(file: ConfigFile) -> Sections:
@@ -350,8 +268,8 @@ class _Values(dict[str, Any]):
     def take(self, names: Mapping[str, str]) -> None:
         """Carry over the settings of a table. Raises FileProblem if one of them is code."""
         for theirs, ours in names.items():
-            if self.get(theirs) is _CODE:
-                raise FileProblem(f"{self._path}: {theirs} is not a plain value", hint=_HINT)
+            if self.get(theirs) is CODE:
+                raise FileProblem(f"{self._path}: {theirs} is not a plain value", hint=PLAIN_VALUES)
             if theirs in self:
                 self.found[ours] = self.pop(theirs)
 

@@ -14,10 +14,10 @@ from opensora_cli.settings.applies import PARALLEL
 from opensora_cli.settings.devices import ParallelSettings
 from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
 from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import open_config
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, read_request
-from opensora_cli.settings.reference import open_config
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 MIB = 2**20

@@ -26,11 +26,11 @@ from opensora_cli.settings.devices import (
     TrainParallelSettings,
 )
 from opensora_cli.settings.enums import Compression
-from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.files import ConfigFile, list_presets, open_config
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
 from opensora_cli.settings.pairs import Pair, pair_problems
-from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_training, read_settings
+from opensora_cli.settings.reference import read_reference_training, read_settings
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
     Compute,

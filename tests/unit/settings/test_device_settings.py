@@ -52,13 +52,8 @@ def test_contradictions(given, message):
             {"compile": "true", "parallel.gpus": 2, "parallel.tensor_parallel_degree": 2},
             "compile=true does not go with parallel.tensor_parallel_degree=2",
         ),
-        ({"compile": "true", "parallel.watch": "true"}, "parallel.watch=true does not go with compile=true"),
         ({"parallel.gpus": 8, "parallel.ulysses_degree": 8}, "must be at most the 4 heads"),
         ({"parallel.gpus": 2, "runtime.device": "cuda:1"}, "is one GPU"),
-        (
-            {"parallel.devices": "0,2", "runtime.device": "cpu"},
-            "devices=0,2 does not go with runtime.device=cpu",
-        ),
     ],
 )
 def test_contradictions_with_the_model_and_the_device(changes, message):

@@ -50,17 +50,6 @@ def test_settings_survive_json() -> None:
             "video.num_frames=33 leaves nothing to make, since video.extend=2 gives 9 latent frames: use at least 37",
         ),
         (
-            {"video.extend": 2, "sampling.stop_at": 5},
-            "sampling.stop_at=5 does not go with video.extend=2: a run stops in its first segment, so drop one of them",
-        ),
-        (
-            {
-                "video.extend": 2,
-                "condition": {"mode": "i2v_loop", "references": ("a.png",), "seamless": True},
-            },
-            "condition.seamless=true does not go with video.extend=2: segments continue after the last frame",
-        ),
-        (
             {"video.extend": 2, "model.cond_embed": False},
             "video.extend=2 needs a model that takes references (model.cond_embed=true): drop --extend",
         ),
@@ -88,10 +77,6 @@ def test_settings_survive_json() -> None:
             {"video.extend": 2, "prompts_at": ("1s=snow", "2s=sea")},
             "prompts_at=1s=snow has no effect, since no segment begins between then and the next",
         ),
-        (
-            {"video.extend": 2, "prompts_at": ("2s=snow",), "refine.prompt": True},
-            "refine.prompt=true does not go with prompts_at=2s=snow: a server rewrites one prompt",
-        ),
         ({"draft.strength": 0.5}, "draft.strength=0.5 has no effect without draft.resolution: give --draft-res, too"),
         (
             {"draft.resolution": "64px"},
@@ -100,14 +85,6 @@ def test_settings_survive_json() -> None:
         (
             {"draft.resolution": "256px", "sampling.num_inference_steps": 1},
             "draft.resolution=256px leaves nothing to sampling.num_inference_steps=1: use 2 or more",
-        ),
-        (
-            {"draft.resolution": "256px", "video.extend": 1},
-            "draft.resolution=256px does not go with video.extend=1: a draft is for one clip",
-        ),
-        (
-            {"draft.resolution": "256px", "picture.first": True},
-            "=256px does not go with picture.first=true",
         ),
         (
             {"video.resolution": "512px"},

@@ -9,8 +9,8 @@ from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import read_python_config
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, read_request
-from opensora_cli.settings.reference import read_python_config
 from opensora_cli.settings.tools import profiled_settings
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings

@@ -1,12 +1,12 @@
-"""Tables of settings of training that need each other, or do not go together."""
+"""Tables of settings that need each other, or do not go together."""
 
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from opensora_cli.core.section import nested
-from opensora_cli.settings import train
+from opensora_cli.core.section import Section, nested
+from opensora_cli.settings import generate, train
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.pairs import Pair
 
@@ -19,6 +19,12 @@ SET: dict[str, Any] = {
     "samples.every": 5,
     "validation.every": 5,
     "validation.table": "others.csv",
+    "resume": "a.latents.safetensors",
+    "from_latents": "b.latents.safetensors",
+    "prompts_at": "2s=snow",
+    "video.extend": 2,
+    "sampling.stop_at": 5,
+    "draft.resolution": "256px",
 }
 """Value of a setting that is not a switch."""
 OTHER: dict[str, Any] = {
@@ -29,6 +35,7 @@ OTHER: dict[str, Any] = {
     "memory.checkpoint_double_blocks": 1,
     "memory.checkpoint_single_blocks": 1,
     "memory.activation_offload": "all",
+    "runtime.device": "cpu",
 }
 """Value beside the one that a condition names."""
 
@@ -44,9 +51,9 @@ def holding(condition: str) -> dict[str, Any]:
     return {key: value if sign else SET.get(key, True)}
 
 
-def problems(**values: Any) -> list[str]:
+def problems(schema: type[Section] = train.TrainSettings, **values: Any) -> list[str]:
     try:
-        train.TrainSettings.model_validate(nested(values))
+        schema.model_validate(nested(values))
     except ValidationError as error:
         return explain(error)
     return []
@@ -70,6 +77,14 @@ def test_two_settings_do_not_go_together(rule: Pair) -> None:
     [named] = [key for key in holding(rule.first) if key != "parallel.gpus"]
     found = problems(**{**base(rule), **holding(rule.first), **holding(rule.second)})
     assert any(problem.startswith(f"{named}=") and problem.endswith(f": {rule.fix}") for problem in found), found
+
+
+@pytest.mark.parametrize("rule", generate._CONFLICTS, ids=lambda rule: f"{rule.first} without {rule.second}")
+def test_two_settings_of_a_video_do_not_go_together(rule: Pair) -> None:
+    values = {"prompt": "sea", **holding(rule.first), **holding(rule.second)}
+    found = problems(generate.GenerateSettings, **values)
+    key = rule.first.partition("=")[0]
+    assert any(line.startswith(f"{key}=") and line.endswith(f": {rule.fix}") for line in found), found
 
 
 def test_a_rule_has_a_condition() -> None:
