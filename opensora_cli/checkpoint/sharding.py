@@ -1,7 +1,6 @@
-"""Sharding a model's parameters into equal pieces, one for each rank, and gathering them again.
+"""Equal flat pieces of a model's parameters, one for each rank, padded with zeros.
 
-This is how an averaged copy of a large model is kept: it is only ever updated element by element, so every rank keeps a
-flat piece of each parameter, and the whole is needed again only for saving. The last pieces are padded with zeros.
+An averaged copy of a large model is updated element by element, so a rank needs the whole only for saving.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,21 +12,16 @@ from torch import Tensor, nn
 
 
 def record_model_param_shape(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by name: what `model_gathering` needs after `model_sharding`."""
+    """Return the shape of each parameter by name, for `model_gathering`."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def model_sharding(
     model: nn.Module, device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Replace every parameter, in place, by this rank's piece of it: a flat tensor, padded to equal lengths.
+    """Replace every parameter, in place, by this rank's piece, on `device` or else the parameter's.
 
-    Buffers stay whole. Without a process group, or with one rank, the piece is the whole parameter, flat.
-
-    Args:
-        model: equal on all ranks; its parameters keep `requires_grad`, and lose their shapes and gradients.
-        device: where the pieces go; None leaves them where the parameters are.
-        group: the ranks; None is all of them.
+    The model is equal on all ranks of the group; None is the group of all. Buffers stay whole. Gradients are dropped.
     """
     for parameter in model.parameters():
         parameter.data = own_piece(parameter, device, group=group)
@@ -37,7 +31,7 @@ def model_sharding(
 def own_piece(
     whole: Tensor, device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return a copy of this rank's piece of a tensor; arguments are those of `model_sharding`."""
+    """Return a copy of this rank's piece of a tensor."""
     rank, ranks = rank_and_count(group)
     flat = whole.detach().reshape(-1)
     length = -(-flat.numel() // ranks)
@@ -54,19 +48,10 @@ def model_gathering(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gather the pieces of `model_sharding` on the first rank, one parameter at a time, and copy its buffers.
+    """Gather the pieces of a sharded model on the first rank; all ranks call it.
 
-    All ranks must call it. Only the first one needs room for a whole parameter.
-
-    Args:
-        model: sharded; it stays so.
-        model_shape_dict: the shapes before sharding, by name.
-        pinned_state_dict: tensors that receive the whole parameters, and those buffers that it has, on the first rank;
-            others may give none. Pinned memory makes the copies from a GPU fast.
-        group: the ranks; None is all of them.
-
-    Raises:
-        KeyError: a parameter has no shape, or no tensor to receive it.
+    `model_shape_dict` has the shapes before sharding. `pinned_state_dict` holds the tensors that receive parameters and
+    buffers on the first rank; other ranks may give an empty one. Raises KeyError if one of them lacks a parameter.
     """
     rank, ranks = rank_and_count(group)
     for name, parameter in model.named_parameters():
@@ -86,12 +71,12 @@ def model_gathering(
 
 
 def remove_padding(tensor: Tensor, original_shape: Sequence[int]) -> Tensor:
-    """Return the first elements of a flat tensor, as many as `original_shape` has; the rest is padding."""
+    """Return a flat tensor without padding: as many elements as `original_shape` has."""
     return tensor[: prod(original_shape)]
 
 
 def rank_and_count(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Return this rank and how many there are in a group, None being all; (0, 1) without process groups."""
+    """Return this rank and the number of ranks of a group; None is the group of all. (0, 1) without process groups."""
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

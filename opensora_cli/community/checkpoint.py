@@ -59,7 +59,7 @@ _REPLACED = (
     *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
     *(_LR_SCHEDULER_FILE, _SAMPLER_FILE, RUNNING_STATES_FILE),
 )
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class CheckpointIO:
@@ -233,9 +233,9 @@ def _refuse_to_replace(folder: Path) -> None:
         )
 
 
-def _gathered(state: T) -> T:
+def _gathered(state: _T) -> _T:
     """Return a state with whole tensors in place of DTensors; all ranks call it."""
-    gathered: T = pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), state)
+    gathered: _T = pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), state)
     return gathered
 
 
