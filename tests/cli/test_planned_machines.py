@@ -134,7 +134,7 @@ def test_a_training_is_planned_for_what_is_named(
     assert main([*sharded, "--on", "2x4090"]) == 4
     out, err = capsys.readouterr()
     assert "peak        30.00 GiB of 22.99 GiB free: does not fit\n" in out
-    assert "a step of 2 micro-batches, each 2 clips of 13 frames, 32x32 on 2x4090, not measured" in out
+    assert "a step of 2 micro-batches, each 2 clips of 13 frames, 48x24 on 2x4090, not measured" in out
     assert "rank 0 needs 30.00 GiB, and a GPU has 22.99 GiB free" in err
     assert main([*recipe, "--dry-run", "--on", "A100-40GB", "--set", "precision.fp8_linears=true"]) == 4
     assert "needs products in 8 bits, which A100-40GB has not" in capsys.readouterr().err

@@ -110,13 +110,14 @@ def recipe(folder):
     )
 
 
-class TestRun:
-    @pytest.fixture(scope="class")
-    def text_folder(self, tmp_path_factory):
-        folder = tmp_path_factory.mktemp("text")
-        train_text_encoders(recipe(folder), reporter=SilentReporter())
-        return folder
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    train_text_encoders(recipe(folder), reporter=SilentReporter())
+    return folder
 
+
+class TestRun:
     def test_the_export_is_read_back(self, text_folder):
         length = {"max_length": LENGTH, "device": torch.device("cpu"), "dtype": torch.float32}
         t5 = load_t5(text_folder / "t5", **length)

@@ -68,7 +68,6 @@ TINY = {
     "vae.layers_per_block": 1,
     "vae.norm_num_groups": 2,
     "vae.spatial_compression_ratio": 4,
-    "model.in_channels": 64,
     "train_vae.crop_size": 16,
     "optimizer.warmup_steps": 1,
     "optimizer.decay_steps": 0,

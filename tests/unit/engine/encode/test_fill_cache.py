@@ -115,13 +115,13 @@ def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled)
     [request, *_] = all_requests(filled)
     shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).tensors.items()}
     assert shapes == {
-        "latents": (4, 4, 8, 8),
-        "head1": (4, 1, 8, 8),
-        "tail1": (4, 1, 8, 8),
-        "head5": (4, 2, 8, 8),
-        "tail5": (4, 2, 8, 8),
-        "head9": (4, 3, 8, 8),
-        "tail9": (4, 3, 8, 8),
+        "latents": (4, 4, 6, 12),
+        "head1": (4, 1, 6, 12),
+        "tail1": (4, 1, 6, 12),
+        "head5": (4, 2, 6, 12),
+        "tail5": (4, 2, 6, 12),
+        "head9": (4, 3, 6, 12),
+        "tail9": (4, 3, 6, 12),
         "prompt_embeds": (tiny_training.MAX_LENGTH, tiny_training.WIDTH),
         "pooled_prompt_embeds": (tiny_training.WIDTH,),
     }
