@@ -40,6 +40,7 @@ SAMPLES = {
     "samples.num_inference_steps": 2,
     "samples.num_frames": 5,
     "samples.height": 48,
+    "samples.width": 32,
     "samples.fps": 8,
 }
 
@@ -79,6 +80,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
     watching = {
         **SAMPLES,
         "validation.every": 2,
+        "validation.table": tiny_training.HELD_OUT,
         "validation.batches": 1,
         "watching.tensorboard": True,
         "watching.profile_steps": (2, 2),
@@ -154,7 +156,13 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
         pytest.param({"model.cond_embed": False, "train_mmdit.mode_weights": {"t2v": 1.0}}, marks=pytest.mark.slow),
         pytest.param({"model.guidance_embed": True}, marks=pytest.mark.slow),
         pytest.param(
-            {"train_mmdit.cache": "cache", "validation.every": 1, "validation.batches": 2}, marks=pytest.mark.slow
+            {
+                "train_mmdit.cache": "cache",
+                "validation.every": 1,
+                "validation.batches": 2,
+                "validation.table": tiny_training.HELD_OUT,
+            },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda changes: next(iter(changes)),
@@ -170,7 +178,7 @@ def test_samples_change_no_run(
     short = {"loop.steps": 1, "samples.every": 1, "samples.prompts": PROMPTS[:1]}
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, **short})
     changes = {key: value for key, value in changes.items() if not key.startswith("validation")}
-    assert losses(watched) == losses(run(tmp_path / "plain", frozen, **{**changes, **short}))
+    assert losses(watched) == losses(run(tmp_path / "plain", frozen, **{**changes, "loop.steps": 1}))
     assert probe(watched / "samples" / "step1" / "0.mp4").num_frames == 5
     assert (watched / "transformer.safetensors").read_bytes() == (
         tmp_path / "plain" / "transformer.safetensors"
@@ -192,7 +200,7 @@ def test_samples_change_no_adapter(tmp_path: Path, frozen: Path, plain: Path) ->
 @pytest.mark.slow
 def test_samples_change_no_compiled_run(tmp_path: Path, frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
-    changes = {"compile": True, "loop.steps": 2, "validation.batches": 1}
+    changes = {"compile": True, "loop.steps": 2, "validation.batches": 1, "validation.table": tiny_training.HELD_OUT}
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, "validation.every": 1})
     assert probe(watched / "samples" / "step2" / "0.mp4").num_frames == 5
     assert losses(watched) == losses(run(tmp_path / "plain", frozen, **changes))

@@ -98,9 +98,7 @@ def test_modes_of_modules_are_restored():
     assert [module.training for module in trainer.task.module.modules()] == before == [True, False, True]
 
 
-def on_a_table(folder):
-    """Return settings that validate on a table of eight clips."""
-    return {"validation.table": tiny_training.table_of(8, folder), "validation.every": 1}
+ON_A_TABLE = {"validation.table": tiny_training.HELD_OUT, "validation.every": 1}
 
 
 class TestOpening:
@@ -111,7 +109,7 @@ class TestOpening:
         assert self.open(tiny_training.vae_settings(tmp_path)) is None
 
     def test_clips_are_those_of_the_table_and_the_same_every_time(self, tmp_path):
-        settings = tiny_training.vae_settings(tmp_path).replace({**on_a_table(tmp_path), "validation.batches": 3})
+        settings = tiny_training.vae_settings(tmp_path).replace({**ON_A_TABLE, "validation.batches": 3})
         opened = self.open(settings)
         batches = [opened._read(index) for index in range(opened._count)]
         again = [self.open(settings)._read(index) for index in range(3)]
@@ -119,7 +117,7 @@ class TestOpening:
         assert len(set(paths)) == len(paths) == 6
         assert all(torch.equal(one.pixels_BTHWC, other.pixels_BTHWC) for one, other in zip(batches, again, strict=True))
         assert paths == [path for batch in again for path in batch.paths]
-        assert batches[0].pixels_BTHWC.shape == (2, 5, 32, 32, 3)
+        assert batches[0].pixels_BTHWC.shape == (2, 5, 20, 52, 3)
 
     def test_a_table_that_is_too_small_is_refused(self, tmp_path):
         table = tmp_path / "held_out.csv"
@@ -145,9 +143,7 @@ def test_a_validated_run_logs_and_scores_and_learns_the_same(tmp_path):
         events = [line for line in lines if "event" in line]
         return listener, events, [line["loss"] for line in lines if "event" not in line]
 
-    listener, events, losses = run(
-        "validated", **{**on_a_table(tmp_path), "validation.every": 3, "validation.batches": 2}
-    )
+    listener, events, losses = run("validated", **{**ON_A_TABLE, "validation.every": 3, "validation.batches": 2})
     assert [(line["event"], line["step"]) for line in events] == [("validation", step) for step in (0, 3, 4)]
     assert len({line["loss"] for line in events}) == 3
     assert sum(note.startswith("validation at step") for note in listener.notes) == 3
