@@ -34,10 +34,11 @@ from plain_loop import PlainLoop
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, training_caption
+from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.generate.previews import color_field
+from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.objectives.task import BatchSource
 from opensora_cli.engine.train.precision import Precision
@@ -53,29 +54,31 @@ SCHEMA = "osora.bench.train/1"
 MOST_SLOWER, MOST_WAIT, MOST_STANDSTILL = 0.01, 0.05, 0.1
 _BATCHES = 4
 _CLIPS, _CLIP_SIZE, _CLIP_FRAMES, _CLIP_FPS = 32, 128, 49, 24.0
+_CAPTION = "raining, sea"
 _WITHOUT_BF16 = {"train_mmdit.frozen_dtype": "float32", "train_mmdit.attention": "sdpa"}
 """Processors that do not multiply in bfloat16 take many times as long for what the recipe computes in it."""
 
 
 def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] | None = None) -> TrainSettings:
-    """Return the recipe of the demo's short clips with the packaged frozen parts, AdamW at a constant rate, and text to
-    video alone, whose tokens count alike.
+    """Return a training of the demo's transformer from random weights on clips of 9 frames, with the packaged frozen
+    parts, AdamW at a constant rate, and text to video alone.
     """
     given = {
-        "weights": "demo",
+        "init": "none",
+        "lora.rank": "none",
         "data.workers": "0",
+        "data.buckets": f"{{128px: {{9: [1.0, {batch_size}]}}}}",
         "precision.compute": compute,
         **(_WITHOUT_BF16 if compute == "fp32" else {}),
-        "optimizer.name": "adamw",
+        "optimizer.learning_rate": "1e-3",
         "optimizer.warmup_steps": "0",
-        "optimizer.decay_steps": "0",
+        "loop.ema_decay": "0.998",
         "train_mmdit.cache": "none",
-        "train_mmdit.thing_weight": "1",
         **{f"train_mmdit.mode_weights.{mode}": str(int(mode == "t2v")) for mode in CONDITION_MODES},
-        **(changes or {"data.scenes.batch_size": str(batch_size), "data.scenes.picture_share": "0"}),
+        **(changes or {}),
     }
     overrides = {key: Given(value, "the benchmark") for key, value in given.items()}
-    return load_train_settings(config=Path("demo_short"), overrides=overrides, environment={})
+    return load_train_settings(config=Path("demo_lora"), overrides=overrides, environment={})
 
 
 class FixedBatches:
@@ -109,20 +112,15 @@ class FixedBatches:
 
 
 def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list[ClipBatch], EmptyPrompt]:
-    """Return a few micro-batches of scenes as a cache would hand them out, and the empty prompt."""
-    encoders, reporter = load_encoders(settings, device=device), SilentReporter()
-    source = open_batches(settings, data_rank=0, data_ranks=1, reporter=reporter)
+    """Return a few micro-batches as a cache would hand them out, and the empty prompt."""
+    encoders = load_encoders(settings, device=device)
     batches = []
-    for _ in range(_BATCHES):
-        batch = source.next()
-        assert batch.pixels_BTHWC is not None
+    for number in range(_BATCHES):
+        shape = largest_batch_shape(settings)
+        batch = replace(shape.zeros(), number=number)
         clips = [
-            FreshClip(
-                encoders,
-                pixels,
-                training_caption(caption, fps=fps, motion_score=None, settings=settings.train_mmdit),
-            )
-            for pixels, caption, fps in zip(batch.pixels_BTHWC, batch.captions, batch.fps, strict=True)
+            FreshClip(encoders, color_field(shape.num_frames, _CLIP_SIZE, shape.batch_size * number + index), _CAPTION)
+            for index in range(shape.batch_size)
         ]
         cached = tuple(CachedClip(encode_for_cache(clip, {})) for clip in clips)
         batches.append(replace(batch, pixels_BTHWC=None, cached=cached))
@@ -194,17 +192,16 @@ def _finish(device: torch.device) -> None:
 
 
 def write_clips(folder: Path) -> Path:
-    """Write scenes as MP4 files, and return their table."""
+    """Write clips of moving colors as MP4 files, and return their table."""
     table = folder / "clips.csv"
     with table.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["path", "text", "num_frames", "height", "width", "fps"])
         for number in range(_CLIPS):
-            scene = SceneClip(seed=0, number=number)
-            frames = scene.render(size=_CLIP_SIZE, num_frames=_CLIP_FRAMES, fps=_CLIP_FPS)
             path = folder / f"{number}.mp4"
-            write_media([torch.from_numpy(frames)], path, fps=_CLIP_FPS, format="mp4")
-            rows.writerow([path.name, scene.caption, _CLIP_FRAMES, _CLIP_SIZE, _CLIP_SIZE, _CLIP_FPS])
+            frames_THWC = color_field(_CLIP_FRAMES, _CLIP_SIZE, number)
+            write_media([frames_THWC], path, fps=_CLIP_FPS, format="mp4")
+            rows.writerow([path.name, _CAPTION, _CLIP_FRAMES, _CLIP_SIZE, _CLIP_SIZE, _CLIP_FPS])
     return table
 
 
@@ -214,14 +211,12 @@ def measure_data(
     """Return the share of waiting, the medians of a step, and of reading a micro-batch in one process."""
     files = {
         "data.table": str(write_clips(folder)),
-        "data.buckets": f"{{128px: {{9: [1.0, {batch_size}]}}}}",
-        "data.fps_max": "12",
     }
     settings = demo_settings(batch_size=batch_size, compute="bf16" if device.type == "cuda" else "fp32", changes=files)
-    alone = open_batches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    alone = ClipBatches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
     reading = median(_seconds(alone.next, 1, torch.device("cpu"))[0] for _ in range(4))
     settings = settings.replace({"data.workers": workers})
-    batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    batches = ClipBatches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
     try:
         trainer = make_trainer(settings, batches, device)
         for _ in range(2):

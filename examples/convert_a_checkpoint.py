@@ -9,10 +9,11 @@ import torch
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
+from opensora_cli.settings.enums import WeightDType
 
 
 def main(source: str, target: str) -> None:
-    convert(ConvertSettings(source=source, target=target, dtype="fp8_e4m3"))
+    convert(ConvertSettings(source=source, target=target, dtype=WeightDType.FP8_E4M3))
     before, after = open_checkpoint(Path(source)), open_checkpoint(Path(target))
     # Each 8-bit weight has its scale beside it, under its own name.
     name = next(name for name in after.entries if after.entries[name].dtype is torch.float8_e4m3fn)

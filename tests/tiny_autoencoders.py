@@ -17,7 +17,6 @@ from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.components import VAESettings
-from opensora_cli.settings.data import SceneSettings
 from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings
 
@@ -83,7 +82,6 @@ def vae_task(
     return VAETask(
         autoencoder,
         settings=settings,
-        scenes=SceneSettings(size=32, num_frames=5),
         steps=steps,
         perceptual=perceptual,
         adversary=adversary,

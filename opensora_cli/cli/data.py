@@ -93,7 +93,7 @@ def cache(given: "Layer", call: Call) -> None:
 
     Examples:
 
-      osora data cache --config demo_short
+      osora data cache --config demo_lora
 
       osora data cache --config stage1 --table clips.csv -o clips_cache
     """

@@ -23,7 +23,7 @@ def mem_profile(settings: "MemProfileSettings", call: Call) -> None:
 
       osora mem-profile
 
-      osora mem-profile --config demo_vae --compare --plot memory.png
+      osora mem-profile --config demo_lora --compare --plot memory.png
 
       osora mem-profile --config 768px --json
 

@@ -8,7 +8,6 @@ from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.files import require_there
 from opensora_cli.settings.flags import MACHINE, Option
 
 if TYPE_CHECKING:
@@ -20,13 +19,13 @@ _CHECKPOINTS, _CHECKS = "Checkpoints", "Checks"
 
 
 def train(given: "Layer", call: Call) -> None:
-    """Train a part of the video model: the transformer, an adapter for it, an autoencoder or the text encoders.
+    """Train a part of the video model: the transformer, an adapter for it, or an autoencoder.
 
     Examples:
 
-      osora train --config configs/train/demo_vae.yaml
+      osora train --config configs/train/demo_lora.yaml
 
-      osora train --config configs/train/demo_vae.yaml --resume
+      osora train --config configs/train/demo_lora.yaml --resume
 
       osora train --list
 
@@ -70,8 +69,9 @@ def load_settings(given: "Layer", call: Call, *, machine: "PlannedMachine | None
 
 
 def _check_data(settings: "TrainSettings", call: Call) -> None:
-    if settings.data.table is not None:
-        require_there(settings.data.table)
+    from opensora_cli.engine.encode.inputs import require_tables
+
+    require_tables(settings)
     with call.loading():
         from opensora_cli.engine.data.check import check_data
 

@@ -184,58 +184,6 @@ class BatchStream(Generic[T]):
             epoch, position = epoch + 1, 0
 
 
-class PicturesFirst(Generic[T]):
-    """Micro-batches of `pictures` for the first `updates`, of which each has `batches_of_update`, then of `clips`."""
-
-    def __init__(
-        self, pictures: BatchStream[T], clips: BatchStream[T], *, updates: int, batches_of_update: int
-    ) -> None:
-        self._pictures, self._clips = pictures, clips
-        self._updates = updates
-        self._batches_of_update = batches_of_update
-        self._handed_out = 0
-
-    @property
-    def epoch(self) -> int:
-        """Of the last micro-batch that was returned; counted from 0 again after the pictures."""
-        return (self._pictures if self._is_early(self._handed_out - 1) else self._clips).epoch
-
-    def next(self) -> T:
-        """Return this rank's next micro-batch; errors are those of `BatchStream.next`."""
-        is_early = self._is_early(self._handed_out)
-        if not is_early and self._is_early(self._handed_out - 1):
-            self._pictures.close()
-            number = self._pictures.state_dict()["number"]
-            self._clips.load_state_dict({**self._clips.state_dict(), "number": number})
-        batch = (self._pictures if is_early else self._clips).next()
-        self._handed_out += 1
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of both streams, and how many updates were taken; as `BatchStream.state_dict`."""
-        return {
-            "updates": self._handed_out // self._batches_of_update,
-            "pictures": self._pictures.state_dict(),
-            "clips": self._clips.state_dict(),
-        }
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from a state; a CheckpointError if it is none."""
-        updates = _count_in(state_dict, "updates")
-        self._pictures.load_state_dict(state_dict.get("pictures"))
-        self._clips.load_state_dict(state_dict.get("clips"))
-        self._handed_out = updates * self._batches_of_update
-
-    def close(self) -> None:
-        """End the workers of both; idempotent."""
-        self._pictures.close()
-        self._clips.close()
-        self._handed_out -= self._handed_out % self._batches_of_update
-
-    def _is_early(self, handed_out: int) -> bool:
-        return handed_out < self._updates * self._batches_of_update
-
-
 class _Loading(Dataset[tuple[MicroBatch, T | OsoraError]]):
     """Calls the loader, and carries our own errors to the other process as they are."""
 

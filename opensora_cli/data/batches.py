@@ -108,23 +108,6 @@ class BucketSampler:
         return EpochPlan(self.assigned(epoch), sizes, rng=_rng(self.seed, epoch, _ORDER))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SceneSampler:
-    """Plans epochs of procedural clips: bucket 0 has the clips, bucket 1 the single frames."""
-
-    count: int
-    batch_size: int
-    picture_share: float
-    """Part of the clips, 0 to 1, that are single frames; others in each epoch."""
-    picture_batch_size: int
-    seed: int
-
-    def __call__(self, epoch: int) -> EpochPlan:
-        pictures = _rng(self.seed, epoch, _BUCKETS).permutation(self.count) < round(self.picture_share * self.count)
-        sizes = np.array([self.batch_size, self.picture_batch_size], dtype=np.int64)
-        return EpochPlan(pictures.astype(np.int32), sizes, rng=_rng(self.seed, epoch, _ORDER))
-
-
 def random_start(*, seed: int, number: int, place: int, latest: int) -> int:
     """Return the first frame, 0 to `latest`, of the clip at `place` in micro-batch `number` of a run."""
     return int(np.random.default_rng((seed, number, _STARTS, place)).integers(latest + 1))
@@ -139,7 +122,7 @@ class ClipRequest:
     """Which frames of which sample are wanted, at what size."""
 
     path: str
-    """A file, or the name of a procedural scene."""
+    """A file, or another name of the clip. Caches and the random numbers of training depend on it."""
     caption: str
     motion_score: float | None
     start: int

@@ -189,31 +189,14 @@ SAME_FOR_ALL_RUNS = Applies(
 TRAIN = (
     *PARALLEL,
     *VAE,
-    Applies(
-        "init", lambda s: s.target != "text", "with target=text, whose encoders start from random weights: drop it"
-    ),
-    _typed("data vae", lambda s: s.target != "text", "with target=text: use target=vae or mmdit"),
     _typed("train_vae", lambda s: s.target == "vae", "with target={s.target}: use target=vae"),
     _typed(
-        "weights model train_mmdit lora memory compile samples watching.peak_tflops",
+        "weights model text train_mmdit lora memory compile samples watching.peak_tflops",
         lambda s: s.target == "mmdit",
         "with target={s.target}: use target=mmdit",
     ),
-    _typed("text", lambda s: s.target != "vae", "with target=vae: use target=text or mmdit"),
-    _typed(
-        "text.batch_size",
-        lambda s: s.target != "mmdit",
-        "with target=mmdit: its micro-batches have as many captions as clips",
-    ),
-    _typed(
-        "data.scenes",
-        lambda s: s.data.table is None,
-        "with data.table={s.data.table}: drop data.table to train on procedural scenes",
-    ),
-    _needs("data.table", "data.buckets data.fps_max data.fit"),
-    _needs("data.scenes.picture_share", "data.scenes.picture_batch_size"),
+    _needs("data.table", "data.fps_max data.fit"),
     _needs("data.workers", "data.prefetch"),
-    _needs("train_vae.picture_steps", "train_vae.picture_batch_size"),
     _needs("train_vae.crop_size", "train_vae.whole_steps"),
     _needs("train_vae.discriminator.weight", "train_vae.discriminator", but="weight"),
     _needs("validation.every", "validation", but="every"),

@@ -24,7 +24,14 @@ Copies = Annotated[int, Field(ge=1, le=1024 * 65_536)]
 Blocks = Annotated[int, Field(ge=1, le=10_000)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 _Device = Annotated[int, Field(ge=0, le=1023)]
-_RETIRED_KEYS = {"parallel": ("node_rank", "rdzv_endpoint"), "sampling": ("batch_size",)}
+_RETIRED_KEYS = {
+    "parallel": ("node_rank", "rdzv_endpoint"),
+    "sampling": ("batch_size",),
+    "data": ("scenes",),
+    "text": ("batch_size", "t5_width", "t5_layers", "t5_heads", "clip_width", "clip_layers", "clip_heads"),
+    "train_mmdit": ("thing_weight",),
+    "train_vae": ("picture_steps", "picture_batch_size", "whitening_clips"),
+}
 
 
 DeviceName = Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N, as in cuda:1")]

@@ -128,8 +128,19 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
         raise RequestError("\n".join(lines) or "some text is not valid Unicode") from error
 
 
-_REMOVED = {"sampling.batch_size": "drop it: every video is made alone"}
-"""Settings of earlier versions, with the hint for users who still set them."""
+MOVED_TO_DEMO = "the procedural world moved to examples/demo: see its README.md"
+_OF_THE_DEMO = [
+    "data.scenes",
+    "train_mmdit.thing_weight",
+    *(f"train_vae.{name}" for name in ("picture_steps", "picture_batch_size", "whitening_clips")),
+    *(f"text.{name}" for name in ("batch_size", "t5_width", "t5_layers", "t5_heads")),
+    *(f"text.{name}" for name in ("clip_width", "clip_layers", "clip_heads")),
+]
+_REMOVED = {
+    "sampling.batch_size": "drop it: every video is made alone",
+    **dict.fromkeys(_OF_THE_DEMO, MOVED_TO_DEMO),
+}
+"""Settings and sections of earlier versions, with the hint for users who still set them."""
 
 
 def check_key(schema: type[Section], key: str, *, source: str) -> None:
@@ -139,8 +150,9 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
         return
     if inside := [known for known in keys if known.startswith(f"{key}.")]:
         raise RequestError(f"{key} (from {source}) is a section", hint=f"set one of its keys: {', '.join(inside)}")
-    if key in _REMOVED:
-        raise RequestError(f"{key} (from {source}) was removed", hint=_REMOVED[key])
+    for removed, hint in _REMOVED.items():
+        if key == removed or key.startswith(f"{removed}."):
+            raise RequestError(f"{key} (from {source}) was removed", hint=hint)
     close = nearest_key(key, keys if "." in key else [*schema.model_fields, *keys])
     siblings = [known for known in keys if "." in known and known.partition(".")[0] == key.partition(".")[0]]
     raise RequestError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES
@@ -13,7 +13,7 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.core.section import FileName, Section
+from opensora_cli.core.section import FileName, Section, rule_error
 from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings.applies import TRAIN, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, settings_of
@@ -22,7 +22,7 @@ from opensora_cli.settings.devices import DeviceName, Threads, without_retired_k
 from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.pairs import Pair, pair_problems
 from opensora_cli.settings.reference import ConfigFile, open_config, read_reference_training, read_settings
@@ -48,7 +48,6 @@ class TrainTarget(StrEnum):
     """Part of the video model that is trained."""
 
     VAE = "vae"
-    TEXT = "text"
     MMDIT = "mmdit"
 
 
@@ -87,6 +86,19 @@ class TrainSettings(Section):
         """Device of a process that trains alone, in the form of `device`."""
         devices = self.parallel.devices
         return f"cuda:{devices[0]}" if devices and self.device != "cpu" else self.device
+
+    @property
+    def held_out(self) -> "TrainSettings":
+        """The same run on the clips of `validation.table`, in the shapes of the training clips."""
+        table, seed = self.validation.table, self.validation.seed
+        return self.replace({"data.table": table, "data.workers": 0, "loop.seed": seed, "validation.every": None})
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _text_encoders_are_trained_elsewhere(cls, value: object) -> object:
+        if value == "text":
+            raise rule_error("must be vae or mmdit: text encoders of the demo are trained in examples/demo")
+        return value
 
     def rules(self) -> Iterator[str]:
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
@@ -137,19 +149,21 @@ def load_train_settings(
         document = read_json_object(saved, hint=hint)
         if "target" not in document:
             raise FileProblem(f"{saved} holds no settings of a run", hint=hint)
+        if isinstance(data := document.get("data"), Mapping) and "scenes" in data and data.get("table") is None:
+            raise RequestError(f"{saved} is of a run on procedural scenes, which were removed", hint=MOVED_TO_DEMO)
         given = {**variables, **read_sections(TrainSettings, without_retired_keys(document), source=str(saved))}
     else:
         recipes = " or ".join(f"--config {name}" for name in list_presets("train"))
         raise RequestError("--config is missing: it names what to train", hint=f"use {recipes}, or your own file")
     given = {**given, **overrides}
-    settings = validate(TrainSettings, given, below=_entry(given))
+    settings = validate(TrainSettings, given, below=model_entry(given))
     refuse_without_effect(settings, overrides)
     if saved is not None and not is_of_launcher(saved, environment):
         _refuse_other_folders(saved, overrides, settings)
     return settings
 
 
-def _entry(given: Layer) -> Layer:
+def model_entry(given: Layer) -> Layer:
     """Return the settings in the entry of the model that is named, if there is one."""
     name = str(given["model.name"].value) if "model.name" in given else ""
     if name not in ARCHITECTURES:
@@ -195,7 +209,6 @@ _NEEDS = (
     Pair("memory.fp8_storage", "lora.rank", _BESIDE_ADAPTER),
     Pair("train_vae.decoder_only", "init", "name trained weights, as in init=demo", "target=vae"),
     Pair("data.table", "validation.table", "validation needs clips that are not trained on", "validation.every"),
-    Pair("validation.table", "data.table", "drop it: scenes are validated on other scenes", "validation.every"),
     Pair("samples.every", "samples.prompts", "give samples.prompts", "target=mmdit"),
 )
 """Settings that need another one."""
@@ -222,15 +235,6 @@ _CONFLICTS = (
     Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
     Pair("watching.exact_timers", "device=cpu", "drop it: a CPU's timers are exact"),
-    Pair("train_vae.picture_steps", "train_vae.decoder_only", "use 0, and train_vae.single_frame_share", "target=vae"),
-    Pair("train_vae.picture_steps", "vae.kind!=hunyuan", "use 0, and train_vae.single_frame_share", "target=vae"),
-    Pair("train_vae.picture_steps", "data.table", "use 0, and buckets of 1 frame", "target=vae"),
-    Pair("train_vae.whitening_clips", "train_vae.decoder_only", "use 0: it would change the latents", "target=vae"),
-    Pair("train_vae.whitening_clips", "vae.kind!=hunyuan", "use 0", "target=vae"),
-    Pair("train_vae.whitening_clips", "data.table", "use 0", "target=vae"),
-    Pair("train_mmdit.thing_weight!=1", "data.table", "use 1: it is for procedural scenes", "target=mmdit"),
-    Pair("train_mmdit.thing_weight!=1", "vae.kind!=hunyuan", "use 1: it is for causal autoencoders", "target=mmdit"),
-    Pair("train_mmdit.thing_weight!=1", "train_mmdit.masked_loss", "use one of them", "target=mmdit"),
 )
 """Settings that do not go together."""
 
@@ -291,15 +295,13 @@ def _watching_problems(settings: TrainSettings) -> Iterator[str]:
 def _vae_problems(settings: TrainSettings) -> Iterator[str]:
     grid, crop = settings.vae.grid, settings.train_vae.crop_size
     yield from settings.data.length_problems(grid)
-    yield from settings.data.size_problems(side := grid.spatial_compression_ratio)
-    if crop % side:
+    if crop % (side := grid.spatial_compression_ratio):
         yield f"train_vae.crop_size={crop} must be a multiple of {side}, the side of a latent"
 
 
 def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
     data, model, grid, train = settings.data, settings.model, settings.vae.grid, settings.train_mmdit
     yield from data.length_problems(grid)
-    yield from data.size_problems(grid.spatial_compression_ratio * model.patch_size)
     channels = grid.latent_channels * model.patch_size**2
     if model.in_channels != channels:
         yield (
@@ -332,21 +334,17 @@ def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
 
 
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
-    samples, data, grid = settings.samples, settings.data, settings.vae.grid
+    samples, grid = settings.samples, settings.vae.grid
     if samples.every is None:
         return
-    shape = samples.shape(data)
-    if shape is None:
-        yield (
-            f"samples.every={samples.every} needs a size with data.table={data.table}: "
-            "give samples.num_frames, samples.height and samples.width"
-        )
+    frames, *sides = samples.num_frames, samples.height, samples.width
+    if frames is None or None in sides:
+        yield f"samples.every={samples.every} needs a size: give samples.num_frames, samples.height and samples.width"
         return
-    frames, *sides = shape
     if (below := grid.longest_clip(frames)) != frames:
         yield f"samples.num_frames={frames} does not suit vae.kind: use {below}"
     multiple = grid.spatial_compression_ratio * settings.model.patch_size
     for name, side in zip(("height", "width"), sides, strict=True):
-        if side % multiple:
+        if side is not None and side % multiple:
             above = (side // multiple + 1) * multiple
             yield f"samples.{name}={side} must be a multiple of {multiple}, the side of a token: use {above}"

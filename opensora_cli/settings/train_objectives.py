@@ -1,4 +1,4 @@
-"""Settings of the objectives of transformer, autoencoder and text encoders."""
+"""Settings of the objectives of transformer and autoencoder."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -22,7 +22,6 @@ _FIELDS: dict[str, Any] = {
 }
 _LatentFrames = Annotated[int, Field(ge=1, le=1025)]
 _Size = Annotated[int, Field(ge=1, le=2**16)]
-_Layers = Annotated[int, Field(ge=1, le=1000)]
 
 
 class ModeWeights(create_model("_ModeWeights", __base__=Section, **_FIELDS)):  # type: ignore[misc]
@@ -61,7 +60,6 @@ class MMDiTTrainSettings(Section):
         default=False,
         description="Omit given first and last frames from the loss, unless frames between them are given too.",
     )
-    thing_weight: float = Field(default=1.0, ge=1, le=1000, description="Loss weight of the moving thing in a scene.")
     sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="Noise that remains at time 0.")
     attention: AttentionChoice = Field(default=AttentionChoice.AUTO, description="Attention backend. auto: by device.")
     frozen_dtype: DType = Field(default=DType.AUTO, description="Type of frozen parts. auto: bfloat16 on CUDA.")
@@ -92,8 +90,6 @@ class VAETrainSettings(Section):
     """Objective of the autoencoder: mean absolute error and weighted terms."""
 
     decoder_only: bool = Field(default=False, description="Train the decoder alone, so that latents stay the same.")
-    picture_steps: CountOrZero = Field(default=0, description="First steps on single frames instead of clips.")
-    picture_batch_size: int = Field(default=32, ge=1, le=4096, description="Pictures of such a step.")
     single_frame_share: Share = Field(default=0.0, description="Share of batches that are cut to single frames.")
     crop_size: int = Field(default=0, ge=0, le=2**16, description="Side of random square crops in pixels. 0: no crops.")
     whole_steps: CountOrZero = Field(default=0, description="Last steps without cropping.")
@@ -103,27 +99,11 @@ class VAETrainSettings(Section):
     perceptual_weight: Weight = Field(default=0.0, description="Weight of the perceptual distance LPIPS.")
     perceptual_files: tuple[str, ...] = Field(default=(), description="LPIPS weights: vgg16-397923af.pth and vgg.pth.")
     discriminator: DiscriminatorSettings = DiscriminatorSettings()
-    whitening_clips: CountOrZero = Field(
-        default=0,
-        description="Procedural clips that give exported latents mean 0 and variance 1. 0 keeps the learned scale.",
-    )
     export_half: bool = Field(default=False, description="Export float16 instead of float32.")
 
 
 class TextTrainSettings(Section):
-    """Sizes of the two small text encoders, which learn to read scenes from captions."""
+    """Lengths of captions."""
 
-    batch_size: _Size = Field(default=128, description="Captions of a micro-batch.")
-    t5_width: _Size = Field(default=128, description="Width of T5.")
-    t5_layers: _Layers = Field(default=2, description="Layers of T5.")
-    t5_heads: _Size = Field(default=4, description="Attention heads of T5. They divide its width.")
     t5_max_length: _Size = Field(default=32, description="Tokens that T5 reads, end token included.")
-    clip_width: _Size = Field(default=128, description="Width of CLIP.")
-    clip_layers: _Layers = Field(default=2, description="Layers of CLIP.")
-    clip_heads: _Size = Field(default=4, description="Attention heads of CLIP. They divide its width.")
     clip_max_length: _Size = Field(default=32, description="Tokens that CLIP reads, start and end tokens included.")
-
-    def rules(self) -> Iterator[str]:
-        for name, width, heads in (("t5", self.t5_width, self.t5_heads), ("clip", self.clip_width, self.clip_heads)):
-            if width % heads:
-                yield f"text.{name}_heads={heads} must divide text.{name}_width={width}"

@@ -1,13 +1,11 @@
 """Settings of logs, validation and samples of a training run."""
 
-from math import ceil
 from typing import Annotated
 
 import yaml
 from pydantic import Field, field_validator
 
 from opensora_cli.core.section import Count, FileName, Section, Words
-from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.files import parse_yaml_text
 
 _Seed = Annotated[int, Field(ge=0, le=2**31)]
@@ -40,20 +38,9 @@ class ValidationSettings(Section):
     every: Count | None = Field(
         default=None, description="Updates between validations. One is before the first update. None disables them."
     )
-    table: FileName | None = Field(default=None, description="Table of held-out clips for data.table.")
+    table: FileName | None = Field(default=None, description="Table of held-out clips.")
     batches: int = Field(default=8, ge=1, le=100_000, description="Largest number of micro-batches.")
     seed: _Seed = Field(default=0, description="Seed of the clips' order, times and noise.")
-
-    def data(self, training: DataSettings) -> DataSettings:
-        """Return the held-out clips, in the shapes of the training data."""
-        changes: dict[str, object] = {"table": self.table, "workers": 0}
-        if training.table is None:
-            scenes = training.scenes
-            kinds = ((1 - scenes.picture_share, scenes.batch_size), (scenes.picture_share, scenes.picture_batch_size))
-            # Enough scenes to fill the micro-batches of clips and of single frames.
-            enough = max(ceil(self.batches * size / share) for share, size in kinds if share > 0)
-            changes |= {"scenes.held_out": True, "scenes.count": min(enough, scenes.count)}
-        return training.replace(changes)
 
 
 class SampleSettings(Section):
@@ -63,14 +50,10 @@ class SampleSettings(Section):
     prompts: tuple[Words, ...] = Field(
         default=(), max_length=64, description='One prompt, or a list as in ["raining, sea", snow].'
     )
-    num_frames: int | None = Field(
-        default=None, ge=1, le=1025, description="Number of frames. None means that of the scenes."
-    )
-    height: _Pixels | None = Field(default=None, description="Height in pixels. None means that of the scenes.")
-    width: _Pixels | None = Field(default=None, description="Width in pixels. None means that of the scenes.")
-    fps: float | None = Field(
-        default=None, gt=0, le=240, description="Frames per second. None means that of the scenes, or data.fps_max."
-    )
+    num_frames: int | None = Field(default=None, ge=1, le=1025, description="Number of frames.")
+    height: _Pixels | None = Field(default=None, description="Height in pixels.")
+    width: _Pixels | None = Field(default=None, description="Width in pixels.")
+    fps: float | None = Field(default=None, gt=0, le=240, description="Frames per second. None means data.fps_max.")
     num_inference_steps: int = Field(default=20, ge=1, le=1000, description="Number of Euler steps.")
     guidance_scale: float = Field(default=7.5, ge=0, le=100, description="Guidance scale of the prompt. 1 disables it.")
     seed: _Seed = Field(default=0, description="Seed of the first video. Video i uses seed + i.")
@@ -87,17 +70,3 @@ class SampleSettings(Section):
             return parse_yaml_text(value)
         except yaml.YAMLError:
             raise ValueError(f'samples.prompts={value} must be a list, as in ["raining, sea", snow]') from None
-
-    def shape(self, data: DataSettings) -> tuple[int, int, int] | None:
-        """Return frames, height and width of a video, or None if they are not known."""
-        scenes = data.scenes
-        defaults = (scenes.num_frames, scenes.size, scenes.size) if data.table is None else (None, None, None)
-        frames, height, width = (
-            given or default
-            for given, default in zip((self.num_frames, self.height, self.width), defaults, strict=True)
-        )
-        return None if frames is None or height is None or width is None else (frames, height, width)
-
-    def rate(self, data: DataSettings) -> float:
-        """Return the frames per second."""
-        return self.fps or (data.scenes.fps if data.table is None else data.fps_max)

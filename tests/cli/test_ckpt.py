@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_training
 import torch
 import yaml
 from fake_hub import FakeHub, FakeRepo, connect, serving
@@ -200,10 +201,10 @@ def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
         "target": "mmdit",
         "output": "run",
         "weights": [str(demo)],
-        "data": {"scenes": {"count": 2, "size": 32, "num_frames": 17, "batch_size": 1}, "workers": 0},
+        "data": {"table": tiny_training.TABLE, "buckets": {"32px": {"13": [1.0, 1]}}, "workers": 0},
         "loop": {"steps": 1},
         "precision": {"compute": "fp32"},
-        "train_mmdit": {"video_latent_frames": 2, "easy_latent_frames": 3, "frozen_dtype": "float32"},
+        "train_mmdit": {"video_latent_frames": 1, "easy_latent_frames": 2, "frozen_dtype": "float32"},
         **sizes,
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))

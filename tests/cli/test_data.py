@@ -81,7 +81,7 @@ def test_shard_and_preview(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     code, out, err = run(capsys, "data", "preview", table, "-o", sheet, "--quiet")
     assert (code, out, err) == (0, f"{sheet}\n", "")
     assert run(capsys, "data", "preview", table, "-o", sheet)[0] == 3
-    code, out, _ = run(capsys, "data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", "demo")
+    code, out, _ = run(capsys, "data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", "demo_lora")
     assert (code, json.loads(out)["shown"]) == (0, 4)
     # A configuration of the reference, which names no table; what it says that has no place here is told.
     config = folder / "stage.py"

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_training
 
 from opensora_cli.cli.app import main
 
@@ -12,7 +13,8 @@ DEMO = Path(__file__).parents[2] / "opensora_cli" / "assets" / "demo"
 WEIGHTS = ("--set", f"weights={DEMO}")
 FEW = (
     *WEIGHTS,
-    *("--set", "data.scenes.count=2", "--set", "data.scenes.batch_size=2", "--set", "data.scenes.size=32"),
+    *("--table", str(tiny_training.TABLE), "--set", "data.buckets={32px: {13: [1.0, 2]}}"),
+    *("--set", "train_mmdit.video_latent_frames=1", "--set", "train_mmdit.easy_latent_frames=2"),
     *("--set", "train_mmdit.frozen_dtype=float32"),
     *("--set", "train_mmdit.mode_weights.v2v_head=0"),
 )
@@ -28,31 +30,31 @@ def run(*args):
 
 
 def test_the_demos_recipe(capsys):
-    assert run("--config", "demo", *FEW, "--json") == 0
+    assert run("--config", "demo_lora", *FEW, "--json") == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    folder = str(Path("runs/demo_cache"))
+    folder = str(Path("runs/demo_lora_cache"))
     assert document == {
         "schema": "osora.data-cache/1",
         "folder": folder,
-        "clips": 2,
-        "encoded": 2,
+        "clips": 8,
+        "encoded": 8,
         "failed": [],
     }
     assert "encode" in err
-    assert run("--config", "demo", *FEW, "--quiet") == 0
+    assert run("--config", "demo_lora", *FEW, "--quiet") == 0
     out, err = capsys.readouterr()
-    assert (out, err) == (f"{folder}  2 clips, 0 of them encoded now\n", "")
+    assert (out, err) == (f"{folder}  8 clips, 0 of them encoded now\n", "")
     # Another mode needs references that were not encoded; other captions are another cache.
-    assert run("--config", "demo", *FEW, "--set", "train_mmdit.mode_weights.v2v_head=1") == 0
-    assert capsys.readouterr().out == f"{folder}  2 clips, 2 of them encoded now\n"
-    assert run("--config", "demo", *FEW, "--set", "train_mmdit.add_fps=true") == 3
+    assert run("--config", "demo_lora", *FEW, "--set", "train_mmdit.mode_weights.v2v_head=1") == 0
+    assert capsys.readouterr().out == f"{folder}  8 clips, 8 of them encoded now\n"
+    assert run("--config", "demo_lora", *FEW, "--set", "train_mmdit.add_fps=true") == 3
     assert "differs in: captions" in capsys.readouterr().err
 
 
 def test_a_missing_library_is_reported_before_anything_is_encoded(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert run("--config", "demo", *FEW, "--set", "init=demo", "--set", "lora.rank=4") == 4
+    assert run("--config", "demo_lora", *FEW) == 4
     assert capsys.readouterr().err == (
         "error: lora.rank needs PEFT, which is not installed\n"
         "       in osora's checkout: pip install -c constraints.txt '.[train]'\n"

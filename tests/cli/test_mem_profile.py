@@ -54,12 +54,12 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
 
 @pytest.mark.slow
 def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = recipe(tiny_training.text_settings(tmp_path / "run"), tmp_path)
+    config = recipe(tiny_training.vae_settings(tmp_path / "run"), tmp_path)
     assert main(["mem-profile", "--config", config, "--quiet"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert lines[0].startswith("profile     training text, batch 2 on cpu")
+    assert lines[0].startswith("profile     training vae, batch 2 on cpu")
     names = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     kinds = ["weights", "average", "gradients", "optimizer", "frozen parts", "activations", "held for backward", "peak"]
     assert names[:8] == kinds

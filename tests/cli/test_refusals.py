@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_training
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -21,6 +22,8 @@ for request in json.load(sys.stdin):
     print("=====", file=sys.stderr)
 print(json.dumps(found))
 """
+TINY_TABLE = ["--set", f"data.table={tiny_training.TABLE}"]
+WITHOUT_PARTS = [*TINY_TABLE, "--set", "weights=gone"]
 EXPLORE = ["generate", "sea", "--explore", "6", "--explore-steps", "8"]
 FLUX = ["generate", "sea", "--model", "flux1-dev", "--num-frames", "1"]
 PIXELS = ["generate", "sea", "--model", "open-sora-v2", "--width", "512"]
@@ -95,26 +98,32 @@ EARLY = [
     (3, ["show", "gone.mp4"], "gone.mp4 does not exist"),
     (3, ["show", "there.mp4"], "there.mp4 cannot be read"),
     (2, ["train"], "--config is missing"),
-    (2, ["train", "--config", "demo_vea"], "did you mean demo_vae?"),
-    (2, ["train", "--config", "demo", "--set", "nope=1"], "nope (from --set) is not a setting"),
-    (2, ["train", "--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], "contradicts --device"),
-    (2, ["train", "--config", "demo_vae", "--resume", "--overwrite"], "give one of them"),
-    (2, ["train", "--config", "demo_vae", "--allow-older"], "--allow-older has no effect without --resume"),
-    (2, ["train", "--config", "demo_vae", "--resume-from", "a", "--allow-older"], "has no effect with --resume-from"),
-    (2, ["train", "--config", "demo_vae", "--check-data", "--dry-run"], "--dry-run has no effect with --check-data"),
-    (2, ["train", "--config", "demo_vae", "--on", "2x4090"], "--on has no effect without --dry-run"),
+    (2, ["train", "--config", "vae_hunyan"], "did you mean vae_hunyuan?"),
+    (2, ["train", "--config", "demo_lora", "--set", "nope=1"], "nope (from --set) is not a setting"),
+    (2, ["train", "--config", "vae_hunyuan", "--device", "cpu", "--set", "device=cuda"], "contradicts --device"),
+    (2, ["train", "--config", "vae_hunyuan", "--resume", "--overwrite"], "give one of them"),
+    (2, ["train", "--config", "vae_hunyuan", "--allow-older"], "--allow-older has no effect without --resume"),
+    (
+        2,
+        ["train", "--config", "vae_dc_ae", "--resume-from", "a", "--allow-older"],
+        "has no effect with --resume-from",
+    ),
+    (2, ["train", "--config", "vae_hunyuan", "--check-data", "--dry-run"], "--dry-run has no effect with --check-data"),
+    (2, ["train", "--config", "vae_hunyuan", "--on", "2x4090"], "--on has no effect without --dry-run"),
     (2, ["train", "--new", "clips", "--allow-older"], "--allow-older has no effect with --new"),
     (2, ["train", "--list", "--gpus", "2"], "--gpus has no effect with --list"),
     (3, ["train", "--config", "gone.yaml"], "gone.yaml does not exist"),
     (3, ["train", "--from", "gone.json"], "gone.json does not exist"),
     (3, ["train", "--config", "demo_lora", "--set", "data.table=gone.csv"], "gone.csv does not exist"),
     (3, ["train", "--config", "demo_lora", "--set", "data.table=gone.csv", "--check-data"], "gone.csv does not exist"),
-    (3, ["train", "--config", "demo_short"], "runs/demo_text has no vae.safetensors, t5, clip"),
-    (3, ["train", "--config", "demo_short", "--gpus", "2"], "has no vae.safetensors, t5, clip"),
-    (3, ["train", "--config", "demo"], "init=runs/demo_short/transformer.safetensors does not exist"),
-    (3, ["train", "--config", "demo_vae", "--resume"], "has no checkpoint to resume from"),
-    (3, ["train", "--config", "demo_vae", "--resume-from", "gone"], "gone is no folder of a checkpoint"),
-    (3, ["train", "--config", "demo_vae", "--set", "output=run"], "run holds an earlier run: log.jsonl"),
+    (2, ["train", "--config", "demo_lora", "--set", "data.table=none"], "data.table is not set"),
+    (2, ["train", "--config", "demo_lora", "--set", "data.table=none", "--check-data"], "data.table is not set"),
+    (3, ["train", "--config", "demo_lora", *WITHOUT_PARTS], "weights=gone has no vae.safetensors, t5, clip"),
+    (3, ["train", "--config", "demo_lora", *WITHOUT_PARTS, "--gpus", "2"], "has no vae.safetensors, t5, clip"),
+    (3, ["train", "--config", "demo_lora", "--set", "init=gone.pt"], "init=gone.pt does not exist"),
+    (3, ["train", "--config", "vae_hunyuan", "--resume"], "has no checkpoint to resume from"),
+    (3, ["train", "--config", "vae_hunyuan", "--resume-from", "gone"], "gone is no folder of a checkpoint"),
+    (3, ["train", "--config", "vae_hunyuan", "--set", "output=run"], "run holds an earlier run: log.jsonl"),
     (2, ["ckpt", "convert", "there.pt", "there.pt"], "there.pt is what is read"),
     (2, ["ckpt", "verify", "there.pt", "--sha256", "12"], "must be 64 hexadecimal digits"),
     (2, ["ckpt", "diff", "there.pt", "there.pt", "--rtol", "-1"], "must be at least 0 (from --rtol)"),
@@ -146,14 +155,14 @@ EARLY = [
     (2, ["bench-generate", "--model", "demo", "--set", "sampling.stop_at=2"], "stop_at=2 cannot be compared"),
     (3, ["bench-generate", "--model", "demo", "--ref", "gone.png"], "gone.png does not exist"),
     (2, ["mem-profile", "--set", "nope=1"], "nope (from --set) is not a setting"),
-    (2, ["mem-profile", "--config", "demo", "--device", "cuda"], "--device cuda is not possible"),
+    (2, ["mem-profile", "--config", "demo_lora", "--device", "cuda"], "--device cuda is not possible"),
     (2, ["mem-profile", "--memory-limit", "1GiB"], "memory_limit=1073741824 has no effect without adaptive_batch"),
     (3, ["mem-profile", "--config", "gone.yaml"], "gone.yaml does not exist"),
     (2, ["env-check", "--export"], "--export needs a profile"),
     (2, ["env-check", "--profile", "local", "x.sh"], "FILE has no effect with --profile"),
-    (2, ["data", "cache", "--config", "demo_text"], "only mmdit has a use for a cache"),
-    (2, ["data", "cache", "--config", "demo", "--set", "train_mmdit.cache=none"], "train_mmdit.cache is not set"),
-    (3, ["data", "cache", "--config", "demo"], "has no vae.safetensors, t5, clip"),
+    (2, ["data", "cache", "--config", "vae_hunyuan"], "only mmdit has a use for a cache"),
+    (2, ["data", "cache", "--config", "demo_lora", "--set", "train_mmdit.cache=none"], "train_mmdit.cache is not set"),
+    (3, ["data", "cache", "--config", "demo_lora", *WITHOUT_PARTS], "has no vae.safetensors, t5, clip"),
     (3, ["data", "cache", "--config", "demo_lora", "--table", "gone.csv"], "gone.csv does not exist"),
     (2, ["data", "scan", "run", "--out", "table.txt"], "table=table.txt must end in .csv or .parquet"),
     (3, ["data", "scan", "gone"], "gone does not exist"),
@@ -211,8 +220,8 @@ HERE = ["--device", "cpu"]
         (3, ["ckpt", "merge-lora", GOOD, "folder", "x"], "adapter_config.json does not exist"),
         (3, ["ckpt", "convert", GOOD, "file/x"], "file is not a folder"),
         (3, ["ckpt", "convert", GOOD, "x" * 300], "cannot write xxx"),
-        (3, ["train", "--config", "demo_vae", "--set", "output=file/run"], "cannot write in file/run"),
-        (2, ["train", "--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], "device=cuda:0 is one GPU"),
+        (3, ["train", "--config", "demo_lora", *TINY_TABLE, "--set", "output=file/run"], "cannot write in file/run"),
+        (2, ["train", "--config", "vae_hunyuan", "--gpus", "2", "--set", "device=cuda:0"], "device=cuda:0 is one GPU"),
         (3, ["mem-profile", "--snapshot", "folder"], "is a folder"),
         (3, ["mem-profile", "--plot", "/dev/null/memory.png"], "cannot write in /dev/null"),
         (3, ["vae", "reconstruct", "a.png", "--out", "file"], "a part of this path is a file"),

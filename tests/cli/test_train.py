@@ -27,8 +27,8 @@ def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C at a step, once."""
     begin_step = VAETask.begin_step
 
-    def begin(self: VAETask, at: int, ema: object) -> None:
-        begin_step(self, at, ema)
+    def begin(self: VAETask, at: int) -> None:
+        begin_step(self, at)
         if at == step:
             monkeypatch.undo()
             signal.raise_signal(signal.SIGINT)
@@ -39,8 +39,7 @@ def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dry_run_touches_nothing(
     recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Estimates take longer for Muon, and for pictures first.
-    plain = ["--set", "optimizer.name=adamw", "--set", "train_vae.picture_steps=0"]
+    plain = ["--set", "optimizer.name=adamw"]  # estimates take longer for Muon
     assert main([*recipe, "--dry-run", "--json", "--set", "loop.steps=7", *plain]) == 0
     document = json.loads(capsys.readouterr().out)
     # It takes seconds, and would find the same.
@@ -59,7 +58,7 @@ def test_dry_run_touches_nothing(
     head, row = out.splitlines()[-2:]
     assert head.split()[3:] == ["weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"]
     assert row.split()[:2] == ["rank", "0"]
-    assert "steps       4, 2 clips each\n" in out
+    assert "steps       4, 1 micro-batch each\n" in out
     assert f"output      {tmp_path / 'run'}: vae.safetensors\n" in out
     assert not (tmp_path / "run").exists()
 
@@ -73,7 +72,7 @@ def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_no_estimates")
 def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = (f"output={tmp_path}", "memory.checkpointing=true", "memory.activation_offload=all")
-    demo = ["train", "--config", "demo_short", "--dry-run", *(word for each in chosen for word in ("--set", each))]
+    demo = ["train", "--config", "demo_lora", "--dry-run", *(word for each in chosen for word in ("--set", each))]
     assert main([*demo, "--set", "memory.activation_buffer=512MB"]) == 0
     words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host, buffer 512.0 MB"
     out = capsys.readouterr().out
@@ -93,14 +92,14 @@ def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.usefixtures("_no_estimates")
-@pytest.mark.parametrize("recipe_name", ["demo_short", "demo_text", "demo_vae"])
+@pytest.mark.parametrize("recipe_name", ["demo_lora", "stage1", "vae_hunyuan"])
 def test_packaged_recipes_by_name(
     recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--config", recipe_name, "--dry-run"]) == 0
     missing = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("missing")]
-    assert missing == (["vae.safetensors", "t5", "clip"] if recipe_name == "demo_short" else [])
+    assert len(missing) == (3 if recipe_name == "stage1" else 0)
 
 
 @pytest.mark.usefixtures("_no_estimates")

@@ -299,7 +299,7 @@ def test_ranks_share_the_memory_of_their_machine(pool):
 
 
 def _settings(output: Path, **changes: object) -> TrainSettings:
-    return tiny_training.text_settings(output).replace(
+    return tiny_training.vae_settings(output).replace(
         {"loop.steps": 8, "loop.micro_batches": 2, "checkpoints.every": 100, "precision.compute": "fp32", **changes}
     )
 

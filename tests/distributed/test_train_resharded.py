@@ -59,7 +59,7 @@ class _Task:
             compile_blocks(self.module, warn=pytest.fail, backend="aot_eager")
         self.forward = distribution.shard(self.module)
 
-    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
+    def begin_step(self, step: int) -> None:
         pass
 
     def loss(self, batch: _Batch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:

@@ -67,8 +67,10 @@ def _watched(
             "optimizer.eps": 1e-3,
             "precision.compute": "fp32",
             "validation.every": 1,
+            "validation.table": tiny_training.HELD_OUT,
             "validation.batches": 3,
             "samples.every": 1,
+            **tiny_training.SAMPLE_SIZE,
             "samples.prompts": ("rain", "snow"),
             "samples.num_inference_steps": 2,
         }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES.append(ROOT / "examples" / "demo" / "README.md")
 
 NEEDS: dict[str, frozenset[int]] = {
     "weights": frozenset({3, 4}),

@@ -80,7 +80,7 @@ def test_every_need_is_a_known_one() -> None:
 
 def test_every_benchmark_and_example_that_a_page_names_exists() -> None:
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    named = {name for text in texts for name in re.findall(r"\b(?:benchmarks|examples)/\w+\.py", text)}
+    named = {name for text in texts for name in re.findall(r"\b(?:benchmarks|examples)/[\w/]+\.py", text)}
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 

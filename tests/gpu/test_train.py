@@ -15,7 +15,7 @@ from opensora_cli.settings.train import TrainSettings
 
 def settings(output: Path) -> TrainSettings:
     changes = {"device": "cuda", "loop.steps": 6, "checkpoints.every": 3, "optimizer.name": "adamw"}
-    return tiny_training.text_settings(output).replace(changes)
+    return tiny_training.vae_settings(output).replace(changes)
 
 
 def test_six_steps_are_three_and_three(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_loss_and_gradients_are_those_of_a_cpu(kind, monkeypatch):
         task = vae_task(kind, squared_error_weight=1.0, discriminator=DISCRIMINATOR)
         task.module.to(device)
         task.adversary.module.to(device)
-        task.begin_step(0, None)
+        task.begin_step(0)
         # Noise is drawn on the host, whatever the device.
         loss, figures = task.loss(clip_batch(0, num_frames=NUM_FRAMES[kind]), SampleRng.of(0, 0))
         loss.backward()

@@ -65,13 +65,13 @@ BASES: tuple[Base, ...] = (
         ("generate", "--from-latents", "made.latents.safetensors", "--weights", "tiny", "--out", "out.mp4"),
         ("tiny", "made.latents.safetensors"),
     ),
-    Base("train vae", ("train", "--config", "vae.yaml"), ("vae.yaml",)),
-    Base("train text", ("train", "--config", "text.yaml", "--json"), ("text.yaml",)),
-    Base("train mmdit", ("train", "--config", "mmdit.yaml"), ("mmdit.yaml", "frozen")),
-    Base("train plan", ("train", "--config", "text.yaml", "--dry-run"), ("text.yaml",), seconds=2.0),
-    Base("train resumed", ("train", "--config", "vae.yaml", "--resume"), ("vae.yaml", "run"), ("work/run",)),
-    Base("train again", ("train", "--config", "vae.yaml", "--overwrite"), ("vae.yaml", "run"), ("work/run",)),
-    Base("train from", ("train", "--from", "run/settings.json", "--set", "output=other"), ("run",)),
+    Base("train vae", ("train", "--config", "vae.yaml"), ("vae.yaml", *_CLIPS)),
+    Base("train vae", ("train", "--config", "vae.yaml", "--json"), ("vae.yaml", *_CLIPS)),
+    Base("train mmdit", ("train", "--config", "mmdit.yaml"), ("mmdit.yaml", "frozen", *_CLIPS)),
+    Base("train plan", ("train", "--config", "vae.yaml", "--dry-run"), ("vae.yaml", *_CLIPS), seconds=2.0),
+    Base("train resumed", ("train", "--config", "vae.yaml", "--resume"), ("vae.yaml", "run", *_CLIPS), ("work/run",)),
+    Base("train again", ("train", "--config", "vae.yaml", "--overwrite"), ("vae.yaml", "run", *_CLIPS), ("work/run",)),
+    Base("train from", ("train", "--from", "run/settings.json", "--set", "output=other"), ("run", *_CLIPS)),
     Base("train on clips", ("train", "--config", "clips.yaml"), ("clips.yaml", "frozen", *_CLIPS)),
     Base("train check", ("train", "--config", "clips.yaml", "--check-data"), ("clips.yaml", "frozen", *_CLIPS)),
     Base("train new", ("train", "--new", "clips"), ("clips",)),
@@ -115,8 +115,8 @@ BASES: tuple[Base, ...] = (
     Base("profile", ("mem-profile", "--config", "generate.yaml", "--runs", "0"), ("generate.yaml",), seconds=2.0),
     Base(
         "profile training",
-        ("mem-profile", "--config", "text.yaml", "--runs", "1", "--plot", "memory.png", "--json"),
-        ("text.yaml",),
+        ("mem-profile", "--config", "vae.yaml", "--runs", "1", "--plot", "memory.png", "--json"),
+        ("vae.yaml", *_CLIPS),
         seconds=3.0,
     ),
     Base("environment", ("env-check", "Dockerfile", "train.sh", "--no-all-reduce"), ("Dockerfile", "train.sh")),
@@ -160,7 +160,7 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     made = (*_TINY, "--out", "made.mp4")
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
-    _add(sandbox, inputs, ("vae.yaml",), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
+    _add(sandbox, inputs, ("vae.yaml", *_CLIPS), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
     _add(sandbox, inputs, ("generate.yaml", "tiny"), (*_TINY, "--out", "many.png"))
     for kind, name in (("safetensors-shards", "shards"), ("torch-shards", "torch-shards")):
         arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind, "--shard-size", "8KB")
@@ -234,20 +234,20 @@ def _write_texts(folder: Path) -> None:
     sizes = tiny_world.DEMO_SIZES | short | {"runtime.weights": "tiny"}
     (folder / "generate.yaml").write_text(yaml.safe_dump(_nested(sizes)))
     output = Path("run")
-    for name, settings in (
-        ("vae", tiny_training.vae_settings(output)),
-        ("text", tiny_training.text_settings(output)),
-        ("mmdit", tiny_training.mmdit_settings(output, Path("frozen"))),
-    ):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True)))
-    data = {"table": "clips.csv", "buckets": {"64px": {"1": [1.0, 2], "13": [1.0, 2]}}, "workers": 0}
-    document = tiny_training.mmdit_settings(output, Path("frozen")).model_dump(mode="json", exclude_unset=True)
-    (folder / "clips.yaml").write_text(yaml.safe_dump({**document, "data": data}))
+    documents = {
+        "vae": (tiny_training.vae_settings(output), {"5": [1.0, 2]}),
+        "mmdit": (tiny_training.mmdit_settings(output, Path("frozen")), {"13": [1.0, 2]}),
+        "clips": (tiny_training.mmdit_settings(output, Path("frozen")), {"1": [1.0, 2], "13": [1.0, 2]}),
+    }
+    for name, (settings, lengths) in documents.items():
+        document = settings.model_dump(mode="json", exclude_unset=True)
+        data = {"table": "clips.csv", "buckets": {"64px": lengths}, "workers": 0}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**document, "data": data}))
     (folder / "Dockerfile").write_text(
         "FROM python:3.12\nENV NCCL_DEBUG=INFO OMP_NUM_THREADS=4\nRUN pip install torch\n"
     )
     (folder / "prompts.csv").write_text("prompt\nraining sea\na boat at night\n")
-    (folder / "train.sh").write_text("#!/bin/bash\nexport NCCL_P2P_DISABLE=1\nosora train --config demo\n")
+    (folder / "train.sh").write_text("#!/bin/bash\nexport NCCL_P2P_DISABLE=1\nosora train --config demo_lora\n")
     (folder / "reference.py").write_text('save_dir = "samples"\nsampling_option = dict(num_frames=17, num_steps=3)\n')
 
 

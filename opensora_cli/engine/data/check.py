@@ -7,15 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import BucketSampler, EpochPlan
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import BadRow, ClipTable
-from opensora_cli.engine.encode.datasets import TableRequests, open_dataset, pixel_multiple
+from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.unused_rows import UnusedRows, find_unused
 from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 _LISTED = 20
 
@@ -48,7 +48,7 @@ class DataReport(Document):
     SCHEMA = "osora.data-check/2"
 
     source: str
-    """The table, or what stands for it."""
+    """Table."""
     rows: int
     bad_rows: tuple[BadRow, ...]
     without_caption: int
@@ -89,62 +89,12 @@ class DataReport(Document):
 
 
 def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
-    """Return what the first epoch of a run has; every file of a table is looked for, and none is read.
+    """Return what the first epoch of a run has; every file of the table is looked for, and none is read.
 
-    Errors are those of `open_dataset`; a RequestError, too, if the run has no clips.
+    Errors are those of `open_table`.
     """
-    if settings.target is TrainTarget.TEXT:
-        raise RequestError("target=text has no clips to check: its captions are sampled when they are needed")
-    data = settings.data
-    dataset = open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=True)
-    of_update = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
-    if isinstance(dataset.requests, TableRequests):
-        return _table_report(settings, dataset.requests, of_update=of_update, reporter=reporter)
-    plan = dataset.plan_epoch(0)
-    buckets = tuple(_scene_buckets(data, plan))
-    return _report("procedural scenes", rows=data.scenes.count, plan=plan, buckets=buckets, of_update=of_update)
-
-
-def _report(
-    source: str,
-    *,
-    rows: int,
-    plan: EpochPlan,
-    buckets: tuple[BucketReport, ...],
-    of_update: int,
-    bad_rows: tuple[BadRow, ...] = (),
-    without_caption: int = 0,
-    without_bucket: int = 0,
-    unused: tuple[UnusedRows, ...] = (),
-) -> DataReport:
-    problems = [
-        f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
-        f"{bucket.batch_size}"
-        for bucket in buckets
-        if bucket.probability > 0 and bucket.micro_batches == 0
-    ]
-    if len(plan) < of_update:
-        problems.append(f"an epoch is empty: it has {len(plan)} micro-batches, and an update takes {of_update}")
-    return DataReport(
-        source=source,
-        rows=rows,
-        bad_rows=bad_rows,
-        without_caption=without_caption,
-        without_bucket=without_bucket,
-        unused=unused,
-        buckets=buckets,
-        micro_batches=len(plan),
-        micro_batches_of_update=of_update,
-        updates=len(plan) // of_update,
-        problems=tuple(problems),
-    )
-
-
-def _table_report(
-    settings: TrainSettings, requests: TableRequests, *, of_update: int, reporter: Reporter
-) -> DataReport:
-    data = settings.data
-    table, buckets = requests.table, requests.buckets
+    data, source = settings.data, open_table(settings, fixed_starts=True)
+    table, buckets = source.table, source.buckets
     is_there = _look_for_files(table, reporter=reporter)
     missing = [
         BadRow(row=int(table.rows[index]), path=table.paths[index], reason="there is no such file")
@@ -152,17 +102,28 @@ def _table_report(
     ]
     usable = table.samples.only(is_there)
     sampler = BucketSampler(buckets=buckets, samples=usable, seed=settings.loop.seed)
-    plan = sampler(0)
-    return _report(
-        str(data.table),
+    plan, of_update = sampler(0), settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
+    reports = tuple(_bucket_reports(data, buckets, plan))
+    problems = [
+        f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
+        f"{bucket.batch_size}"
+        for bucket in reports
+        if bucket.probability > 0 and bucket.micro_batches == 0
+    ]
+    if len(plan) < of_update:
+        problems.append(f"an epoch is empty: it has {len(plan)} micro-batches, and an update takes {of_update}")
+    return DataReport(
+        source=str(data.table),
         rows=len(table) + len(table.bad_rows),
-        plan=plan,
-        buckets=tuple(_bucket_reports(data, buckets, plan)),
-        of_update=of_update,
         bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
         without_caption=table.texts.num_empty,
         without_bucket=int((buckets.reachable(usable) == NO_BUCKET).all(axis=1).sum()),
-        unused=find_unused(requests, is_there, sampler.assigned(0)),
+        unused=find_unused(source, is_there, sampler.assigned(0)),
+        buckets=reports,
+        micro_batches=len(plan),
+        micro_batches_of_update=of_update,
+        updates=len(plan) // of_update,
+        problems=tuple(problems),
     )
 
 
@@ -192,21 +153,3 @@ def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> It
             samples=samples,
             micro_batches=batches,
         )
-
-
-def _scene_buckets(data: DataSettings, plan: EpochPlan) -> Iterator[BucketReport]:
-    scenes = data.scenes
-    kinds = (
-        (scenes.num_frames, scenes.batch_size, 1 - scenes.picture_share),
-        (1, scenes.picture_batch_size, scenes.picture_share),
-    )
-    for index, (length, batch_size, share) in enumerate(kinds):
-        if share > 0:
-            yield BucketReport(
-                resolution=f"{scenes.size}px",
-                num_frames=length,
-                probability=1.0,
-                batch_size=batch_size,
-                samples=int(plan.samples_of_buckets[index]),
-                micro_batches=int(plan.batches_of_buckets[index]),
-            )

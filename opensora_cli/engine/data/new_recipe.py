@@ -62,7 +62,7 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
     """Scan a folder, and write `FOLDER.yaml` beside it: the recipe `base` with buckets for all that is in the folder.
 
     Raises:
-        RequestError: the base has no use for clips, or is a file of the reference implementation.
+        RequestError: the base is a file of the reference implementation.
         FileProblem: the folder is missing, or has nothing in it that can be trained on.
         OutputError: the recipe exists already, or the table does and is not as a scan left it, or cannot be written.
     """
@@ -74,8 +74,6 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
     if base.suffix == ".py":
         raise RequestError(f"--new takes a recipe of osora as --config, and {base} is a file of the reference")
     settings = load_train_settings(config=base, overrides={}, environment={})
-    if settings.target is TrainTarget.TEXT:
-        raise RequestError(f"{base} has target=text, which learns from captions that it makes itself: use another")
     reporter = reporter or SilentReporter()
     scanned = scan(ScanSettings(folder=folder), reporter=reporter)
     suggestion = suggest_buckets(read_table(scanned.table).samples, settings)
@@ -147,10 +145,6 @@ def _rate_for(samples: Samples, members: NDArray[np.int64], *, length: int) -> f
 def _usual(settings: TrainSettings) -> tuple[int, int, float, float]:
     """Return side and length of the largest clips of a recipe, the latent frames x pixels of a batch, and its rate."""
     data, grid = settings.data, settings.vae.grid
-    if data.table is None:
-        scenes = data.scenes
-        budget = scenes.batch_size * grid.latent_frames(scenes.num_frames) * scenes.size**2
-        return scenes.size, scenes.num_frames, budget, scenes.fps
     name = max(data.buckets, key=lambda name: (max(data.buckets[name]) > 1, num_pixels(name)))
     sizes = {length: bucket.batch_size * grid.latent_frames(length) for length, bucket in data.buckets[name].items()}
     longest = max(sizes)
@@ -225,8 +219,6 @@ def _recipe_text(
         lines.append(f"  # Left out, too small or too short for any: {suggestion.unfit:,}.")
     if settings.target is TrainTarget.MMDIT:
         lines += _transformer_lines(settings, suggestion, name=name)
-    elif settings.data.table is None:
-        lines += ["train_vae:", "  # These are for procedural scenes.", "  picture_steps: 0", "  whitening_clips: 0"]
     return "\n".join(lines) + "\n"
 
 
@@ -241,8 +233,6 @@ def _transformer_lines(settings: TrainSettings, suggestion: Suggestion, *, name:
     lines = []
     if chosen.cache is not None:
         lines += ["  # Encoded clips.", f"  cache: {_quoted(f'runs/{name}_cache')}"]
-    if chosen.thing_weight != 1:
-        lines += ["  # Where the thing is, is known of procedural scenes alone.", "  thing_weight: 1"]
     if modes:
         lines += ["  mode_weights:", "    # No clip is long enough for these.", *(f"    {mode}: 0" for mode in modes)]
         if not set(chosen.mode_weights.by_mode()) - set(modes):

@@ -56,7 +56,7 @@ def preview(
 ) -> PreviewResult:
     """Make a contact sheet of some samples of a table: frames, caption, size and bucket.
 
-    Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Errors are those of `open_dataset`; a
+    Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Errors are those of `make_buckets`; a
     FileProblem, too, if the table is empty, and an OutputError if the picture exists already or cannot be written.
     """
     sheet = Path(settings.sheet)

@@ -100,7 +100,7 @@ def key_of(request: ClipRequest) -> str:
 
 
 def file_state(path: str) -> FileState | None:
-    """Return the state of the file of a clip, or None if there is no file, as for a procedural scene."""
+    """Return the state of the file of a clip, or None if there is no file, as for clips of a program."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

@@ -13,13 +13,13 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, MediaError
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.core.reading import require_file
+from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
 from opensora_cli.engine.encode.clip_conditions import encoded_parts, fitting_modes
 from opensora_cli.engine.encode.clips import ALWAYS_CACHED, FreshClip, encode_for_cache, part_name, training_caption
-from opensora_cli.engine.encode.datasets import all_requests
+from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import frozen_dtype, load_encoders
 from opensora_cli.engine.encode.inputs import require_frozen_parts
-from opensora_cli.engine.encode.loading import read_clip
 from opensora_cli.settings.train import TrainSettings
 
 _ENCODER_FILES = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
@@ -41,6 +41,7 @@ def prepare_cache(
     ranks: int,
     barrier: Callable[[], None],
     reporter: Reporter,
+    source: ClipSource | None = None,
 ) -> ClipCache | None:
     """Return the cache of a training run after missing clips were added, or None for a run without a cache.
 
@@ -49,7 +50,9 @@ def prepare_cache(
     """
     if settings.train_mmdit.cache is None:
         return None
-    _, failed = fill_cache(settings, device=device, rank=rank, ranks=ranks, barrier=barrier, reporter=reporter)
+    _, failed = fill_cache(
+        settings, device=device, rank=rank, ranks=ranks, barrier=barrier, reporter=reporter, source=source
+    )
     if failed:
         others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
         reporter.warn(f"skipped: {failed[0].path} ({failed[0].reason}){others}")
@@ -65,10 +68,12 @@ def fill_cache(
     ranks: int = 1,
     barrier: Callable[[], None] = lambda: None,
     reporter: Reporter,
+    source: ClipSource | None = None,
 ) -> tuple[int, list[FailedClip]]:
     """Begin or continue the cache of `settings`; return the number of clips that were encoded, and the failed ones.
 
-    Each of `ranks` processes encodes a share; `barrier` returns when all have called it.
+    Without a `source`, clips are those of the table. Each of `ranks` processes encodes a share; `barrier` returns when
+    all have called it.
 
     Raises:
         CheckpointError: frozen parts, or files of the cache, are missing or broken.
@@ -78,7 +83,8 @@ def fill_cache(
     """
     assert settings.train_mmdit.cache is not None
     folder = Path(settings.train_mmdit.cache)
-    requests = all_requests(settings)
+    source = source or open_table(settings, fixed_starts=True)
+    requests = [*source.requests()]
     encoders = cache(partial(load_encoders, settings, device=device))
     if rank == 0:
         # Settings first: hashing the weights takes long.
@@ -87,7 +93,8 @@ def fill_cache(
         if not is_cache_of(folder, identity):
             write_header(folder, identity, encoders().empty_prompt)
     barrier()
-    clips, parts = ClipCache(folder), {length: _parts(settings, length) for length in settings.data.lengths()}
+    clips = ClipCache(folder)
+    parts = {length: _parts(settings, length) for length in {request.num_frames for request in requests}}
     missing = [
         request
         for request in requests[rank::ranks]
@@ -102,7 +109,7 @@ def fill_cache(
                 # Before reading: a file that changes meanwhile is encoded again by the next run.
                 file = file_state(request.path)
                 try:
-                    pixels_THWC = read_clip(request, fit=settings.data.fit)
+                    pixels_THWC = source.read(request)
                 except MediaError as error:
                     failed.append(FailedClip(path=request.path, reason=error.message))
                 else:

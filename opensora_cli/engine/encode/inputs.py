@@ -6,12 +6,14 @@ This module needs no torch, so missing files are reported early.
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.files import require_there
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, download_command, packaged_demo
 from opensora_cli.models.registry import WeightNames
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
+
+NO_TABLE, TABLE_HINT = "data.table is not set", "name a table of clips: osora data scan makes one of a folder"
 
 PACKAGED = "demo"
 """Name of the packaged model, in place of a path."""
@@ -50,8 +52,9 @@ def require_frozen_parts(settings: TrainSettings) -> FrozenParts:
     return FrozenParts(paths[files.vae], paths[files.t5], paths[files.clip])
 
 
-def require_tables(settings: TrainSettings) -> None:
-    """Raise FileProblem if a table of the run is missing."""
-    if settings.target is not TrainTarget.TEXT:
-        validated = settings.validation.table if settings.validation.every is not None else None
-        require_there(*(table for table in (settings.data.table, validated) if table is not None))
+def require_tables(settings: TrainSettings, *, has_source: bool = False) -> None:
+    """Raise FileProblem if a table of the run is missing, and RequestError if none is named and needed."""
+    if settings.data.table is None and not has_source:
+        raise RequestError(NO_TABLE, hint=TABLE_HINT)
+    validated = settings.validation.table if settings.validation.every is not None else None
+    require_there(*(table for table in (settings.data.table, validated) if table is not None))

@@ -9,58 +9,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter
-from opensora_cli.data.batch_stream import BatchStream, PicturesFirst, WorkerEnded
-from opensora_cli.data.batches import BucketSampler, ClipBatch, ClipRequest, MicroBatch, Replacement
-from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.encode.datasets import (
-    ClipDataset,
-    ClipRequests,
-    TableRequests,
-    open_dataset,
-    pixel_multiple,
-)
+from opensora_cli.data.batch_stream import BatchStream, WorkerEnded
+from opensora_cli.data.batches import ClipBatch, ClipRequest, MicroBatch, Replacement
+from opensora_cli.data.source import ClipSource
+from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.unused_rows import find_unused
-from opensora_cli.media.read import read_cut
-from opensora_cli.media.resize import fit_frames
 from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 _NOTE_BYTES = 512
 _MOST_WARNINGS = 20
 
 LoadClip = Callable[[ClipRequest], Any]
 """Function that replaces decoding, such as `ClipCache.clip`. Raises an `OsoraError` for a sample that it lacks."""
-
-
-def read_clip(request: ClipRequest, *, fit: Fit | str = Fit.CROP) -> Tensor:
-    """Decode and resize, or render, the frames of a request; return them as uint8 (T, H, W, 3).
-
-    Raises MediaError if the file is missing, broken or too short.
-    """
-    scene = SceneClip.named(request.path)
-    if scene is not None:
-        fps = request.fps or 1.0  # any rate renders the same single frame
-        return torch.from_numpy(scene.render(size=request.height, num_frames=request.num_frames, fps=fps))
-    is_picture = request.num_frames == 1
-    fitted = []
-    # Only one frame of a large video is in memory at its own size.
-    for frame_HWC in read_cut(
-        request.path, start=request.start, num_frames=request.num_frames, interval=request.interval
-    ):
-        pixels_C1HW = fit_frames(
-            frame_HWC[None], height=request.height, width=request.width, fit=fit, picture=is_picture
-        )
-        # uint8 is a quarter of the bytes that go to another process and to the device.
-        levels_HWC = ((pixels_C1HW[:, 0] + 1) * 127.5).round().permute(1, 2, 0)
-        fitted.append(levels_HWC.to(torch.uint8))
-    return torch.stack(fitted)
 
 
 class ReadingNotes:
@@ -89,10 +55,9 @@ class ClipLoader:
     so a resumed run repeats an uninterrupted one.
     """
 
-    requests: ClipRequests
-    fit: Fit | str
+    source: ClipSource
     load: LoadClip | None
-    """None decodes frames."""
+    """None reads pixels."""
     notes: ReadingNotes
 
     def __call__(self, asked: MicroBatch) -> ClipBatch:
@@ -102,10 +67,10 @@ class ClipLoader:
         for place, own in enumerate(asked.samples):
             failures: list[tuple[str, str]] = []
             for sample in chain([own], substitutes):
-                request = self.requests.request(sample, bucket=asked.bucket, number=asked.number, place=place)
+                request = self.source.request(sample, bucket=asked.bucket, number=asked.number, place=place)
                 self.notes.note(request.path)
                 try:
-                    content = read_clip(request, fit=self.fit) if self.load is None else self.load(request)
+                    content = self.source.read(request) if self.load is None else self.load(request)
                     break
                 except OsoraError as error:
                     failures.append((request.path, error.message))
@@ -160,30 +125,32 @@ class ReplacementWarnings:
 class ClipBatches(BatchStream[ClipBatch]):
     """Micro-batches of one rank, with warnings of unused samples and of samples that could not be read.
 
-    Workers call `load` in place of decoding; clips then begin with the first frame of their file. Raises what
-    `open_dataset` raises, and FileProblem if the data fill too few micro-batches for an update.
+    Without a `source`, clips are those of the table. Workers call `load` in place of reading pixels; clips of the table
+    then start with the first frame of their file. Raises what `open_table` raises, and FileProblem if the data fill too
+    few micro-batches for an update.
     """
 
     def __init__(
         self,
         settings: TrainSettings,
-        data: DataSettings,
         *,
         data_rank: int,
         data_ranks: int,
         reporter: Reporter,
-        load: LoadClip | None,
+        load: LoadClip | None = None,
+        source: ClipSource | None = None,
     ) -> None:
-        seed, multiple = settings.loop.seed, pixel_multiple(settings)
-        dataset = open_dataset(data, seed=seed, multiple=multiple, fixed_starts=load is not None)
-        if data_rank == 0:
-            _warn_of_unused(data, dataset, seed=seed, reporter=reporter)
+        data = settings.data
+        if source is None:
+            source = open_table(settings, fixed_starts=load is not None)
+            if data_rank == 0:
+                _warn_of_unused(data, source, reporter=reporter)
         self._notes = ReadingNotes(data.workers)
         self._replaced = ReplacementWarnings(reporter)
         super().__init__(
-            dataset.plan_epoch,
-            ClipLoader(requests=dataset.requests, fit=data.fit, load=load, notes=self._notes),
-            fingerprint=dataset.fingerprint,
+            source.plan_epoch,
+            ClipLoader(source=source, load=load, notes=self._notes),
+            fingerprint=source.fingerprint,
             micro_batches=settings.loop.micro_batches or data_ranks,
             rank=data_rank,
             ranks=data_ranks,
@@ -209,35 +176,11 @@ class ClipBatches(BatchStream[ClipBatch]):
         return batch
 
 
-def open_batches(
-    settings: TrainSettings, *, data_rank: int, data_ranks: int, reporter: Reporter, load: LoadClip | None = None
-) -> ClipBatches | PicturesFirst[ClipBatch]:
-    """Return the micro-batches of this rank in a training run; see `ClipBatches`."""
-
-    def open_(data: DataSettings) -> ClipBatches:
-        return ClipBatches(settings, data, data_rank=data_rank, data_ranks=data_ranks, reporter=reporter, load=load)
-
-    clips, data = open_(settings.data), settings.data
-    if settings.target is not TrainTarget.VAE or not settings.train_vae.picture_steps:
-        return clips
-    size = settings.train_vae.picture_batch_size
-    return PicturesFirst(
-        open_(data.replace({"scenes.picture_share": 1.0, "scenes.picture_batch_size": size})),
-        clips,
-        updates=settings.train_vae.picture_steps,
-        batches_of_update=(settings.loop.micro_batches or data_ranks) // data_ranks,
-    )
-
-
-def _warn_of_unused(data: DataSettings, dataset: ClipDataset, *, seed: int, reporter: Reporter) -> None:
-    requests = dataset.requests
-    if not isinstance(requests, TableRequests):
-        return
-    table, buckets = requests.table, requests.buckets
+def _warn_of_unused(data: DataSettings, source: TableSource, *, reporter: Reporter) -> None:
+    table, buckets, sampler = source.table, source.buckets, source.sampler()
     if bad := len(table.bad_rows):
         reporter.warn(f"{data.table}: bad rows skipped: {bad}; osora train --check-data lists them")
-    sampler = BucketSampler(buckets=buckets, samples=table.samples, seed=seed)
-    for each in find_unused(requests, np.ones(len(table), dtype=bool), sampler.assigned(0)):
+    for each in find_unused(source, np.ones(len(table), dtype=bool), sampler.assigned(0)):
         reporter.warn(
             f"{data.table}: rows unused: {each.rows} of {len(table)}, {each.reason} ({each.examples[0]}); "
             "osora train --check-data lists them with fixes"

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from opensora_cli.core.documents import Document
 from opensora_cli.data.buckets import FILLED, NO_BUCKET, Buckets, Samples
-from opensora_cli.engine.encode.datasets import TableRequests
+from opensora_cli.engine.encode.datasets import TableSource
 
 _EXAMPLES = 3
 
@@ -30,19 +30,17 @@ class UnusedRows(Document):
         ]
 
 
-def find_unused(
-    requests: TableRequests, usable: NDArray[np.bool_], assigned: NDArray[np.int32]
-) -> tuple[UnusedRows, ...]:
+def find_unused(source: TableSource, usable: NDArray[np.bool_], assigned: NDArray[np.int32]) -> tuple[UnusedRows, ...]:
     """Return the rows that no epoch uses.
 
     Args:
-        requests: table and buckets.
+        source: table and buckets.
         usable: whether each row of the table counts.
         assigned: bucket of each usable row in the first epoch, `NO_BUCKET` for a row that probabilities reject.
     """
-    samples = requests.table.samples.only(usable)
-    paths = [requests.table.paths[index] for index in np.flatnonzero(usable).tolist()]
-    groups = [*_without_bucket(samples, requests.buckets), *_unfilled(requests.buckets, assigned)]
+    samples = source.table.samples.only(usable)
+    paths = [source.table.paths[index] for index in np.flatnonzero(usable).tolist()]
+    groups = [*_without_bucket(samples, source.buckets), *_unfilled(source.buckets, assigned)]
 
     def described(index: int) -> str:
         size = f"{samples.width[index]}x{samples.height[index]}"

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from einops import reduce
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from torch.nn.functional import interpolate
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.events import Events
@@ -32,11 +32,13 @@ from opensora_cli.models.vae.autoencoder import Autoencoder
 _LEAST_SIZE, _LEAST_CLIPS = 64, 8
 _LATENTS_A_SIDE = 8
 _POSITIONS_PER_CHANNEL = 16
-_FPS = 12.0
 _GIF_SIDE = 256
 """Longest side of a preview in pixels, unless there are more latents."""
 
 Color = tuple[FiniteFloat, FiniteFloat, FiniteFloat]
+
+MakeClip = Callable[[int, int, int], torch.Tensor]
+"""Function from frames, side in pixels and number of a clip to its uint8 RGB (T, H, W, 3)."""
 
 
 class PreviewMap(BaseModel):
@@ -70,11 +72,22 @@ def read_map(file: Path) -> PreviewMap | None:
         return None
 
 
-def fit_preview_map(autoencoder: Autoencoder, *, on_clip: Callable[[], None] = lambda: None) -> PreviewMap:
-    """Fit a map by least squares to rendered scenes. `on_clip` is called after each of `count_clips`."""
+def color_field(num_frames: int, size: int, number: int) -> torch.Tensor:
+    """Return a clip of smooth random colors that change over time: uint8 RGB (num_frames, size, size, 3)."""
+    generator = torch.Generator().manual_seed(number)
+    corners_13THW = torch.rand(1, 3, 2, 5, 5, generator=generator)
+    shape = (num_frames, size, size)
+    levels_13THW = interpolate(corners_13THW, size=shape, mode="trilinear", align_corners=True) * 255
+    return levels_13THW[0].round().to(torch.uint8).permute(1, 2, 3, 0)
+
+
+def fit_preview_map(
+    autoencoder: Autoencoder, *, clip: MakeClip = color_field, on_clip: Callable[[], None] = lambda: None
+) -> PreviewMap:
+    """Fit a map by least squares to clips of its own. `on_clip` is called after each of `count_clips`."""
     latents_NC, colors_N3 = [], []
     for number in range(count_clips(autoencoder)):
-        latents_CTHW, colors_3THW = preview_example(autoencoder, SceneClip(seed=0, number=number))
+        latents_CTHW, colors_3THW = preview_example(autoencoder, clip(*_clip_shape(autoencoder), number))
         latents_NC.append(latents_CTHW.flatten(1).T)
         colors_N3.append(colors_3THW.flatten(1).T)
         on_clip()
@@ -91,14 +104,12 @@ def count_clips(autoencoder: Autoencoder) -> int:
     return max(_LEAST_CLIPS, math.ceil(_POSITIONS_PER_CHANNEL * (grid.latent_channels + 1) / positions))
 
 
-def preview_example(autoencoder: Autoencoder, clip: SceneClip) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scaled latents_CTHW of a rendered clip, and the colors_3THW of their preview in [-1, 1].
+def preview_example(autoencoder: Autoencoder, levels_THWC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scaled latents_CTHW of a uint8 clip, and the colors_3THW of their preview in [-1, 1].
 
     Both are float64 on the CPU. A color is the mean of the pixels and frames of a latent position.
     """
-    grid, (frames, size) = autoencoder.grid, _clip_shape(autoencoder)
-    weight = next(autoencoder.parameters())
-    levels_THWC = torch.from_numpy(clip.render(size=size, num_frames=frames, fps=_FPS))
+    grid, weight = autoencoder.grid, next(autoencoder.parameters())
     pixels_3THW = (levels_THWC.double() / 127.5 - 1).permute(3, 0, 1, 2)
     [latents_CTHW] = autoencoder.encode(pixels_3THW[None].to(weight.device, weight.dtype)).cpu().double()
     space, first = grid.spatial_compression_ratio, int(grid.is_causal)

@@ -19,7 +19,7 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.enums import OffloadMode
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 MOST = 1024
 """No larger batch is tried."""
@@ -88,7 +88,7 @@ def training_batch(
             raise MemoryError
         return measure_training(of_size(size), limit=limit_bytes).peak_bytes
 
-    of = "captions" if settings.target is TrainTarget.TEXT else "clips"
+    of = "clips"
     if (reason := _too_long(estimate_training(of_size(1)).peak_bytes, hardware)) is not None:
         return _not_searched(of, limit_bytes, reason)
     return largest_batch(peak_of, of=of, limit_bytes=limit_bytes, device=hardware.device, reporter=reporter)

@@ -126,8 +126,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         if is_on and ranks > 1:
             raise RequestError(f"{name} measures in one process, and parallel.gpus={ranks}: drop one of them")
     hardware = pick_hardware("cpu", "auto")
-    is_text = what.target is TrainTarget.TEXT
-    batch_size = what.text.batch_size if is_text else largest_batch_shape(what).batch_size
+    batch_size = largest_batch_shape(what).batch_size
     stage, memory, buffer = _profile_training(what, hardware, runs=settings.runs, reporter=reporter)
     on_ranks = estimate_ranks(what, first=memory, reporter=reporter) if ranks > 1 else ()
     _write_snapshot(settings, [memory.counter], hardware)

@@ -66,8 +66,6 @@ def token_grid(settings: TrainSettings, shape: BatchShape) -> tuple[int, int, in
 
 def layer_values(settings: TrainSettings) -> int:
     """Return the values in a layer of the largest micro-batch, captions included."""
-    if settings.target is TrainTarget.TEXT:
-        return settings.text.batch_size * settings.text.t5_max_length * settings.text.t5_width
     shape = largest_batch_shape(settings)
     if settings.target is TrainTarget.VAE:
         pixels = shape.batch_size * shape.num_frames * shape.height * shape.width
@@ -77,30 +75,15 @@ def layer_values(settings: TrainSettings) -> int:
 
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
-    """Return the same run with micro-batches of this size; if it has buckets, of its largest one alone.
+    """Return the same run with micro-batches of this size, of its largest bucket alone.
     Raises RequestError if a resolution is too small.
     """
-    if settings.data.table is None:
-        scenes = {"batch_size": batch_size, "count": max(settings.data.scenes.count, batch_size), "picture_share": 0.0}
-        changes = {f"data.scenes.{name}": value for name, value in scenes.items()}
-        return settings.replace({"text.batch_size": batch_size, **changes})
     resolution, shape = _largest(settings)
     return settings.replace({"data.buckets": {resolution: {shape.num_frames: (1.0, batch_size)}}})
 
 
 def _shapes(settings: TrainSettings) -> Iterator[tuple[str, BatchShape]]:
-    data = settings.data
-    if data.table is None:
-        scenes = data.scenes
-        for share, batch_size, length in (
-            (1 - scenes.picture_share, scenes.batch_size, scenes.num_frames),
-            (scenes.picture_share, scenes.picture_batch_size, 1),
-        ):
-            if share > 0:
-                shape = BatchShape(batch_size=batch_size, num_frames=length, height=scenes.size, width=scenes.size)
-                yield "", shape
-        return
-    for resolution, lengths in data.buckets.items():
+    for resolution, lengths in settings.data.buckets.items():
         for height, width in training_sizes(resolution, multiple=pixel_multiple(settings)).values():
             for length, bucket in lengths.items():
                 if bucket.probability > 0:
@@ -121,7 +104,7 @@ def _largest(settings: TrainSettings) -> tuple[str, BatchShape]:
 
 
 _OFFLOAD_ABOVE = 0.8
-_SMALLER = "smaller batches need less: --set data.scenes.batch_size=N, or data.buckets"
+_SMALLER = "smaller batches need less: data.buckets"
 
 
 class KeptResults(Document):

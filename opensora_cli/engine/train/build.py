@@ -1,6 +1,5 @@
 """From settings to a task and its micro-batches."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -8,20 +7,20 @@ import torch
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.progress import Reporter
+from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
+from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_settings
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
-from opensora_cli.engine.train.objectives.task import BatchSource, SampledBatches, Task
-from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
+from opensora_cli.engine.train.objectives.mmdit import TokenWeights, build_mmdit_task
+from opensora_cli.engine.train.objectives.task import BatchSource, Task
 from opensora_cli.engine.train.objectives.vae import build_vae_task, freeze_encoder
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -32,11 +31,17 @@ from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 
 def build_task(
-    settings: TrainSettings, *, distribution: Distribution, clips: ClipCache | None = None, reporter: Reporter
+    settings: TrainSettings,
+    *,
+    distribution: Distribution,
+    clips: ClipCache | None = None,
+    token_weights: TokenWeights | None = None,
+    reporter: Reporter,
 ) -> Task[Any]:
     """Return what `settings.target` names, ready to be trained: on its device, and this rank's part of it.
 
-    Weights that no file gives are random from `loop.seed`, the same on all ranks.
+    Weights that no file gives are random from `loop.seed`, the same on all ranks. `token_weights` is for the
+    transformer.
 
     Raises:
         RequestError: sizes contradict each other.
@@ -46,7 +51,7 @@ def build_task(
     # Layers take their first weights from torch's global generator, whose state is the caller's.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
-        task = _build(settings, distribution=distribution, clips=clips, reporter=reporter)
+        task = _build(settings, distribution=distribution, clips=clips, token_weights=token_weights, reporter=reporter)
     task.forward = distribution.shard(task.module)
     if settings.target is TrainTarget.MMDIT and distribution.divides:
         fill_parts(task.module, settings, distribution=distribution)
@@ -72,7 +77,9 @@ def plan_attention(settings: TrainSettings, *, device: torch.device, tries_devic
     )
 
 
-def open_clips_cache(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> ClipCache | None:
+def open_clips_cache(
+    settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
+) -> ClipCache | None:
     """Return the complete cache of encoded clips that a run reads, or None; it raises what `prepare_cache` raises."""
     if settings.target is not TrainTarget.MMDIT:
         return None
@@ -83,34 +90,37 @@ def open_clips_cache(settings: TrainSettings, *, distribution: Distribution, rep
         ranks=distribution.ranks,
         barrier=distribution.barrier,
         reporter=reporter,
+        source=source,
     )
 
 
 def build_batches(
-    settings: TrainSettings, *, distribution: Distribution, clips: ClipCache | None = None, reporter: Reporter
+    settings: TrainSettings,
+    *,
+    distribution: Distribution,
+    clips: ClipCache | None = None,
+    reporter: Reporter,
+    source: ClipSource | None = None,
 ) -> BatchSource[Any]:
-    """Return this rank's micro-batches. Raises what `open_batches` raises."""
-    rank, ranks = distribution.data_rank, distribution.data_ranks
-    if settings.target is TrainTarget.TEXT:
-        make = partial(sample_captions, batch_size=settings.text.batch_size)
-        return SampledBatches(make, seed=settings.loop.seed, rank=rank, ranks=ranks)
-    load = clips.clip if clips is not None else None
-    return open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load)
+    """Return this rank's micro-batches. Raises what `ClipBatches` raises."""
+    return ClipBatches(
+        settings,
+        data_rank=distribution.data_rank,
+        data_ranks=distribution.data_ranks,
+        reporter=reporter,
+        load=clips.clip if clips is not None else None,
+        source=source,
+    )
 
 
 def refuse_before_ranks(settings: TrainSettings) -> None:
     """Refuse what the ranks would refuse that start: tables that cannot be read, and a cache of another run.
 
-    What only hashes of the frozen parts know of a cache, the ranks find. It raises what `open_dataset` and
+    What only hashes of the frozen parts know of a cache, the ranks find. It raises what `open_table` and
     `require_same_settings` raise.
     """
-    if settings.target is TrainTarget.TEXT:
-        return
-    tables = [settings.data]
-    if settings.validation.every is not None:
-        tables.append(settings.validation.data(settings.data))
-    for data in tables:
-        open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=False)
+    for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
+        open_table(each, fixed_starts=False)
     if settings.target is TrainTarget.MMDIT and settings.train_mmdit.cache is not None:
         require_same_settings(settings, device=torch.device("cpu" if settings.device == "cpu" else "cuda"))
 
@@ -125,9 +135,6 @@ def count_parameters(settings: TrainSettings) -> int:
             if settings.train_vae.decoder_only:
                 freeze_encoder(autoencoder)
             module: torch.nn.Module = autoencoder
-        case TrainTarget.TEXT:
-            with torch.device("meta"):
-                module = TextTask(settings.text).module
         case TrainTarget.MMDIT:
             transformer = transformer_on_meta(settings.model)
             if settings.lora.is_on:
@@ -137,7 +144,12 @@ def count_parameters(settings: TrainSettings) -> int:
 
 
 def _build(
-    settings: TrainSettings, *, distribution: Distribution, clips: ClipCache | None, reporter: Reporter
+    settings: TrainSettings,
+    *,
+    distribution: Distribution,
+    clips: ClipCache | None,
+    token_weights: TokenWeights | None,
+    reporter: Reporter,
 ) -> Task[Any]:
     device = distribution.device
     match settings.target:
@@ -148,8 +160,6 @@ def _build(
             # A distribution places what is trained, and not a frozen encoder.
             vae_task.module.to(device)
             return vae_task
-        case TrainTarget.TEXT:
-            return TextTask(settings.text)
         case TrainTarget.MMDIT:
             # Whole weights for every rank would exceed the host's memory.
             transformer = (
@@ -161,4 +171,4 @@ def _build(
             transformer.set_attention(attention_backend(plan_attention(settings, device=device).backend))
             if settings.compile:
                 compile_blocks(transformer, warn=reporter.warn)
-            return build_mmdit_task(settings, transformer, device=device, clips=clips)
+            return build_mmdit_task(settings, transformer, device=device, clips=clips, token_weights=token_weights)

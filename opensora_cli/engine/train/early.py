@@ -43,11 +43,13 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     return folders if resume.allow_older else folders[:1]
 
 
-def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: bool, has_source: bool = False) -> None:
     """Refuse what is wrong with a run as far as that is known without torch; the run checks all of it again.
 
+    With a source of its own, a run needs no table.
+
     Raises:
-        RequestError: `resume` and `overwrite` contradict each other.
+        RequestError: `resume` and `overwrite` contradict each other, or no table is named.
         FileProblem: a table is missing.
         CheckpointError: the checkpoint to resume from, the first weights or frozen parts are missing.
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
@@ -55,7 +57,7 @@ def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     check_output(settings, resume=resume, overwrite=overwrite)
     require_first_weights(settings)
     require_first_adapter(settings)
-    inputs.require_tables(settings)
+    inputs.require_tables(settings, has_source=has_source)
     require_frozen(settings)
 
 
@@ -118,5 +120,3 @@ def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
         case TrainTarget.VAE:
             files = {file: Path(file) for file in settings.train_vae.perceptual_files}
             return {name: path if path.exists() else None for name, path in files.items()}
-        case TrainTarget.TEXT:
-            return {}

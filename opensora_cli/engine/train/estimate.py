@@ -118,8 +118,8 @@ def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     if settings.target is TrainTarget.VAE:
         opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
         whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
-        last_phase = max(chosen.picture_steps, opposed_from, whole_from)
-    # The first step makes the optimizers' moments; a phase of single frames is measured with them, too.
+        last_phase = max(opposed_from, whole_from)
+    # The first step makes the optimizers' moments.
     return (0, 0, last_phase) if last_phase else (0, 1)
 
 

@@ -12,18 +12,9 @@ PROFILE_FOLDER = "profile"
 SAMPLES_FOLDER = "samples"
 
 VAE_FILE = "vae.safetensors"
-T5_FOLDER = "t5"
-CLIP_FOLDER = "clip"
-VOCABULARY_FILE = "vocabulary.json"
 TRANSFORMER_FILE = "transformer.safetensors"
 
 LORA_FOLDER = "lora"
-
-_EXPORTS: dict[TrainTarget, tuple[str, ...]] = {
-    TrainTarget.VAE: (VAE_FILE,),
-    TrainTarget.TEXT: (T5_FOLDER, CLIP_FOLDER, VOCABULARY_FILE),
-    TrainTarget.MMDIT: (TRANSFORMER_FILE,),
-}
 
 
 def first_weights_of(settings: TrainSettings) -> Path | None:
@@ -35,4 +26,6 @@ def first_weights_of(settings: TrainSettings) -> Path | None:
 
 def exports(settings: TrainSettings) -> tuple[str, ...]:
     """Return the names of what a finished run leaves for generating, and for other runs."""
-    return (LORA_FOLDER,) if settings.lora.is_on else _EXPORTS[settings.target]
+    if settings.lora.is_on:
+        return (LORA_FOLDER,)
+    return (VAE_FILE if settings.target is TrainTarget.VAE else TRANSFORMER_FILE,)

@@ -272,7 +272,7 @@ def _watching_lines(settings: TrainSettings) -> list[str]:
     validation, samples = settings.validation, settings.samples
     lines = []
     if validation.every is not None:
-        clips = validation.table or "clips that are not trained on"
+        clips = validation.table or "held-out clips"
         lines.append(f"validation  every {validation.every} steps, on up to {validation.batches} batches of {clips}")
     if samples.every is not None and settings.target is TrainTarget.MMDIT:
         lines.append(f"samples     every {samples.every} steps: {first_few(samples.prompts)}")
@@ -281,8 +281,4 @@ def _watching_lines(settings: TrainSettings) -> list[str]:
 
 def _examples(settings: TrainSettings) -> str:
     count = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
-    if settings.target is TrainTarget.TEXT:
-        return f"{count * settings.text.batch_size} captions"
-    if settings.data.table is None:
-        return f"{count * settings.data.scenes.batch_size} clips"
-    return f"{count} micro-batches"
+    return f"{count} micro-batch{'' if count == 1 else 'es'}"

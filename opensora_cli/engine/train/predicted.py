@@ -66,7 +66,7 @@ def predict_step(
     """Return the seconds of a step, all of whose micro-batches are the largest, on GPUs of this kind.
 
     `activations`: what is held and what is computed again; None: as `plan_activations` has it. It is None for
-    autoencoders and text encoders, whose times are not predicted.
+    autoencoders, whose times are not predicted.
     """
     if settings.target is not TrainTarget.MMDIT:
         return None

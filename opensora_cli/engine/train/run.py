@@ -23,6 +23,7 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import ThreadChoice, threads_used
+from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
@@ -38,6 +39,7 @@ from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
+from opensora_cli.engine.train.objectives.mmdit import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision, multiplies_bf16
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
@@ -91,8 +93,15 @@ def train(
     reporter: Reporter | None = None,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
+    source: ClipSource | None = None,
+    held_out: ClipSource | None = None,
+    token_weights: TokenWeights | None = None,
 ) -> TrainResult | None:
     """Train what `settings.target` names, and export it to `settings.output`; on several devices in several processes.
+
+    Clips are those of `source` in place of `data.table`, and of `held_out` in place of `validation.table`, in the sizes
+    of `data.buckets`. `token_weights` weights the loss of the transformer. With any of these, several ranks need
+    torchrun and `context=find_context(os.environ)`.
 
     The settings are written there, too, as `settings.json`. A resumed run equals an uninterrupted one: bit for bit with
     as many ranks, within rounding with another number. Without a `context` the process runs alone, or starts the ranks;
@@ -110,17 +119,31 @@ def train(
         KeyboardInterrupt: its argument says how to resume.
     """
     reporter = reporter or SilentReporter()
+    _check_sources(settings, source, held_out)
     if context is not None:
         own = settings_of_ranks(settings, context)
         choice = choose_here(own, context=context, reporter=reporter)
         taken = _first_step_bytes(own, choice, rank=context.rank, has_moments=resume is not None, reporter=reporter)
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
-            plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite)
+            plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite, has_source=source is not None)
             plan = plan.holding(agreed_choice(choice, ranks=distribution.ranks))
-            return _Run(plan, distribution, watched, first_step_bytes=taken).run()
-    plan = _checked_plan(settings, resume=resume, overwrite=overwrite)
-    if settings.parallel.world_size > 1:
+            return _Run(
+                plan,
+                distribution,
+                watched,
+                first_step_bytes=taken,
+                source=source,
+                held_out=held_out,
+                token_weights=token_weights,
+            ).run()
+    plan = _checked_plan(settings, resume=resume, overwrite=overwrite, has_source=source is not None)
+    if (ranks := settings.parallel.world_size) > 1:
+        if source is not None or held_out is not None or token_weights is not None:
+            raise RequestError(
+                f"parallel.gpus={ranks} starts no ranks for the clips of a program",
+                hint=f"use torchrun --nproc-per-node {ranks}, and pass context=find_context(os.environ)",
+            )
         refuse_before_ranks(settings)
         start_ranks(settings, flags=rank_flags)
         return None
@@ -128,7 +151,30 @@ def train(
     choice = choose_here(settings, reporter=reporter)
     taken = _first_step_bytes(settings, choice, has_moments=resume is not None, reporter=reporter)
     plan = plan.holding(agreed_choice(choice, ranks=1))
-    return _Run(plan, distribution, reporter, first_step_bytes=taken).run()
+    return _Run(
+        plan,
+        distribution,
+        reporter,
+        first_step_bytes=taken,
+        source=source,
+        held_out=held_out,
+        token_weights=token_weights,
+    ).run()
+
+
+def _check_sources(settings: TrainSettings, source: ClipSource | None, held_out: ClipSource | None) -> None:
+    """Raise RequestError if a table and a source contradict each other, or validation has neither."""
+    validation = settings.validation
+    for given, table, key in (
+        (source, settings.data.table, "data.table"),
+        (held_out, validation.table, "validation.table"),
+    ):
+        if given is not None and table is not None:
+            raise RequestError(f"{key}={table} does not go with clips of a program", hint="drop one of them")
+    if validation.every and held_out is None and validation.table is None:
+        raise RequestError(
+            f"validation.every={validation.every} needs held-out clips", hint="pass held_out, or set validation.table"
+        )
 
 
 def _first_step_bytes(
@@ -138,8 +184,8 @@ def _first_step_bytes(
     return first_step_bytes(settings, rank=rank, activations=activations, has_moments=has_moments, reporter=reporter)
 
 
-def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> TrainPlan:
-    refuse_early(settings, resume=resume, overwrite=overwrite)
+def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool, has_source: bool) -> TrainPlan:
+    refuse_early(settings, resume=resume, overwrite=overwrite, has_source=has_source)
     return plan_training(settings, resume=resume, overwrite=overwrite)
 
 
@@ -147,9 +193,18 @@ class _Run:
     """One process's part of a run, whose plan is the same on all ranks."""
 
     def __init__(
-        self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, *, first_step_bytes: int
+        self,
+        plan: TrainPlan,
+        distribution: Distribution,
+        reporter: Reporter,
+        *,
+        first_step_bytes: int,
+        source: ClipSource | None,
+        held_out: ClipSource | None,
+        token_weights: TokenWeights | None,
     ) -> None:
         self._plan = plan
+        self._source, self._held_out, self._token_weights = source, held_out, token_weights
         self._distribution = distribution
         self._reporter = reporter
         self._settings = plan.settings
@@ -255,11 +310,17 @@ class _Run:
         if settings.target is TrainTarget.MMDIT:
             self._attention = plan_attention(settings, device=distribution.device)
         # First: encoders are freed before the model is loaded, and broken tables are found early.
-        self._validation = open_validation(settings, distribution=distribution, reporter=reporter)
+        self._validation = open_validation(
+            settings, distribution=distribution, reporter=reporter, source=self._held_out
+        )
         self._samples = open_samples(settings, distribution=distribution, output=self._output, reporter=reporter)
-        clips = open_clips_cache(settings, distribution=distribution, reporter=reporter)
-        task = build_task(settings, distribution=distribution, clips=clips, reporter=reporter)
-        batches = build_batches(settings, distribution=distribution, clips=clips, reporter=reporter)
+        clips = open_clips_cache(settings, distribution=distribution, reporter=reporter, source=self._source)
+        task = build_task(
+            settings, distribution=distribution, clips=clips, token_weights=self._token_weights, reporter=reporter
+        )
+        batches = build_batches(
+            settings, distribution=distribution, clips=clips, reporter=reporter, source=self._source
+        )
         stack.callback(batches.close)
         stack.callback(self._watching.close)
         return Trainer(

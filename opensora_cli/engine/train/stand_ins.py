@@ -11,6 +11,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
@@ -18,7 +19,6 @@ from opensora_cli.engine.train.activations import BatchShape, largest_batch_shap
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
-from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.models.mmdit.model import MMDiT
@@ -42,8 +42,6 @@ def bare_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
         case TrainTarget.VAE:
             without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
             return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
-        case TrainTarget.TEXT:
-            return TextTask(settings.text), []
         case TrainTarget.MMDIT:
             return _mmdit_task(settings)
 
@@ -119,29 +117,23 @@ class _CachedBlackClip:
 def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
     """Return T5 and CLIP of the sizes in their folders.
 
-    Without a folder they are those of `text`, if the transformer has its widths, else the released ones.
+    Without a folder they are the released ones if the transformer has their widths, else those of the demo in its
+    widths.
     """
-    files, parts, text = settings.train_mmdit.files, find_frozen_parts(settings), settings.text
-    small = TextTask(text).module
-    t5, clip = parts[files.t5], parts[files.clip]
-    has_small_t5 = t5 is None and text.t5_width == settings.model.context_in_dim
-    has_small_clip = clip is None and text.clip_width == settings.model.vec_in_dim
-    return (
-        small.get_submodule("t5") if has_small_t5 else T5Model(T5Sizes.of(t5)),
-        small.get_submodule("clip") if has_small_clip else ClipTextModel(ClipSizes.of(clip)),
-    )
+    files, parts, model = settings.train_mmdit.files, find_frozen_parts(settings), settings.model
+    t5, clip = T5Sizes.of(parts[files.t5]), ClipSizes.of(parts[files.clip])
+    if parts[files.t5] is None and t5.d_model != model.context_in_dim:
+        t5 = replace(T5Sizes.of(packaged_demo() / "t5"), d_model=model.context_in_dim)
+    if parts[files.clip] is None and clip.hidden_size != model.vec_in_dim:
+        clip = replace(ClipSizes.of(packaged_demo() / "clip"), hidden_size=model.vec_in_dim)
+    return T5Model(t5), ClipTextModel(clip)
 
 
 def largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
-    """Return the largest micro-batch, repeated; after two of single frames, if the run has such a phase."""
-    pictures = 2 if settings.target is TrainTarget.VAE and settings.train_vae.picture_steps else 0
+    """Return the largest micro-batch, repeated."""
 
     def make(rng: SampleRng, number: int) -> Any:
-        if settings.target is TrainTarget.TEXT:
-            return sample_captions(rng, number, batch_size=settings.text.batch_size)
         shape = largest_batch_shape(settings)
-        if number < pictures:
-            shape = replace(shape, batch_size=settings.train_vae.picture_batch_size, num_frames=1)
         if settings.target is TrainTarget.MMDIT and settings.train_mmdit.cache is not None:
             clips = tuple(_CachedBlackClip(settings, shape) for _ in range(shape.batch_size))
             return replace(shape.zeros(), pixels_BTHWC=None, cached=clips)

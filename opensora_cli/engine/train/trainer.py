@@ -162,7 +162,7 @@ class Trainer(Generic[BatchT]):
         """Do one step, report it to the observers, and return the report.
         Raises TrainingError if loss or gradient was not finite several steps in a row.
         """
-        self.task.begin_step(self.step, self.ema)
+        self.task.begin_step(self.step)
         done = self._find_gradients()
         learning = {name for each in done for name in each.losses}
         clipped = {name: self.learners[name].clip(self.precision) for name in self.learners if name in learning}

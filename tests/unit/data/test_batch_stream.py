@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -19,8 +20,8 @@ import torch
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError
 from opensora_cli.core.signals import END_REQUESTS
 from opensora_cli.data import batch_stream
-from opensora_cli.data.batch_stream import BatchStream, PicturesFirst
-from opensora_cli.data.batches import MicroBatch, SceneSampler
+from opensora_cli.data.batch_stream import BatchStream
+from opensora_cli.data.batches import EpochPlan, MicroBatch
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
@@ -54,11 +55,12 @@ def stream(
     load: Any = whole,
     **changes: Any,
 ) -> BatchStream[MicroBatch]:
-    sampler = SceneSampler(
-        count=count, batch_size=3, picture_share=0.0, picture_batch_size=1, seed=changes.get("seed", 0)
-    )
+    def plan_epoch(epoch: int) -> EpochPlan:
+        rng = np.random.default_rng((changes.get("seed", 0), epoch))
+        return EpochPlan(np.zeros(count, dtype=np.int32), np.array([3]), rng=rng)
+
     return BatchStream(
-        sampler,
+        plan_epoch,
         load,
         fingerprint=changes.get("fingerprint", "same"),
         micro_batches=micro_batches,
@@ -140,15 +142,6 @@ def test_the_state_is_that_after_the_last_whole_update_whatever_was_read(workers
     assert numbers == [0, 0, 2, 2, 4]
     source.close()
     assert take(source, 2) == take(stream(), 6)[4:]
-
-
-def test_the_state_of_pictures_first_leaves_out_an_update_that_was_begun() -> None:
-    source = pictures_first()
-    source.next()
-    state = source.state_dict()
-    assert state["updates"] == 0
-    source.close()
-    assert take(source, 8) == take(pictures_first(), 8)
 
 
 def test_other_data_begin_with_the_next_epoch_and_a_warning() -> None:
@@ -292,39 +285,6 @@ def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(0)
     take(stream(workers=1), 2)
     assert torch.equal(torch.rand(3), expected)
-
-
-def pictures_first(
-    *, workers: int = 0, micro_batches: int = 2, rank: int = 0, ranks: int = 1
-) -> PicturesFirst[MicroBatch]:
-    pictures = stream(workers=workers, micro_batches=micro_batches, rank=rank, ranks=ranks, count=100)
-    clips = stream(workers=workers, micro_batches=micro_batches, rank=rank, ranks=ranks, seed=1)
-    return PicturesFirst(pictures, clips, updates=3, batches_of_update=micro_batches // ranks)
-
-
-def test_ranks_of_pictures_first_agree() -> None:
-    shared = [take(pictures_first(rank=rank, ranks=2), 6) for rank in range(2)]
-    merged = [batch for batches in zip(*shared, strict=True) for batch in batches]
-    assert merged == take(pictures_first(), 12)
-    assert [batch.number for batch in merged] == [*range(12)]
-
-
-@WORKERS
-def test_pictures_come_first_and_numbers_count_on(workers: int) -> None:
-    batches = take(pictures_first(workers=workers), 12)
-    assert [batch.number for batch in batches] == [*range(12)]
-    assert [batch.samples for batch in batches[:6]] == [batch.samples for batch in take(stream(count=100), 6)]
-    assert [batch.samples for batch in batches[6:]] == [batch.samples for batch in take(stream(seed=1), 6)]
-
-
-@pytest.mark.parametrize("updates", [1, 3, 4])
-def test_pictures_first_resumes_exactly(updates: int) -> None:
-    straight = take(pictures_first(), 14)
-    first = pictures_first()
-    take(first, 2 * updates)
-    second = pictures_first()
-    second.load_state_dict(first.state_dict())
-    assert take(second, 14 - 2 * updates) == straight[2 * updates :]
 
 
 class _Big:

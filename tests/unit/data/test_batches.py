@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from opensora_cli.data.batches import BucketSampler, EpochPlan, MicroBatch, SceneSampler, random_start
+from opensora_cli.data.batches import BucketSampler, EpochPlan, MicroBatch, random_start
 from opensora_cli.data.buckets import Buckets, Resolution, Samples
 
 
@@ -89,20 +89,6 @@ def test_substitutes_are_of_the_bucket_and_not_of_the_batch_where_there_are_othe
 def test_nothing_fits() -> None:
     plan = EpochPlan(np.full(5, -1, dtype=np.int32), np.array([2, 3]), rng=np.random.default_rng(0))
     assert len(plan) == 0
-
-
-def test_scenes_are_shared_out_between_clips_and_pictures() -> None:
-    sampler = SceneSampler(count=40, batch_size=3, picture_share=0.25, picture_batch_size=5, seed=0)
-    plan = sampler(0)
-    assert plan.samples_of_buckets.tolist() == [30, 10]
-    assert plan.batches_of_buckets.tolist() == [10, 2]
-    batches = all_batches(plan)
-    assert sorted(len(batch.samples) for batch in batches) == [3] * 10 + [5] * 2
-    assert len({sample for batch in batches for sample in batch.samples}) == 40
-    pictures = [
-        {s for batch in all_batches(sampler(epoch)) if batch.bucket == 1 for s in batch.samples} for epoch in (0, 1)
-    ]
-    assert pictures[0] != pictures[1]
 
 
 def test_starts_cover_all_places_and_depend_on_seed_number_and_place() -> None:

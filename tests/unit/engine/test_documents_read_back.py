@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.batch_stream import BatchStream
-from opensora_cli.data.batches import ClipRequest, SceneSampler
+from opensora_cli.data.batches import ClipRequest, EpochPlan
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo
 from opensora_cli.engine.ckpt.hub_records import read_listing
 from opensora_cli.engine.data.journal import Finding, ScanJournal
@@ -117,9 +118,9 @@ def _open_index(path: Path) -> None:
 
 
 def _sampler(path: Path) -> None:
-    sampler = SceneSampler(count=21, batch_size=3, picture_share=0.0, picture_batch_size=1, seed=0)
+    plan = EpochPlan(np.zeros(21, dtype=np.int32), np.array([3]), rng=np.random.default_rng(0))
     stream = BatchStream(
-        sampler, lambda asked: asked, fingerprint="a", micro_batches=2, rank=0, ranks=1, workers=0,
+        lambda epoch: plan, lambda asked: asked, fingerprint="a", micro_batches=2, rank=0, ranks=1, workers=0,
         prefetch=1, warn=lambda line: None,
     )  # fmt: skip
     stream.load_state_dict(read_json_object(path))

@@ -59,11 +59,6 @@ def test_settings_survive_json() -> None:
         ({"fps_max": 0}, "fps_max=0 must be over 0"),
         ({"workers": -1}, "workers=-1 must be at least 0"),
         ({"fit": "squeeze"}, "fit"),
-        ({"scenes": {"count": 3, "batch_size": 4}}, "data.scenes.batch_size=4 must be at most the 3"),
-        (
-            {"scenes": {"count": 10, "picture_share": 0.5, "batch_size": 2}},
-            "data.scenes.picture_batch_size=8 must be at most the 5",
-        ),
         ({"tables": "a.csv"}, "tables is not a setting"),
     ],
 )
@@ -73,9 +68,6 @@ def test_what_makes_no_sense_is_refused(values: dict[str, object], message: str)
 
 
 def test_lengths_are_those_of_what_is_used() -> None:
-    assert DataSettings().lengths() == (17,)
-    assert DataSettings.model_validate({"scenes": {"picture_share": 0.5}}).lengths() == (1, 17)
-    assert DataSettings.model_validate({"scenes": {"picture_share": 1.0}}).lengths() == (1,)
     assert DataSettings(table="a.csv").lengths() == (1, 33, 65, 129)
 
 
@@ -86,14 +78,3 @@ def test_lengths_that_an_autoencoder_has_not() -> None:
     assert data.length_problems(HUNYUAN) == [
         "data.buckets: clips of 32 frames do not suit vae.kind: use 29 or 33 frames"
     ]
-    scenes = DataSettings.model_validate({"scenes": {"num_frames": 17}})
-    assert scenes.length_problems(DC_AE) == [
-        "data.scenes.num_frames: clips of 17 frames do not suit vae.kind: use 16 or 20 frames"
-    ]
-
-
-def test_sizes_of_scenes_are_whole_numbers_of_tokens() -> None:
-    scenes = DataSettings.model_validate({"scenes": {"size": 72}})
-    assert scenes.size_problems(8) == []
-    assert scenes.size_problems(16) == ["data.scenes.size=72 must be a multiple of 16, the side of a token: use 80"]
-    assert DataSettings(table="a.csv").size_problems(7) == []

@@ -17,7 +17,7 @@ def problems(*modes, longest, **sections):
     values = {
         "target": "mmdit",
         "init": "demo",
-        "data": {"scenes": {"num_frames": longest}},
+        "data": {"buckets": {"256px": {longest: (1.0, 1)}}},
         "train_mmdit": weights,
         **sections,
     }
@@ -69,5 +69,5 @@ def test_some_clip_must_leave_something_to_learn(mode, sections, longest, shorte
 
 def test_a_length_that_the_autoencoder_cannot_encode_is_one_problem():
     assert problems("t2v", "i2v_head", longest=7) == [
-        "data.scenes.num_frames: clips of 7 frames do not suit vae.kind: use 5 or 9 frames"
+        "data.buckets: clips of 7 frames do not suit vae.kind: use 5 or 9 frames"
     ]

@@ -19,8 +19,6 @@ SET: dict[str, Any] = {
     "samples.every": 5,
     "validation.every": 5,
     "validation.table": "others.csv",
-    "train_vae.picture_steps": 9,
-    "train_vae.whitening_clips": 9,
 }
 """Value of a setting that is not a switch."""
 OTHER: dict[str, Any] = {
@@ -28,7 +26,6 @@ OTHER: dict[str, Any] = {
     "optimizer.name": "muon",
     "precision.compute": "fp16",
     "vae.kind": "dc_ae",
-    "train_mmdit.thing_weight": 2,
     "memory.checkpoint_double_blocks": 1,
     "memory.checkpoint_single_blocks": 1,
     "memory.activation_offload": "all",

@@ -11,6 +11,7 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.section import Section
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, settings_path
+from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
 from opensora_cli.settings.train_objectives import ModeWeights
 
@@ -27,31 +28,12 @@ def load(
     return load_train_settings(config=config, overrides=given, environment=environment or {}, saved=saved)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "target"),
-    [("demo", "mmdit"), ("demo_short", "mmdit"), ("demo_text", "text"), ("demo_vae", "vae"), ("demo_decoder", "vae")],
-)
+@pytest.mark.parametrize(("recipe", "target"), [("demo_lora", "mmdit"), ("stage1", "mmdit"), ("vae_hunyuan", "vae")])
 def test_recipe_parses(recipe: str, target: str) -> None:
     settings = load(recipe)
     assert settings.target is TrainTarget(target)
     assert settings.output == f"runs/{recipe}"
     assert load(str(preset_path(recipe, "train"))) == settings
-
-
-def test_the_demo_learns_from_what_the_other_recipes_make() -> None:
-    vae, decoder, text, short, demo = (
-        load(name) for name in ("demo_vae", "demo_decoder", "demo_text", "demo_short", "demo")
-    )
-    assert decoder.init == f"{vae.output}/vae.safetensors"
-    assert demo.init == f"{short.output}/transformer.safetensors"
-    assert demo.weights == short.weights == (decoder.output, text.output)
-    assert demo.vae == short.vae == decoder.vae == vae.vae
-    assert demo.model == short.model
-    for key in ("size", "fps"):
-        assert len({getattr(recipe.data.scenes, key) for recipe in (vae, decoder, short, demo)}) == 1
-    assert demo.text == text.text
-    assert (demo.model.context_in_dim, demo.model.vec_in_dim) == (text.text.t5_width, text.text.clip_width)
-    assert set(demo.train_mmdit.mode_weights.by_mode()) == set(CONDITION_MODES)
 
 
 def test_every_key_is_described() -> None:
@@ -70,16 +52,16 @@ def test_every_key_is_described() -> None:
 
 def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("target: text\nloop:\n  steps: 1\n  seed: 1\n  micro_batches: 1\n")
+    path.write_text("target: vae\nloop:\n  steps: 1\n  seed: 1\n  micro_batches: 1\n")
     environment = {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__MICRO_BATCHES": "2"}
     loop = load(str(path), environment, loop__micro_batches="3").loop
     assert (loop.steps, loop.seed, loop.micro_batches) == (1, 2, 3)
 
 
 def test_variables_of_generate_are_left_alone() -> None:
-    assert load("demo", {"OSORA_SAMPLING__SEED": "1", "OSORA_RUNTIME__DEVICE": "cuda"}) == load("demo")
+    assert load("demo_lora", {"OSORA_SAMPLING__SEED": "1", "OSORA_RUNTIME__DEVICE": "cuda"}) == load("demo_lora")
     with pytest.raises(RequestError, match="OSORA_SAMPLING__SEAD in the environment is not a setting"):
-        load("demo", {"OSORA_SAMPLING__SEAD": "1"})
+        load("demo_lora", {"OSORA_SAMPLING__SEAD": "1"})
 
 
 class TestFrom:
@@ -95,7 +77,7 @@ class TestFrom:
 
     def test_above_the_environment_and_below_the_command_line(self, tmp_path: Path) -> None:
         path = tmp_path / "settings.json"
-        before = load("demo_text", loop__seed="1", loop__steps="900", output=str(tmp_path / "run"))
+        before = load("vae_hunyuan", loop__seed="1", loop__steps="900", output=str(tmp_path / "run"))
         path.write_text(json.dumps(before.model_dump(mode="json")))
         environment = {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__STEPS": "2"}
         loop = load(None, environment, saved=path, loop__steps="901").loop
@@ -108,14 +90,14 @@ class TestFrom:
         path.parent.mkdir()
         (tmp_path / "run" / "link").symlink_to(tmp_path)
         for output in (str(tmp_path), "runs/elsewhere", str(tmp_path / "run" / "link" / "x")):
-            path.write_text(json.dumps(load("demo_text", output=output).model_dump(mode="json")))
+            path.write_text(json.dumps(load("vae_hunyuan", output=output).model_dump(mode="json")))
             with pytest.raises(RequestError, match=r"output=.* is outside the folder of that file") as caught:
                 load(None, saved=path)
             assert caught.value.hint == f"to write there, or into another folder: --set output={output}"
             assert load(None, saved=path, output=output).output == output
         monkeypatch.chdir(tmp_path)
         inside = {"output": "run", "train_mmdit__cache": str(tmp_path / "cache")}
-        path.write_text(json.dumps(load("demo", **inside).model_dump(mode="json")))
+        path.write_text(json.dumps(load("demo_lora", **inside).model_dump(mode="json")))
         with pytest.raises(RequestError, match=r"train_mmdit\.cache=.* is outside the folder"):
             load(None, saved=path)
         # The launcher wrote it, from what the user asked for.
@@ -123,8 +105,8 @@ class TestFrom:
         assert load(None, launched, saved=path).train_mmdit.cache == str(tmp_path / "cache")
 
     def test_not_with_a_recipe(self) -> None:
-        with pytest.raises(RequestError, match=r"--config demo cannot go with --from a\.json"):
-            load("demo", saved=Path("a.json"))
+        with pytest.raises(RequestError, match=r"--config demo_lora cannot go with --from a\.json"):
+            load("demo_lora", saved=Path("a.json"))
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -145,14 +127,14 @@ def test_an_adapter_is_no_larger_than_what_it_is_beside() -> None:
 
 
 def test_weights_are_one_folder_or_several() -> None:
-    assert load("demo", weights="a").weights == ("a",)
-    assert load("demo", weights="a, b").weights == ("a", "b")
+    assert load("demo_lora", weights="a").weights == ("a",)
+    assert load("demo_lora", weights="a, b").weights == ("a", "b")
     # It says where the released model is.
-    assert load("demo", {"OSORA_WEIGHTS": "/released"}).weights == load("demo").weights
+    assert load("demo_lora", {"OSORA_WEIGHTS": "/released"}).weights == load("demo_lora").weights
 
 
 def test_single_modes_can_be_weighed() -> None:
-    settings = load("demo", train_mmdit__mode_weights__t2v="0", train_mmdit__mode_weights__i2v_loop="7")
+    settings = load("demo_lora", train_mmdit__mode_weights__t2v="0", train_mmdit__mode_weights__i2v_loop="7")
     by_mode = settings.train_mmdit.mode_weights.by_mode()
     assert "t2v" not in by_mode
     assert by_mode["i2v_loop"] == 7.0
@@ -165,67 +147,63 @@ def test_every_mode_has_a_weight() -> None:
 class TestFindRecipe:
     def test_a_file_goes_first_and_a_folder_is_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        Path("demo_vae").mkdir()
-        assert settings_path(Path("demo_vae"), "train") == preset_path("demo_vae", "train")
-        Path("demo_vae").rmdir()
-        Path("demo_vae").write_text("target: vae")
-        assert settings_path(Path("demo_vae"), "train") == Path("demo_vae")
+        Path("vae_hunyuan").mkdir()
+        assert settings_path(Path("vae_hunyuan"), "train") == preset_path("vae_hunyuan", "train")
+        Path("vae_hunyuan").rmdir()
+        Path("vae_hunyuan").write_text("target: vae")
+        assert settings_path(Path("vae_hunyuan"), "train") == Path("vae_hunyuan")
 
     def test_none(self) -> None:
         with pytest.raises(RequestError, match="--config is missing") as caught:
             load(None)
-        assert "--config demo_vae" in (caught.value.hint or "")
+        assert "--config vae_hunyuan" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
         (
-            "demo_vae",
+            "vae_hunyuan",
             {"precision__tf32": "false", "device": "cpu"},
             "precision.tf32=false has no effect with device=cpu: use none",
         ),
-        ("demo_vae", {"target": "audio"}, "target=audio must be one of vae, text, mmdit"),
-        ("demo_vae", {"loop__steps": "0"}, "loop.steps=0 must be at least 1 (from --set)"),
-        ("demo_vae", {"data__scenes__num_frames": "16"}, "clips of 16 frames do not suit vae.kind: use 13 or 17"),
-        ("demo_vae", {"data__scenes__size": "62"}, "size=62 must be a multiple of 4, the side of a token: use 64"),
-        ("demo", {"data__scenes__size": "68"}, "size=68 must be a multiple of 16, the side of a token: use 80"),
-        ("demo", {"data__fps_max": "3"}, "data.fps_max=3 (from --set) has no effect without data.table"),
-        ("demo_lora", {"data__scenes__size": "32"}, "has no effect with data.table=clips.csv"),
-        ("demo_text", {"init": "a.pt"}, "init=a.pt has no effect with target=text"),
-        ("demo_vae", {"device": "gpu"}, "device=gpu must be auto, cpu, cuda or cuda:N"),
-        ("demo_vae", {"device": "cuda:1", "parallel__gpus": "2"}, "device=cuda:1 is one GPU, and there are 2 ranks"),
+        ("vae_hunyuan", {"target": "audio"}, "target=audio must be one of vae, mmdit"),
+        ("vae_hunyuan", {"target": "text"}, "target=text must be vae or mmdit: text encoders of the demo"),
+        ("vae_hunyuan", {"loop__steps": "0"}, "loop.steps=0 must be at least 1 (from --set)"),
+        ("vae_hunyuan", {"data__buckets": "{64px: {16: [1, 1]}}"}, "16 frames do not suit vae.kind: use 13 or 17"),
+        ("demo_lora", {"data__table": "none", "data__fps_max": "3"}, "fps_max=3 (from --set) has no effect without"),
+        ("vae_hunyuan", {"device": "gpu"}, "device=gpu must be auto, cpu, cuda or cuda:N"),
+        ("vae_hunyuan", {"device": "cuda:1", "parallel__gpus": "2"}, "device=cuda:1 is one GPU, and there are 2 ranks"),
         (
-            "demo",
+            "demo_lora",
             {f"train_mmdit__mode_weights__{mode}": "0" for mode in CONDITION_MODES},
             "train_mmdit.mode_weights are all 0",
         ),
-        ("demo_text", {"text__t5_heads": "3"}, "text.t5_heads=3 must divide text.t5_width=128"),
-        ("demo_text", {"train_vae__kl_weight": "1"}, "kl_weight=1 (from --set) has no effect with target=text"),
-        ("demo_vae", {"memory__checkpointing": "true"}, "checkpointing=true (from --set) has no effect"),
+        ("demo_lora", {"train_vae__kl_weight": "1"}, "kl_weight=1 (from --set) has no effect with target=mmdit"),
+        ("vae_hunyuan", {"memory__checkpointing": "true"}, "checkpointing=true (from --set) has no effect"),
         (
-            "demo",
+            "demo_lora",
             {"memory__checkpoint_double_blocks": "1"},
             "memory.checkpoint_double_blocks=1 has no effect without memory.checkpointing=true",
         ),
-        ("demo", {"memory__checkpointing": "some"}, "memory.checkpointing=some must be true, false or auto"),
+        ("demo_lora", {"memory__checkpointing": "some"}, "memory.checkpointing=some must be true, false or auto"),
         (
-            "demo",
+            "demo_lora",
             {"memory__activation_offload": "all"},
             "memory.activation_offload=all has no effect without memory.checkpointing=true",
         ),
         (
-            "demo",
+            "demo_lora",
             {"memory__checkpointing": "true", "memory__offload_above": "0.5", "memory__activation_offload": "all"},
             "memory.offload_above=0.5 has no effect with memory.activation_offload=all: use dynamic",
         ),
         (
-            "demo",
+            "demo_lora",
             {"memory__checkpointing": "true", "memory__activation_buffer": "1GiB"},
             "memory.activation_buffer=1073741824 has no effect with memory.activation_offload=none",
         ),
         (
-            "demo",
+            "demo_lora",
             {"memory__checkpointing": "true", "memory__checkpoint_single_blocks": "9"},
             "memory.checkpoint_single_blocks=9 must be at most the model's: use 0 to 8",
         ),
@@ -234,13 +212,13 @@ class TestFindRecipe:
             {"memory__host_weights": "mapped"},
             "memory.host_weights=mapped has no effect with memory.offload=none: use blocks",
         ),
-        ("demo", {"memory__activation_offload": "some"}, "activation_offload=some must be one of none, all, dynamic"),
-        ("demo_vae", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
-        ("demo", {"text__batch_size": "8"}, "text.batch_size=8 (from --set) has no effect with target=mmdit"),
-        ("demo_vae", {"watching__peak_tflops": "8"}, "peak_tflops=8 (from --set) has no effect with target=vae"),
-        ("demo_text", {"optimizer__muon_learning_rate": "1"}, "has no effect with optimizer.name=adamw"),
+        ("demo_lora", {"memory__activation_offload": "some"}, "offload=some must be one of none, all, dynamic"),
+        ("vae_hunyuan", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
+        ("vae_hunyuan", {"text__t5_max_length": "8"}, "t5_max_length=8 (from --set) has no effect with target=vae"),
+        ("vae_hunyuan", {"watching__peak_tflops": "8"}, "peak_tflops=8 (from --set) has no effect with target=vae"),
+        ("demo_lora", {"optimizer__muon_learning_rate": "1"}, "has no effect with optimizer.name=adamw"),
         (
-            "demo_vae",
+            "vae_dc_ae",
             {"train_vae__discriminator__width": "8"},
             "discriminator.width=8 (from --set) has no effect without train_vae.discriminator.weight",
         ),
@@ -254,9 +232,40 @@ def test_broken_rules(recipe: str, overrides: dict[str, str], message: str) -> N
     assert "pydantic" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("data:\n  scenes: {count: 3}", "data.scenes"),
+        ("train_mmdit:\n  thing_weight: 3", "train_mmdit.thing_weight"),
+        ("train_vae:\n  picture_steps: 3", "train_vae.picture_steps"),
+        ("text:\n  batch_size: 3", "text.batch_size"),
+    ],
+)
+def test_settings_that_moved_to_the_demo_say_so(tmp_path: Path, text: str, key: str) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(f"target: vae\n{text}\n")
+    with pytest.raises(RequestError, match=rf"{key} \(from .*\) was removed") as caught:
+        load(str(path))
+    assert "moved to examples/demo" in (caught.value.hint or "")
+    with pytest.raises(RequestError, match=rf"{key} \(from --set\) was removed"):
+        collect_overrides(TrainSettings, {}, [f"{key}=3"])
+
+
+def test_settings_of_an_earlier_run(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    document = load("vae_hunyuan", output=str(tmp_path)).model_dump(mode="json")
+    document["data"]["scenes"] = {"count": 3}
+    document["train_vae"]["picture_steps"] = 0
+    path.write_text(json.dumps(document))
+    assert load(None, saved=path).data.table == "clips.csv"
+    document["data"]["table"] = None
+    path.write_text(json.dumps(document))
+    with pytest.raises(RequestError, match="is of a run on procedural scenes, which were removed"):
+        load(None, saved=path)
+
+
 def test_sizes_that_are_not_used_may_be_anything() -> None:
-    odd = load("demo_vae").replace({"model.in_channels": 8})
+    odd = load("vae_hunyuan").replace({"model.in_channels": 8})
     assert odd.model.in_channels == 8
-    assert load("demo_text").target is TrainTarget.TEXT
     with pytest.raises(ValidationError):
         odd.replace({"target": "mmdit"})

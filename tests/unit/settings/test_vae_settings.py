@@ -101,7 +101,7 @@ def test_the_autoencoder_of_a_training_can_be_taken(tmp_path: Path) -> None:
 
 def test_the_autoencoder_that_a_run_trained_can_be_taken(tmp_path: Path) -> None:
     vae = {"kind": "dc_ae", "dc_ae": {"scaling_factor": 0.5}}
-    data = {"scenes": {"num_frames": 16}}
+    data = {"buckets": {"256px": {16: (1.0, 1)}}}
     trained = TrainSettings.model_validate({"target": "vae", "output": "runs/mine", "vae": vae, "data": data})
     (tmp_path / "settings.json").write_text(json.dumps(trained.model_dump(mode="json")), encoding="utf-8")
     settings = load(tmp_path / "settings.json")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tiny_training import mmdit_settings, text_settings, vae_settings
+from tiny_training import mmdit_settings
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.explain import Given
@@ -13,6 +13,7 @@ from opensora_cli.settings.train import TrainSettings, load_train_settings
 OUTPUT = Path("run")
 TABLE = {"data.table": "clips.csv", "data.buckets": {"256px": {13: [1.0, 2]}}}
 SHOWN = {"samples.every": 2, "samples.prompts": ("rain",)}
+SIZE = {"samples.num_frames": 13, "samples.height": 32, "samples.width": 32}
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,11 @@ SHOWN = {"samples.every": 2, "samples.prompts": ("rain",)}
         ({"watching.profile_steps": "3"}, "watching.profile_steps"),
         ({**TABLE, "validation.every": 2, "validation.table": "clips.csv"}, "must be another table than data.table"),
         ({**TABLE, **SHOWN, "samples.num_frames": 13}, "give samples.num_frames, samples.height and samples.width"),
-        ({**SHOWN, "samples.num_frames": 15}, "samples.num_frames=15 does not suit vae.kind: use 13"),
-        ({**SHOWN, "samples.height": 36}, "samples.height=36 must be a multiple of 8, the side of a token: use 40"),
+        ({**SHOWN, **SIZE, "samples.num_frames": 15}, "samples.num_frames=15 does not suit vae.kind: use 13"),
+        (
+            {**SHOWN, **SIZE, "samples.height": 36},
+            "height=36 must be a multiple of 8, the side of a token: use 40",
+        ),
     ],
 )
 def test_refused(changes: dict[str, object], message: str) -> None:
@@ -38,26 +42,11 @@ def test_without_every_nothing_is_asked_of_the_rest() -> None:
     assert settings.validation.every is None
 
 
-def test_shape_and_rate_follow_from_the_data() -> None:
-    scenes = mmdit_settings(OUTPUT).replace({**SHOWN, "samples.width": 64})
-    assert scenes.samples.shape(scenes.data) == (13, 32, 64)
-    assert scenes.samples.rate(scenes.data) == scenes.data.scenes.fps == 12
-    size = {"samples.num_frames": 5, "samples.height": 16, "samples.width": 24}
-    table = mmdit_settings(OUTPUT).replace({**TABLE, **SHOWN, **size})
-    assert table.samples.shape(table.data) == (5, 16, 24)
-    assert table.samples.rate(table.data) == table.data.fps_max
-    assert table.replace({"samples.fps": 8}).samples.rate(table.data) == 8
-
-
 def test_held_out_clips_have_the_shapes_of_the_others() -> None:
     table = mmdit_settings(OUTPUT).replace({**TABLE, "validation.every": 1, "validation.table": "others.csv"})
-    data = table.validation.data(table.data)
+    data = table.held_out.data
     assert (data.table, data.workers, data.buckets) == ("others.csv", 0, table.data.buckets)
-    scenes = vae_settings(OUTPUT)
-    held_out = scenes.validation.data(scenes.data)
-    assert held_out.scenes.held_out
-    assert held_out.scenes.count == 8
-    assert held_out.scenes.size == scenes.data.scenes.size
+    assert table.held_out.loop.seed == table.validation.seed
 
 
 def test_from_the_command_line() -> None:
@@ -65,19 +54,14 @@ def test_from_the_command_line() -> None:
         given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}
         return load_train_settings(config=Path(recipe), overrides=given, environment={})
 
-    settings = load("demo", watching__profile_steps="10,12", samples__every="100", samples__prompts="[rain, snow]")
+    settings = load("demo_lora", watching__profile_steps="10,12", samples__every="100", samples__prompts="[rain, snow]")
     assert settings.watching.profile_steps == (10, 12)
     assert settings.samples.prompts == ("rain", "snow")
     for text, prompts in (("raining, sea", ("raining, sea",)), ('["raining, sea", snow]', ("raining, sea", "snow"))):
-        assert load("demo", samples__every="100", samples__prompts=text).samples.prompts == prompts
+        assert load("demo_lora", samples__every="100", samples__prompts=text).samples.prompts == prompts
     with pytest.raises(RequestError, match=r"samples\.every=1 needs samples.prompts"):
-        load("demo", samples__every="1", samples__prompts=" ")
+        load("demo_lora", samples__every="1", samples__prompts=" ")
     with pytest.raises(RequestError, match=r"samples\.prompts=.* must be a list"):
-        load("demo", samples__prompts='["rain')
-    assert load("demo", samples__every="100").samples.shape(settings.data) == (33, 128, 128)
+        load("demo_lora", samples__prompts='["rain')
     with pytest.raises(RequestError, match=r"samples.every=100 .* has no effect with target=vae"):
-        load("demo_vae", samples__every="100")
-
-
-def test_captions_need_no_table() -> None:
-    assert text_settings(OUTPUT).replace({"validation.every": 1}).validation.every == 1
+        load("vae_hunyuan", samples__every="100")

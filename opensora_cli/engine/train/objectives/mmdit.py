@@ -27,7 +27,6 @@ from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_enco
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.objectives.thing_weights import thing_weights, weighted_loss
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
@@ -41,6 +40,9 @@ _THREADS = 8
 
 Export = Callable[[Mapping[str, Tensor], Path], None]
 """Writes weights, given by their names, to a folder."""
+
+TokenWeights = Callable[[ClipBatch, tuple[int, int, int]], Tensor]
+"""Function from a micro-batch, and the frames, rows and columns of its tokens, to their weights in the loss, (B,N)."""
 
 
 def export_transformer(weights: Mapping[str, Tensor], folder: Path, *, vae: VAESettings | None = None) -> None:
@@ -78,6 +80,7 @@ class MMDiTTask:
         empty_prompt: replaces dropped captions.
         encoders: loads the encoders; called for the first clip that comes as pixels.
         folders: those of the tables that clips come from.
+        token_weights: weights tokens in the loss. None: all count alike.
     """
 
     adversary = None
@@ -93,6 +96,7 @@ class MMDiTTask:
         device: torch.device | str = "cpu",
         export: Export = export_transformer,
         folders: Sequence[Path] = (),
+        token_weights: TokenWeights | None = None,
     ) -> None:
         self.module = module
         self.forward: Callable[..., Any] = module
@@ -106,9 +110,10 @@ class MMDiTTask:
         self._export = export
         self._weights = settings.mode_weights.by_mode()
         self._lengths = settings.lengths
+        self._token_weights = token_weights
         self._folders = [os.path.join(folder, "") for folder in folders]
 
-    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
+    def begin_step(self, step: int) -> None:
         """Do nothing: there is one phase."""
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
@@ -133,14 +138,8 @@ class MMDiTTask:
             embedded_guidance_B=self._embedded_guidance(count),
         )
         target_BND = flow_target(data_BND, noise_BND, sigma_min=sigma_min)
-        if self._settings.thing_weight != 1:
-            weights_BN = thing_weights(
-                batch.paths,
-                weight=self._settings.thing_weight,
-                grid=(frames, height // patch, width // patch),
-                num_frames=self._grid.num_frames(frames),
-                fps=batch.fps[0] or 1.0,
-            )
+        if self._token_weights is not None:
+            weights_BN = self._token_weights(batch, (frames, height // patch, width // patch))
             return weighted_loss(velocity_BND, target_BND, queued_copy(weights_BN, self._device)), {}
         masks_BTHW = samples.mask_B1THW[:, 0] if self._settings.masked_loss else None
         return get_batch_loss(velocity_BND, target_BND, masks_BTHW), {}
@@ -242,6 +241,13 @@ class MMDiTTask:
         return torch.full((batch_size,), self._settings.embedded_guidance, device=self._device)
 
 
+def weighted_loss(velocity_BND: Tensor, target_BND: Tensor, weights_BN: Tensor) -> Tensor:
+    """Return the mean squared error of packed latents over the micro-batch, each token by its weight, in fp32."""
+    error_BN = (velocity_BND.float() - target_BND.float()).square().mean(dim=2)
+    weights_BN = weights_BN.to(error_BN)
+    return (error_BN * weights_BN).sum() / weights_BN.sum()
+
+
 def _inside(path: str, folders: Iterable[str]) -> str:
     """Return the path from the first of `folders` that it is in, so that data that was moved trains the same model."""
     return next((path.removeprefix(folder) for folder in folders if path.startswith(folder)), path)
@@ -261,7 +267,12 @@ def _random_states(paths: Sequence[str], rng: SampleRng) -> list[SampleRng]:
 
 
 def build_mmdit_task(
-    settings: TrainSettings, module: MMDiT, *, device: torch.device, clips: ClipCache | None = None
+    settings: TrainSettings,
+    module: MMDiT,
+    *,
+    device: torch.device,
+    clips: ClipCache | None = None,
+    token_weights: TokenWeights | None = None,
 ) -> MMDiTTask:
     """Return the transformer's task, with the frozen parts that it needs.
 
@@ -290,6 +301,7 @@ def build_mmdit_task(
         else partial(export_transformer, vae=settings.vae),
         # As `read_table` makes the paths of clips absolute.
         folders=[Path(table).absolute().parent for table in tables],
+        token_weights=token_weights,
     )
 
 

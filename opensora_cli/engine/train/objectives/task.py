@@ -118,12 +118,8 @@ class Task(Protocol[BatchT_contra]):
     def adversary(self) -> Adversary | None:
         """A module that learns against it, with an optimizer of its own."""
 
-    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
-        """Change the weights and their average in place where a new phase of training begins, after `step` updates.
-
-        It is called again for the same step after a resume: the second call must change nothing. `ema` holds this
-        rank's parts of the averaged weights by the names of the module's state; None: there is no average.
-        """
+    def begin_step(self, step: int) -> None:
+        """Begin a new phase of training, if there is one after `step` updates. A resumed run repeats the call."""
 
     def loss(self, batch: BatchT_contra, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the samples of a micro-batch, and figures for the log (of this rank), detached."""

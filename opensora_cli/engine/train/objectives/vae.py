@@ -13,7 +13,6 @@ from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.transfers import queued_copy
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.files import VAE_FILE
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
@@ -28,15 +27,10 @@ from opensora_cli.engine.train.objectives.vae_losses import (
     reconstruction_error,
     with_gradient,
 )
-from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.settings.data import SceneSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings
 
-# The latents are whitened by the same clips for every seed of a run.
-_WHITENING_SEED = 20
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -70,7 +64,6 @@ def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: R
     return VAETask(
         autoencoder,
         settings=chosen,
-        scenes=settings.data.scenes,
         steps=settings.loop.steps,
         perceptual=perceptual,
         adversary=adversary,
@@ -114,8 +107,8 @@ class VAETask:
     """Reconstruct clips and pictures.
 
     The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means: logit is the
-    discriminator's, and w balances gradients (see `adaptive_weight`). Latents are whitened by the procedural clips of
-    `scenes`. `steps` are those of the run, at the end of which frames may be whole.
+    discriminator's, and w balances gradients (see `adaptive_weight`). `steps` are those of
+    the run, at the end of which frames may be whole.
     """
 
     def __init__(
@@ -123,7 +116,6 @@ class VAETask:
         autoencoder: Autoencoder,
         *,
         settings: VAETrainSettings,
-        scenes: SceneSettings,
         steps: int,
         perceptual: PerceptualDistance | None = None,
         adversary: PatchAdversary | None = None,
@@ -132,22 +124,14 @@ class VAETask:
         self.forward: Callable[..., Any] = self.module
         self.adversary = adversary
         self._settings = settings
-        self._scenes = scenes
         self._perceptual = perceptual
         self._last_layer = LastLayer(autoencoder.last_layer)
         self._is_opposed = False
         self._crops_until = steps - settings.whole_steps if settings.crop_size else 0
         self._is_cropping = self._crops_until > 0
 
-    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
-        """Adapt weights and average to clips after single frames, turn the discriminator on, and crops off.
-
-        The optimizers keep their moments: old ones fade within some tens of steps, and without them the first steps
-        would be as large as a single noisy gradient.
-        """
-        if step == self._settings.picture_steps > 0:
-            gather_taps(dict(self.module.named_parameters()))
-            gather_taps(ema or {})
+    def begin_step(self, step: int) -> None:
+        """Turn the discriminator on, and crops off, when it is time."""
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
         self._is_cropping = step < self._crops_until
 
@@ -181,9 +165,7 @@ class VAETask:
         return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write `vae.safetensors`, whitened (see `whiten_latents`) and rounded as the settings have it."""
-        if self._settings.whitening_clips:
-            weights = self._whitened(weights)
+        """Write `vae.safetensors`, rounded as the settings have it."""
         dtype = torch.float16 if self._settings.export_half else torch.float32
         write_weights(folder / VAE_FILE, weights, dtype=dtype)
 
@@ -230,19 +212,6 @@ class VAETask:
             frames = cut_squares(frames, self._settings.crop_size, rng.numpy)
         return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
 
-    def _whitened(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert isinstance(self.module, HunyuanVAE)  # as the settings were checked
-        with torch.device("meta"):
-            vae = HunyuanVAE(self.module.config)
-        vae.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
-        rng, scenes = np.random.default_rng(_WHITENING_SEED), self._scenes
-        clips = [
-            render_scene(sample_scene(rng), size=scenes.size, num_frames=scenes.num_frames, fps=scenes.fps)
-            for _ in range(self._settings.whitening_clips)
-        ]
-        whiten_latents(vae.eval(), to_pixels(torch.from_numpy(np.stack(clips))))
-        return vae.state_dict()
-
 
 def _without_float16(device_type: str) -> AbstractContextManager[object]:
     """Compute in float32 in place of float16, in which gradients of a loss that is not scaled up are lost."""
@@ -255,44 +224,3 @@ def _frames(batch: ClipBatch) -> Tensor:
     if batch.pixels_BTHWC is None:
         raise ValueError("autoencoders learn from pixels, and the batch has none")
     return batch.pixels_BTHWC
-
-
-@torch.no_grad()
-def gather_taps(weights: Mapping[str, Tensor]) -> None:
-    """Gather what a causal kernel's taps in time sum up to in the last one, the present frame, in place.
-
-    A picture, whose past is itself, is encoded and decoded as before. Trained on pictures alone, the taps only make
-    sense in their sum, and would smear a clip in time. What the past ones differ by is as random as at first, and
-    stays: with zeros, neither encoder nor decoder would have a reason to tell the frames of a group apart before the
-    other does. A second time changes nothing. `weights` are those of a causal autoencoder, by name, or this rank's
-    parts of them.
-    """
-    for weight in map(local, weights.values()):
-        if weight.ndim == 5 and weight.shape[2] > 1:
-            past = weight[:, :, :-1]
-            weight[:, :, -1] += past.sum(dim=2)
-            past.copy_((past - past.flip(2)) / 2)
-
-
-@torch.no_grad()
-def whiten_latents(vae: HunyuanVAE, pixels_BCTHW: Tensor) -> None:
-    """Fold a shift and scale of every latent channel into the 1x1 convolutions around the latents, in place.
-
-    Afterwards the posterior means of clips like `pixels_BCTHW`, in [-1,1], have mean 0 and variance 1 in each channel,
-    and decoding undoes it exactly: one scale factor for all channels, as the configuration has it, then suits them all.
-    """
-    means = torch.cat([vae.encode_moments(clips)[0] for clips in torch.split(pixels_BCTHW, 4)])
-    mean_C = means.mean(dim=(0, 2, 3, 4)).double()
-    std_C = means.std(dim=(0, 2, 3, 4)).double()
-    channels = mean_C.numel()
-    into, out_of = (
-        {name: weight.double() for name, weight in layer.state_dict().items()}
-        for layer in (vae.quant_conv, vae.post_quant_conv)
-    )
-    into["weight"][:channels] /= std_C.view(-1, 1, 1, 1, 1)
-    into["bias"][:channels] = (into["bias"][:channels] - mean_C) / std_C
-    into["bias"][channels:] -= 2.0 * std_C.log()  # the log variance of the shifted and scaled posterior
-    out_of["bias"] += out_of["weight"][:, :, 0, 0, 0] @ mean_C
-    out_of["weight"] *= std_C.view(1, -1, 1, 1, 1)
-    vae.quant_conv.load_state_dict(into)
-    vae.post_quant_conv.load_state_dict(out_of)

@@ -52,9 +52,8 @@ class SampleVideos:
         folder: Path,
         reporter: Reporter,
     ) -> None:
-        shape = settings.samples.shape(settings.data)
-        assert shape is not None
-        self._num_frames, self._height, self._width = shape
+        shape = settings.samples.num_frames, settings.samples.height, settings.samples.width
+        self._num_frames, self._height, self._width = (size or 0 for size in shape)  # as the settings were checked
         self._settings = settings
         self._embeds = embeds
         self._autoencoder = autoencoder
@@ -143,7 +142,7 @@ class SampleVideos:
         return write_media(
             frames,
             self._folder / f"step{step}" / f"{index}.mp4",
-            fps=chosen.rate(self._settings.data),
+            fps=chosen.fps or self._settings.data.fps_max,
             format=MediaFormat.MP4,
             metadata={
                 "prompt": chosen.prompts[index],
@@ -179,7 +178,7 @@ def open_samples(
     empty = encoders.empty_prompt
     embeds = []
     for prompt in chosen.prompts:
-        caption = training_caption(prompt, fps=chosen.rate(settings.data), motion_score=None, settings=trained)
+        caption = training_caption(prompt, fps=chosen.fps or settings.data.fps_max, motion_score=None, settings=trained)
         states_2LC = torch.stack([encoders.prompt_embeds(caption), empty.prompt_embeds_LC])
         pooled_2V = torch.stack([encoders.pooled_prompt_embeds(caption), empty.pooled_prompt_embeds_V])
         embeds.append(PromptEmbeds(states_2LC.to(_HOST), pooled_2V.to(_HOST)))

@@ -9,18 +9,16 @@ import torch
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
+from opensora_cli.data.source import ClipSource
+from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
-from opensora_cli.engine.train.objectives.text import sample_captions
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.watching import ValidationSettings
 
-# Captions are random: above the seeds of training, so that no caption is trained on.
-_SEEDS_OF_CAPTIONS = 2**40
 _SAMPLES = "number of samples"
 
 
@@ -91,50 +89,36 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
             module.training = training
 
 
-def open_validation(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> HeldOutLoss | None:
-    """Return what validates a run; None: nothing does.
+def open_validation(
+    settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
+) -> HeldOutLoss | None:
+    """Return the validation of a run on the clips of `source`, or of its table; None without one.
 
     With a cache of encoded clips, held-out ones are added to it first, by all ranks. Raises FileProblem if the table is
-    missing or broken, or fills no micro-batch, and what `open_batches` and `prepare_cache` raise.
+    missing or broken, or the clips fill no micro-batch, and what `prepare_cache` raises.
     """
     if settings.validation.every is None:
         return None
-    if settings.target is TrainTarget.TEXT:
-        read, count = _captions(settings), settings.validation.batches
-    else:
-        read, count = _clips(settings, distribution, reporter)
-    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)
-
-
-def _captions(settings: TrainSettings) -> Callable[[int], Batch]:
-    seed, batch_size = _SEEDS_OF_CAPTIONS + settings.validation.seed, settings.text.batch_size
-    return lambda index: sample_captions(SampleRng.of_data(seed, index), index, batch_size=batch_size)
-
-
-def _clips(
-    settings: TrainSettings, distribution: Distribution, reporter: Reporter
-) -> tuple[Callable[[int], Batch], int]:
-    data, seed = settings.validation.data(settings.data), settings.validation.seed
-    cache = None
+    held_out, cache = settings.held_out, None
     if settings.target is TrainTarget.MMDIT:
         cache = prepare_cache(
-            settings.replace({"data": data.model_dump(), "loop.seed": seed, "validation.every": None}),
+            held_out,
             device=distribution.device,
             rank=distribution.rank,
             ranks=distribution.ranks,
             barrier=distribution.barrier,
             reporter=reporter,
+            source=source,
         )
-    dataset = open_dataset(data, seed=seed, multiple=pixel_multiple(settings), fixed_starts=cache is not None)
-    plan = dataset.plan_epoch(0)
+    source = source or open_table(held_out, fixed_starts=cache is not None)
+    plan = source.plan_epoch(0)
     count = min(len(plan), settings.validation.batches)
     if not count:
         raise FileProblem(
-            f"{data.table} fills no micro-batch to validate on", hint="give validation.table more clips of each size"
+            f"{settings.validation.table or 'held_out'} fills no micro-batch to validate on",
+            hint="give it more clips of each size",
         )
-    loader = ClipLoader(
-        requests=dataset.requests, fit=data.fit, load=None if cache is None else cache.clip, notes=ReadingNotes(0)
-    )
+    loader = ClipLoader(source=source, load=None if cache is None else cache.clip, notes=ReadingNotes(0))
     replaced = ReplacementWarnings(reporter, where=" in validation")
 
     def read(index: int) -> Batch:
@@ -142,4 +126,4 @@ def _clips(
         replaced.warn(batch)
         return batch
 
-    return read, count
+    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)

@@ -140,25 +140,6 @@ def test_files_that_are_gone_fill_no_bucket(table: Path) -> None:
         report.require_batches()
 
 
-def test_scenes_are_counted_too() -> None:
-    scenes = {
-        "size": 64,
-        "num_frames": 17,
-        "count": 40,
-        "batch_size": 3,
-        "picture_share": 0.25,
-        "picture_batch_size": 5,
-    }
-    report = check({"scenes": scenes})
-    assert [(b.name, b.samples, b.micro_batches) for b in report.buckets] == [
-        ("64px x 17 frames", 30, 10),
-        ("64px x 1 frame", 10, 2),
-    ]
-    assert report.updates == 12
-    report.require_batches()
-
-
-def test_captions_are_not_clips() -> None:
-    settings = TrainSettings.model_validate({"target": "text"})
-    with pytest.raises(RequestError, match="target=text has no clips"):
-        check_data(settings, reporter=SilentReporter())
+def test_without_a_table_there_is_nothing_to_check() -> None:
+    with pytest.raises(RequestError, match=r"data\.table is not set"):
+        check({})

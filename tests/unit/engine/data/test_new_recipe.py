@@ -77,7 +77,7 @@ def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
     assert recipe.read_bytes() == before
 
 
-@pytest.mark.parametrize("base", sorted({*list_presets("train")} - {"demo_text"}))
+@pytest.mark.parametrize("base", list_presets("train"))
 def test_every_recipe_with_clips_can_be_the_base(base: str, tmp_path: Path) -> None:
     """A row that has enough frames and pixels is in a micro-batch of the first epoch."""
     settings = load(base, output=str(tmp_path / "run"))
@@ -88,7 +88,7 @@ def test_every_recipe_with_clips_can_be_the_base(base: str, tmp_path: Path) -> N
     table = write_rows(tmp_path / "t.csv", [[name, "", *row] for name, row in zip(names, rows, strict=True)])
     suggestion = suggest_buckets(read_table(table).samples, settings)
     plain = {name: {n: list(bucket) for n, bucket in rest.items()} for name, rest in suggestion.buckets.items()}
-    data = {"table": str(table), "buckets": plain, "fps_max": suggestion.fps_max, "scenes": {}}
+    data = {"table": str(table), "buckets": plain, "fps_max": suggestion.fps_max}
     changed = TrainSettings.model_validate(
         {"target": "vae", "vae": settings.vae.model_dump(mode="json"), "data": data}
         if settings.target == "vae"
@@ -120,16 +120,6 @@ def test_only_pictures_and_only_short_videos(tmp_path: Path, monkeypatch: pytest
     assert set(load("pictures.yaml").train_mmdit.mode_weights.by_mode()) == {"t2v"}
 
 
-def test_a_base_for_scenes_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "clips").mkdir()
-    write_clip(tmp_path / "clips" / "a.mp4", num_frames=20)
-    for base in ("demo_vae", "demo"):
-        result = write_recipe("clips", Path(base))
-        assert (result.data.unused, result.data.problems, result.data.updates) == ((), (), 1)
-        result.recipe.unlink()
-
-
 def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clips").mkdir()
@@ -144,8 +134,6 @@ def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatc
 
 def test_bad_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RequestError, match="target=text"):
-        write_recipe("clips", Path("demo_text"))
     with pytest.raises(RequestError, match="a file of the reference"):
         write_recipe("clips", Path("stage1.py"))
     with pytest.raises(FileProblem, match="clips does not exist"):

@@ -27,10 +27,10 @@ from opensora_cli.engine.data.cache import cache_clips
 from opensora_cli.engine.encode import fill_cache
 from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
 from opensora_cli.engine.encode.clips import ALWAYS_CACHED
-from opensora_cli.engine.encode.datasets import all_requests
+from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.train import run
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
@@ -42,11 +42,16 @@ from opensora_cli.models.mmdit.model import MMDiT
 CPU = torch.device("cpu")
 
 
-def settings_of(weights, cache, **changes):
+def settings_of(weights, cache, *, clips=6, **changes):
     settings = tiny_training.mmdit_settings("unused", weights)
+    table = tiny_training.table_of(clips, weights)
     return settings.replace(
-        {"data.scenes.count": 6, "train_mmdit.cache": None if cache is None else str(cache), **changes}
+        {"data.table": table, "train_mmdit.cache": None if cache is None else str(cache), **changes}
     )
+
+
+def all_requests(settings):
+    return [*open_table(settings, fixed_starts=True).requests()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,7 +99,7 @@ def prepared(settings, **where):
 
 def test_clips_are_encoded_once_and_more_are_added(weights, tmp_path):
     settings, reporter = settings_of(weights, tmp_path / "cache"), tiny_world.RecordingReporter()
-    report = cache_clips(settings.replace({"data.scenes.count": 4}), reporter=reporter)
+    report = cache_clips(settings_of(weights, tmp_path / "cache", clips=4), reporter=reporter)
     assert (report.clips, report.encoded, report.failed) == (4, 4, ())
     assert reporter.advanced["encode"] == reporter.totals["encode"] == 4
     report = cache_clips(settings)
@@ -113,13 +118,13 @@ def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled)
     [request, *_] = all_requests(filled)
     shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).tensors.items()}
     assert shapes == {
-        "latents": (4, 4, 8, 8),
-        "head1": (4, 1, 8, 8),
-        "tail1": (4, 1, 8, 8),
-        "head5": (4, 2, 8, 8),
-        "tail5": (4, 2, 8, 8),
-        "head9": (4, 3, 8, 8),
-        "tail9": (4, 3, 8, 8),
+        "latents": (4, 4, 6, 12),
+        "head1": (4, 1, 6, 12),
+        "tail1": (4, 1, 6, 12),
+        "head5": (4, 2, 6, 12),
+        "tail5": (4, 2, 6, 12),
+        "head9": (4, 3, 6, 12),
+        "tail9": (4, 3, 6, 12),
         "prompt_embeds": (tiny_training.MAX_LENGTH, tiny_training.WIDTH),
         "pooled_prompt_embeds": (tiny_training.WIDTH,),
     }
@@ -133,7 +138,7 @@ def losses(settings, *, micro_batches):
     nn.init.normal_(module.final_layer.linear.weight)
     nn.init.normal_(module.cond_in.weight)
     task = build_mmdit_task(settings, module, device=CPU, clips=cache)
-    batches = open_batches(
+    batches = ClipBatches(
         settings,
         data_rank=0,
         data_ranks=1,
@@ -199,15 +204,15 @@ def test_a_resumed_run_on_a_cache_is_bitwise_identical(filled, tmp_path):
 @pytest.mark.slow
 def test_an_interrupted_filling_keeps_finished_clips(weights, tmp_path, monkeypatch):
     settings, left = settings_of(weights, tmp_path / "cache"), [3]
-    read = fill_cache.read_clip
+    read = TableSource.read
 
-    def interrupted(request, *, fit):
+    def interrupted(self, request):
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        return read(request, fit=fit)
+        return read(self, request)
 
-    monkeypatch.setattr(fill_cache, "read_clip", interrupted)
+    monkeypatch.setattr(TableSource, "read", interrupted)
     with pytest.raises(KeyboardInterrupt, match="continue with the same command"):
         cache_clips(settings)
     left[0] = 1
@@ -234,14 +239,14 @@ def test_it_continues_with_its_first_number_of_threads_unless_one_is_named(fille
 def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):
     settings = settings_of(weights, tmp_path / "cache")
     bad = all_requests(settings)[2]
-    read = fill_cache.read_clip
+    read = TableSource.read
 
-    def broken(request, *, fit):
+    def broken(self, request):
         if request == bad:
             raise MediaError("it is broken")
-        return read(request, fit=fit)
+        return read(self, request)
 
-    monkeypatch.setattr(fill_cache, "read_clip", broken)
+    monkeypatch.setattr(TableSource, "read", broken)
     report = cache_clips(settings)
     assert (report.clips, report.encoded) == (5, 5)
     with pytest.raises(BatchError, match="1 of 6 clips could not be read"):
@@ -325,9 +330,9 @@ def test_a_table_that_cannot_be_read_leaves_no_cache(weights, tmp_path):
 
 
 def test_a_cache_without_clips_can_be_begun_with_other_settings(weights, tmp_path, monkeypatch):
-    settings = settings_of(weights, tmp_path / "cache", **{"data.scenes.count": 2})
+    settings = settings_of(weights, tmp_path / "cache", clips=2)
     with monkeypatch.context() as patch:
-        patch.setattr(fill_cache, "read_clip", mock.Mock(side_effect=MediaError("gone")))
+        patch.setattr(TableSource, "read", mock.Mock(side_effect=MediaError("gone")))
         assert len(cache_clips(settings).failed) == 2
     assert cache_clips(settings.replace({"train_mmdit.add_fps": False})).encoded == 2
 
@@ -383,7 +388,7 @@ def end_at(step, monkeypatch):
 
         return stepping
 
-    monkeypatch.setattr(fill_cache, "read_clip", watched(fill_cache.read_clip))
+    monkeypatch.setattr(TableSource, "read", watched(TableSource.read))
     monkeypatch.setattr(stream, "write_all", watched(stream.write_all))
     monkeypatch.setattr(core_files, "_flush_to_disk", watched(core_files._flush_to_disk))
     monkeypatch.setattr(Path, "replace", watched(Path.replace))
@@ -393,13 +398,13 @@ def end_at(step, monkeypatch):
 
 @pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_filling_that_ended_at_any_step_continues_to_the_same_bytes(weights, tmp_path, monkeypatch, stride):
-    settings = settings_of(weights, tmp_path / "whole", **{"data.scenes.count": 3, "threads": 1})
+    settings = settings_of(weights, tmp_path / "whole", clips=3, threads=1)
     cache_clips(settings)
     whole = tensors_of(tmp_path / "whole")
     ended, step = 0, 1
     while True:
         cache = tmp_path / f"ended{step}"
-        settings = settings_of(weights, cache, **{"data.scenes.count": 3, "threads": 1})
+        settings = settings_of(weights, cache, clips=3, threads=1)
         with monkeypatch.context() as patched:
             end_at(step, patched)
             try:

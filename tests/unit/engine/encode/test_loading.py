@@ -1,4 +1,4 @@
-"""Micro-batches of clips from files and from the procedural world."""
+"""Micro-batches of clips from files, and from a source of one's own."""
 
 import os
 import signal
@@ -10,15 +10,16 @@ import pytest
 import tiny_training
 import torch
 from tiny_clips import FPS, clip_table, frame_number, write_clip, write_rows
+from tiny_source import Colors
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
-from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.encode.datasets import all_requests, make_buckets
+from opensora_cli.data.source import ClipSource
+from opensora_cli.engine.encode.datasets import make_buckets, open_table
 from opensora_cli.engine.encode.fill_cache import _files
-from opensora_cli.engine.encode.loading import ReplacementWarnings, open_batches, read_clip
+from opensora_cli.engine.encode.loading import ClipBatches, ReplacementWarnings
 from opensora_cli.settings.data import BucketSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -63,12 +64,14 @@ def take(
     rank: int = 0,
     ranks: int = 1,
     load: Any = None,
+    source: ClipSource | None = None,
 ) -> list[ClipBatch]:
-    source = open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter or Warnings(), load=load)
+    reporter = reporter or Warnings()
+    batches = ClipBatches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load, source=source)
     try:
-        return [source.next() for _ in range(count)]
+        return [batches.next() for _ in range(count)]
     finally:
-        source.close()
+        batches.close()
 
 
 def described(batch: ClipBatch) -> tuple[object, ...]:
@@ -121,11 +124,11 @@ def test_fast_videos_lose_frames(tmp_path: Path) -> None:
 def test_a_resumed_run_reads_the_same(table: Path, workers: int, updates: int) -> None:
     chosen = in_pairs(settings(table, workers=workers))
     straight = [described(batch) for batch in take(in_pairs(settings(table)), 12)]
-    first = open_batches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    first = ClipBatches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
     before = [described(first.next()) for _ in range(2 * updates)]
     state = first.state_dict()
     first.close()
-    second = open_batches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    second = ClipBatches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
     second.load_state_dict(state)
     after = [described(second.next()) for _ in range(12 - 2 * updates)]
     second.close()
@@ -239,7 +242,7 @@ def test_a_bug_names_the_file(table: Path, workers: int) -> None:
 
 def test_all_requests_are_those_of_the_epochs(table: Path) -> None:
     data = settings(table, buckets={"64px": {1: (1.0, 2), 9: (0.5, 1)}, "32px": {1: (1.0, 1), 5: (1.0, 1)}})
-    every = all_requests(data)
+    every = [*open_table(data, fixed_starts=True).requests()]
     assert len(every) == 4 + 2 * 6
     found: set[ClipRequest] = set()
     for batch in take(data, 60, load=_as_is):
@@ -253,51 +256,19 @@ def _as_is(request: ClipRequest) -> ClipRequest:
     return request
 
 
-def scenes(**changes: Any) -> TrainSettings:
-    values = {"count": 12, "size": 32, "num_frames": 5, "fps": 12, "batch_size": 2, "picture_batch_size": 3, **changes}
-    return of_data({"workers": 0, "scenes": values})
-
-
-def test_scenes_are_a_dataset_like_any_other() -> None:
-    batches = take(scenes(), 12)
-    assert [batch.epoch for batch in batches] == [0] * 6 + [1] * 6
-    assert sorted(path for batch in batches[:6] for path in batch.paths) == sorted(f"scene:0/{n}" for n in range(12))
-    by_path = {}
-    for batch in batches:
-        assert batch.pixels_BTHWC is not None
-        assert batch.pixels_BTHWC.shape == (2, 5, 32, 32, 3)
-        for path, caption, clip in zip(batch.paths, batch.captions, batch.pixels_BTHWC, strict=True):
-            caption_before, clip_before = by_path.setdefault(path, (caption, clip))
-            assert caption == caption_before
-            assert torch.equal(clip, clip_before)
-    assert len({caption for caption, _ in by_path.values()}) > 6
-
-
-def test_scenes_mixed_with_pictures() -> None:
-    batches = take(scenes(picture_share=0.5), 5)
+@WORKERS
+def test_clips_of_a_source_of_ones_own(workers: int) -> None:
+    reporter = Warnings()
+    batches = take(of_data({"workers": workers}), 5, source=Colors(pictures=True, faded=4), reporter=reporter)
     shapes = sorted(tuple(batch.pixels_BTHWC.shape[:2]) for batch in batches if batch.pixels_BTHWC is not None)
     assert shapes == [(2, 5)] * 3 + [(3, 1)] * 2
     assert {batch.fps for batch in batches} == {(12.0, 12.0), (0.0, 0.0, 0.0)}
-
-
-def test_first_updates_of_pictures() -> None:
-    changes = {"train_vae.picture_steps": 2, "train_vae.picture_batch_size": 4, "data": scenes().data.model_dump()}
-    chosen = in_pairs(tiny_training.vae_settings(Path("unused")).replace(changes))
-    batches = take(chosen, 8)
-    assert [batch.pixels_BTHWC.shape[:2] for batch in batches if batch.pixels_BTHWC is not None] == [(4, 1)] * 4 + [
-        (2, 5)
-    ] * 4
-    assert [batch.number for batch in batches] == [*range(8)]
-
-
-def test_a_scene_can_be_read_by_its_name() -> None:
-    clip = SceneClip(seed=3, number=7, held_out=True)
-    assert clip.name == "held-out:3/7"
-    assert SceneClip.named(clip.name) == clip
-    assert SceneClip.named("a/scene:3/7") is None
-    (request,) = all_requests(scenes(count=1, batch_size=1, held_out=True).replace({"loop.seed": 3}))
-    assert request.path == "held-out:3/0"
-    assert read_clip(request).shape == (5, 32, 32, 3)
+    [replacement] = [each for batch in batches for each in batch.replaced]
+    assert (replacement.path, replacement.reason) == ("color:4", "color:4 has faded")
+    assert len(reporter.texts) == 1
+    for batch in batches:
+        assert batch.pixels_BTHWC is not None
+        assert [f"color:{level // 10}" for level in batch.pixels_BTHWC[:, 0, 0, 0, 0].tolist()] == list(batch.paths)
 
 
 def test_buckets_too_small_for_the_model() -> None:

@@ -50,7 +50,7 @@ def test_it_is_planned_with_its_sizes_files_and_sampling(tmp_path: Path) -> None
 
 def test_a_recipe_trains_it(tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text("target: mmdit\nmodel:\n  name: tiny\n  depth: 3\ndata:\n  scenes: {num_frames: 129, size: 64}\n")
+    recipe.write_text("target: mmdit\nmodel:\n  name: tiny\n  depth: 3\ndata:\n  buckets: {64px: {129: [1, 1]}}\n")
     settings = load_train_settings(config=recipe, overrides={}, environment={})
     assert (settings.model.depth, settings.model.hidden_size) == (3, 32)
     assert settings.vae.sizes == TINY.autoencoder

@@ -88,8 +88,7 @@ def test_what_is_offloaded_has_the_dtype_of_the_weights_in_use():
 
 def test_the_buffer_holds_pictures_if_they_have_more_tokens():
     offloaded = settings(checkpointing=True, activation_offload="all")
-    scenes = {"data.scenes.picture_share": 0.5, "data.scenes.count": 64}
-    few, many = (offloaded.replace({**scenes, "data.scenes.picture_batch_size": count}) for count in (4, 8))
+    few, many = (offloaded.replace({"data.buckets": {"32px": {13: (1.0, 2), 1: (1.0, count)}}}) for count in (4, 8))
     assert plan_activations(few).needed_bytes == plan_activations(offloaded).needed_bytes
     # One latent frame of 16 tokens instead of 4, with 12 of text; and 8 instead of 2.
     assert plan_activations(many).needed_bytes > 1.4 * plan_activations(offloaded).needed_bytes

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import tiny_frozen
 import tiny_training
+from tiny_training import buckets
 
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, measured_steps
 from opensora_cli.settings.train import TrainSettings
 
 ADAMW = {"optimizer.name": "adamw"}
 CHECKPOINTED = {"memory.checkpointing": True}
-OFFLOADED = {**CHECKPOINTED, "data.scenes.batch_size": 1, "memory.activation_offload": "all"}
+OFFLOADED = {**CHECKPOINTED, "data.buckets": buckets(batch_size=1), "memory.activation_offload": "all"}
 LORA = {
     **ADAMW,
     # Its file is not read: the weights are random.
@@ -35,31 +36,29 @@ def slow(target: str, changes: dict[str, object], name: str) -> object:
     ("target", "changes"),
     [
         slow("mmdit", OFFLOADED, "offloaded"),
-        slow("text", {**ADAMW, "text.batch_size": 5}, "as it is"),
         pytest.param("mmdit", STREAMED, id="mmdit streamed"),
         slow("mmdit", {**STREAMED, "memory.fp8_storage": True}, "streamed in 8 bits"),
         slow("mmdit", {**STREAMED, "memory.resident_blocks": 3, "precision.compute": "fp32"}, "streamed in float32"),
         slow("mmdit", {**LORA, "memory.fp8_storage": True}, "in 8 bits"),
         slow("mmdit", {**LORA, "train_mmdit.cache": None}, "an adapter"),
         slow("mmdit", {}, "as it is"),
-        slow("mmdit", {"data.scenes.batch_size": 6}, "a larger batch"),
-        slow("mmdit", {"data.scenes.batch_size": 6, **CHECKPOINTED}, "checkpointed"),
+        slow("mmdit", {"data.buckets": buckets(batch_size=6)}, "a larger batch"),
+        slow("mmdit", {"data.buckets": buckets(batch_size=6), **CHECKPOINTED}, "checkpointed"),
         slow("mmdit", {"model.depth": 3, **CHECKPOINTED, "memory.checkpoint_single_blocks": 0}, "one stack"),
         slow("mmdit", {"precision.compute": "fp32", **ADAMW, "model.depth_single_blocks": 3}, "in float32"),
         slow(
             "mmdit",
             {
-                "data.scenes.size": 64,
-                "data.scenes.num_frames": 17,
+                "data.buckets": buckets(17, size=64),
                 "model.hidden_size": 64,
                 "model.num_heads": 4,
             },
             "longer and wider",
         ),
-        slow("vae", {**ADAMW, "train_vae.picture_steps": 0}, "of clips alone"),
-        slow("vae", {}, "of pictures first, with muon"),
-        slow("vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32"}, "in float32"),
-        slow("vae", {"train_vae.picture_steps": 0, **OPPOSED}, "against a discriminator"),
+        slow("vae", ADAMW, "with adamw"),
+        slow("vae", {}, "with muon"),
+        slow("vae", {"data.buckets": buckets(5, batch_size=3), "precision.compute": "fp32"}, "in float32"),
+        slow("vae", OPPOSED, "against a discriminator"),
     ],
 )
 def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ WHOLE_LAST = {"train_vae.crop_size": 16, "train_vae.whole_steps": 3, "loop.steps
 
 @pytest.mark.parametrize(
     ("changes", "steps"),
-    [({}, (0, 0, 2)), (OPPOSED, (0, 0, 9)), ({"train_vae.picture_steps": 0}, (0, 1)), (WHOLE_LAST, (0, 0, 17))],
+    [({}, (0, 1)), (OPPOSED, (0, 0, 9)), (WHOLE_LAST, (0, 0, 17))],
 )
 def test_the_last_phase_of_an_autoencoder_is_among_the_steps(
     changes: dict[str, object], steps: tuple[int, ...], tmp_path: Path
@@ -93,7 +92,7 @@ def test_the_last_phase_of_an_autoencoder_is_among_the_steps(
 @pytest.mark.slow
 def test_bytes_add_up_by_weight_and_text_encoders_have_the_sizes_in_their_folders(tmp_path: Path) -> None:
     folder = str(tiny_frozen.save_frozen_parts(tmp_path))
-    alone = {**ADAMW, **RELEASED_WIDTHS, "weights": [folder], "data.scenes.batch_size": 1}
+    alone = {**ADAMW, **RELEASED_WIDTHS, "weights": [folder], "data.buckets": buckets(batch_size=1)}
     memory = estimate_training(settings_of("mmdit", tmp_path, alone))
     assert 0 < memory.at_peak["frozen parts"] < 10**6
     weights = sum(size for _, size, _, _ in memory.by_weight.values())
@@ -115,7 +114,7 @@ def test_text_encoders_without_a_folder_are_the_released_ones(tmp_path: Path) ->
 
 
 def test_over_the_limit_is_out_of_memory(tmp_path: Path) -> None:
-    settings = settings_of("text", tmp_path, {})
+    settings = settings_of("vae", tmp_path, {})
     peak = measure_training(settings).peak_bytes
     assert measure_training(settings, limit=peak).peak_bytes == peak
     with pytest.raises(MemoryError):

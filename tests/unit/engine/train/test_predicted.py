@@ -28,7 +28,7 @@ def settings_of(tmp_path: Path, **changes: object) -> TrainSettings:
     # So large that products do not wait for their weights.
     model = {"model.hidden_size": 2048, "model.axes_dim": (256, 384, 384)}
     settings = tiny_training.mmdit_settings(tmp_path / "run").replace(
-        {**model, "data.scenes.size": 128, "optimizer.name": "adamw", "strategy": "ddp"}
+        {**model, "data.buckets": tiny_training.buckets(size=128), "optimizer.name": "adamw", "strategy": "ddp"}
     )
     return settings.replace({key.replace("__", "."): value for key, value in changes.items()})
 

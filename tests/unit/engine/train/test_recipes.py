@@ -6,12 +6,12 @@ import pytest
 import tiny_clips
 import tiny_world
 import torch
+from tiny_autoencoders import moving_clip
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
@@ -137,7 +137,7 @@ def test_an_adapter_beside_the_released_model_takes_less_than_16_gib(frames: int
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random frozen parts of both kinds, and scenes as files: four videos, four pictures, and their table."""
+    """Random frozen parts of both kinds, four videos, four pictures, and their table."""
     folder = tmp_path_factory.mktemp("stages")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -148,11 +148,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_world.save_clip(folder / "clip")
     rows = []
     for number in range(8):
-        clip, is_picture = SceneClip(seed=0, number=number), number >= 4
-        frames = torch.from_numpy(clip.render(size=SIZE, num_frames=1 if is_picture else FRAMES + 3, fps=FPS))
+        is_picture = number >= 4
+        frames = moving_clip(number, num_frames=1 if is_picture else FRAMES + 3, size=SIZE)
         path = folder / f"{number}.{'png' if is_picture else 'mp4'}"
         write_media([frames], path, fps=FPS, format=path.suffix[1:])
-        rows.append([path.name, clip.caption, len(frames), SIZE, SIZE, "" if is_picture else FPS])
+        rows.append([path.name, "a boat on the sea", len(frames), SIZE, SIZE, "" if is_picture else FPS])
     tiny_clips.write_rows(folder / "clips.csv", rows)
     return folder
 
@@ -167,7 +167,7 @@ def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
     """Return the mean loss over an epoch, four samples of time, noise and mode each, and the lengths that clips had."""
     reporter = SilentReporter()
     task = build_task(settings, distribution=Distribution(torch.device("cpu")), reporter=reporter)
-    batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=reporter)
+    batches = ClipBatches(settings, data_rank=0, data_ranks=1, reporter=reporter)
     losses, lengths = [], set()
     while (batch := batches.next()).epoch == 0:
         assert batch.pixels_BTHWC is not None

@@ -15,7 +15,7 @@ from opensora_cli.memory.kept_results import Cost
 from opensora_cli.settings.train import TrainSettings
 
 TINY = {"train_mmdit.cache": "clips", "optimizer.name": "adamw", "precision.compute": "fp32"}
-SIZES = {"model.depth": 2, "model.depth_single_blocks": 3, "data.scenes.size": 64}
+SIZES = {"model.depth": 2, "model.depth_single_blocks": 3, "data.buckets": tiny_training.buckets(size=64)}
 COSTS = {
     "double_blocks": [Cost(100.0, 2000.0, True), Cost(50.0, 1000.0, False)],
     "single_blocks": [Cost(98.0, 980.0, True), Cost(50.0, 500.0, False), Cost(3.0, 30.0, False)],

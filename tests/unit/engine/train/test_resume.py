@@ -32,17 +32,15 @@ STEPS = 6
 
 
 def clips(output: Path, **changes: object) -> TrainSettings:
-    """An autoencoder on scenes of two epochs; two micro-batches an update."""
+    """An autoencoder on two epochs; two micro-batches an update."""
     return tiny_training.vae_settings(output).replace(
         {
             "loop.steps": STEPS,
             "loop.micro_batches": 2,
             "checkpoints.every": 2,
             "checkpoints.keep": 9,
-            "data.scenes.count": 7,
-            "data.scenes.batch_size": 1,
-            "train_vae.picture_steps": 0,
-            "train_vae.whitening_clips": 0,
+            "data.table": tiny_training.table_of(7, output.parent),
+            "data.buckets": tiny_training.buckets(5, batch_size=1),
             "train_vae.discriminator": {"weight": 0.05, "start_step": 3, "width": 8, "layers": 1},
             **changes,
         }

@@ -47,7 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def settings_of(folder: Path, **changes: object) -> TrainSettings:
-    return tiny_training.text_settings(folder).replace(changes)
+    return tiny_training.vae_settings(folder).replace(changes)
 
 
 def taken(settings: TrainSettings, *, has_moments: bool = False) -> int:

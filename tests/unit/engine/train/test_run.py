@@ -1,4 +1,4 @@
-"""`train`: all three targets in small, one after the other, and the files between them."""
+"""`train`: both targets in small, one after the other, and the files between them."""
 
 import json
 import re
@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 import tiny_training
+import tiny_world
 import torch
-import transformers
-from closeness import assert_close
 from safetensors.torch import load_file, save_file
 from toy_training import Listener
 
@@ -29,7 +28,6 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import pick_hardware
-from opensora_cli.engine.components.text_encoders import load_clip, load_t5
 from opensora_cli.engine.encode.clip_cache import write_header
 from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, recomputing, run
@@ -56,8 +54,9 @@ def vae_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    train(tiny_training.text_settings(folder / "run"))
-    return folder / "run"
+    tiny_world.save_t5(folder / "t5")
+    tiny_world.save_clip(folder / "clip")
+    return folder
 
 
 def exported(folder):
@@ -104,45 +103,9 @@ class TestVae:
         assert vae.decode(torch.zeros(1, 4, 2, 8, 8)).shape == (1, 3, 5, 32, 32)
         assert len((vae_folder / "log.jsonl").read_text().splitlines()) == 4
 
-    @pytest.mark.slow
-    def test_a_run_resumed_between_phases_exports_the_same_bytes(self, tmp_path, vae_folder):
-        settings = tiny_training.vae_settings(tmp_path)
-        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
-            train(settings, reporter=tiny_training.StopAfter(2))
-        result = train(settings, resume=Resume())
-        assert (result.resumed_from, result.steps) == (2, 4)
-        assert exported(tmp_path) == exported(vae_folder)
-
-
-class TestText:
-    def test_the_export_is_read_back(self, text_folder):
-        length = {"max_length": tiny_training.MAX_LENGTH, "device": torch.device("cpu"), "dtype": torch.float32}
-        t5 = load_t5(text_folder / "t5", **length)
-        clip = load_clip(text_folder / "clip", **length)
-        prompts = ["raining, sea", "a red boat"]
-        assert t5.encode(prompts).shape == (2, tiny_training.MAX_LENGTH, tiny_training.WIDTH)
-        assert clip.encode(prompts).shape == (2, tiny_training.WIDTH)
-        for encoder in (t5, clip):
-            assert encoder.unknown_words("a zebra on the sea") == ["zebra"]
-            assert not torch.equal(*encoder.encode(prompts))
-        assert "sea" in json.loads((text_folder / "vocabulary.json").read_text())["places"]
-
-    def test_the_export_is_read_by_transformers(self, text_folder):
-        options = {"max_length": tiny_training.MAX_LENGTH, "device": torch.device("cpu"), "dtype": torch.float32}
-        prompts = ["raining, sea", "a red zebra " * 20]
-        padded = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-        for name, load, model_class, output in (
-            ("t5", load_t5, transformers.T5EncoderModel, "last_hidden_state"),
-            ("clip", load_clip, transformers.CLIPTextModel, "pooler_output"),
-        ):
-            model = model_class.from_pretrained(text_folder / name)
-            ids = transformers.AutoTokenizer.from_pretrained(text_folder / name)(prompts, **padded).input_ids
-            with torch.no_grad():
-                assert_close(load(text_folder / name, **options).encode(prompts), model(ids)[output])
-
     def test_torchs_random_state_is_kept_and_nothing_is_printed(self, tmp_path, capfd):
         before = torch.get_rng_state()
-        train(tiny_training.text_settings(tmp_path))
+        train(tiny_training.vae_settings(tmp_path))
         assert torch.equal(torch.get_rng_state(), before)
         assert capfd.readouterr() == ("", "")
 
@@ -294,9 +257,9 @@ class TestEnd:
     """Runs that fail or are interrupted."""
 
     def settings(self, folder, **changes):
-        return tiny_training.text_settings(folder).replace({"checkpoints.every": 2, **changes})
+        return tiny_training.vae_settings(folder).replace({"checkpoints.every": 2, **changes})
 
-    def test_weights_are_exported_although_no_save_succeeds(self, tmp_path, text_folder, monkeypatch):
+    def test_weights_are_exported_although_no_save_succeeds(self, tmp_path, vae_folder, monkeypatch):
         def full(*args):
             raise OutputError("the disk is full")
 
@@ -306,7 +269,7 @@ class TestEnd:
             train(self.settings(tmp_path), reporter=listener)
         assert listener.warnings == ["the disk is full: the next save tries again"]
         assert listener.notes[-1] == f"the weights of step 4 are exported to {tmp_path} all the same"
-        assert exported(tmp_path) == exported(text_folder)
+        assert exported(tmp_path) == exported(vae_folder)
         # Nor is an interrupted run reported as saved.
         with pytest.raises(OutputError, match="the disk is full"):
             train(self.settings(tmp_path / "interrupted"), reporter=tiny_training.StopAfter(2))
@@ -408,7 +371,6 @@ class TestPlan:
     def test_parameters_are_those_that_are_trained(self, tmp_path, vae_folder, text_folder):
         for settings, counted in (
             (tiny_training.vae_settings(vae_folder), True),
-            (tiny_training.text_settings(text_folder), True),
             (tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder), False),
         ):
             plan = plan_training(settings, resume=Resume() if counted else None)
@@ -503,5 +465,5 @@ class TestInit:
         with pytest.raises(CheckpointError, match=r"init=gone\.safetensors does not exist"):
             train(settings.replace({"init": "gone.safetensors"}))
         with pytest.raises(CheckpointError, match="does not fit the model"):
-            train(settings.replace({"init": str(next(text_folder.glob("epoch*")))}))
+            train(settings.replace({"init": str(text_folder / "t5" / "model.safetensors")}))
         assert not (tmp_path / "run").exists()

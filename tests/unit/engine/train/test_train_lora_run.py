@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_training
 import torch
 from mapped_files import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
@@ -41,9 +42,8 @@ def settings_of(output: Path, **changes: str) -> TrainSettings:
         "lora.rank": "2",
         "lora.dropout": "0.25",
         "lora.targets": "q_proj,linear2",
-        "data.scenes.count": "4",
-        "data.scenes.num_frames": "5",
-        "data.scenes.batch_size": "1",
+        "data.table": tiny_training.TABLE,
+        "data.buckets": "{32px: {5: [1.0, 1]}}",
         "data.workers": "0",
         "train_mmdit.cache": "none",
         # In bfloat16 they are slow on a CPU.
@@ -61,7 +61,7 @@ def settings_of(output: Path, **changes: str) -> TrainSettings:
     for mode in ("i2v_tail", "i2v_loop", "v2v_head", "v2v_tail", "v2v_head_easy", "v2v_tail_easy"):
         given[f"train_mmdit.mode_weights.{mode}"] = "0"
     overrides = {key: Given(value, "test") for key, value in given.items()}
-    return load_train_settings(config=Path("demo"), overrides=overrides, environment={})
+    return load_train_settings(config=Path("demo_lora"), overrides=overrides, environment={})
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +270,6 @@ def test_frozen_weights_are_in_the_precision_of_the_run(tmp_path):
 def test_products_of_8_bits_need_a_gpu(tmp_path):
     given = {"output": str(tmp_path), "device": "cpu", "precision.fp8_linears": "true"}
     overrides = {key: Given(value, "test") for key, value in given.items()}
-    settings = load_train_settings(config=Path("demo"), overrides=overrides, environment={})
+    settings = load_train_settings(config=Path("demo_lora"), overrides=overrides, environment={})
     with pytest.raises(HardwareError, match=r"precision\.fp8_linears=true needs an NVIDIA GPU"):
         plan_training(settings)

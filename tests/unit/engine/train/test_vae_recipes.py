@@ -4,18 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_training
 from safetensors.torch import load_file
 
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import load_train_settings
 
-SCENES = {
-    "data.table": "none",
+CLIPS = {
+    "data.table": tiny_training.TABLE,
     "data.workers": "0",
-    "data.scenes.count": "64",
-    "data.scenes.size": "32",
-    "data.scenes.batch_size": "2",
     "loop.steps": "30",
     "loop.log_every": "1",
     "checkpoints.every": "100",
@@ -23,7 +21,7 @@ SCENES = {
     "optimizer.learning_rate": "2e-3",
 }
 HUNYUAN = {
-    "data.scenes.num_frames": "5",
+    "data.buckets": "{32px: {5: [1.0, 2]}}",
     "vae.latent_channels": "4",
     "vae.block_out_channels": "4,8",
     "vae.layers_per_block": "1",
@@ -32,7 +30,7 @@ HUNYUAN = {
     "vae.spatial_compression_ratio": "4",
 }
 DC_AE = {
-    "data.scenes.num_frames": "4",
+    "data.buckets": "{32px: {4: [1.0, 2]}}",
     "vae.dc_ae.latent_channels": "8",
     "vae.dc_ae.block_types": "res,efficientvit",
     "vae.dc_ae.width_list": "8,32",
@@ -41,22 +39,12 @@ DC_AE = {
     "vae.dc_ae.temporal": "true,false",
 }
 DISCRIMINATOR = {"train_vae.discriminator.width": "8", "train_vae.discriminator.layers": "2"}
-PHASES = {
-    "vae.sample_size": "32",
-    "optimizer.learning_rate": "1e-2",
-    "optimizer.muon_learning_rate": "1e-2",
-    "optimizer.warmup_steps": "2",
-    "optimizer.decay_steps": "10",
-    "train_vae.picture_steps": "10",
-    "train_vae.whitening_clips": "4",
-}
 SHRUNK = {
-    "vae_hunyuan": {**SCENES, **HUNYUAN, **DISCRIMINATOR, "train_vae.discriminator.start_step": "20"},
-    "vae_dc_ae": {**SCENES, **DC_AE},
-    "vae_dc_ae_disc": {**SCENES, **DC_AE, **DISCRIMINATOR, "init": "none"},
-    "demo_vae": {**SCENES, **HUNYUAN, **PHASES},
+    "vae_hunyuan": {**CLIPS, **HUNYUAN, **DISCRIMINATOR, "train_vae.discriminator.start_step": "20"},
+    "vae_dc_ae": {**CLIPS, **DC_AE},
+    "vae_dc_ae_disc": {**CLIPS, **DC_AE, **DISCRIMINATOR, "init": "none"},
 }
-OPPOSED_STEPS = {"vae_hunyuan": 10, "vae_dc_ae": 0, "vae_dc_ae_disc": 30, "demo_vae": 0}
+OPPOSED_STEPS = {"vae_hunyuan": 10, "vae_dc_ae": 0, "vae_dc_ae_disc": 30}
 
 
 def settings_of(name, **overrides):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import killing
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError, OutputError
-from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
 from opensora_cli.engine.vae.early import refuse_early
@@ -168,14 +166,6 @@ def test_every_frame_of_a_long_video_stands_beside_its_own(tmp_path: Path, monke
 
 def most_alike(picture_HWC: Tensor, clip_THWC: Tensor) -> int:
     return max(range(len(clip_THWC)), key=lambda index: psnr_db(picture_HWC, clip_THWC[index]))
-
-
-def test_the_demo_brings_its_own_world_back(tmp_path: Path) -> None:
-    scene = render_scene(sample_scene(np.random.default_rng(1)), size=64, num_frames=5, fps=12.0)
-    write_media([torch.from_numpy(scene)], tmp_path / "scene.mp4", fps=12, format="mp4")
-    row = reconstruct_one(demo_settings(tmp_path, [str(tmp_path / "scene.mp4")]))
-    assert min(row.frame_psnr_db) > 25
-    assert min(row.frame_ssim) > 0.9
 
 
 def test_a_picture_comes_back_without_loss_of_the_file(tmp_path: Path) -> None:

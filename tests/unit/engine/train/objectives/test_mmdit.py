@@ -1,18 +1,18 @@
 """What the transformer is trained on, and how: modes, times, dropouts, guidance, and where clips come from."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny_training
 import torch
 from closeness import assert_close
 from safetensors.torch import load_file
-from tiny_autoencoders import VAES
+from tiny_autoencoders import VAES, moving_clip
 from torch import nn
 
 from opensora_cli.core.conditions import (
@@ -23,13 +23,11 @@ from opensora_cli.core.conditions import (
     reference_parts,
 )
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, weighted_loss
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
@@ -88,7 +86,7 @@ def settings(weights=None, **changes):
     return MMDiTTrainSettings(video_latent_frames=LENGTHS.video, easy_latent_frames=LENGTHS.easy, **changes)
 
 
-def task(frozen, *, module=None, grid=None, folders=(), **changes):
+def task(frozen, *, module=None, grid=None, folders=(), token_weights=None, **changes):
     return MMDiTTask(
         module or Spy(),
         settings=settings(**changes),
@@ -96,14 +94,13 @@ def task(frozen, *, module=None, grid=None, folders=(), **changes):
         empty_prompt=frozen.empty_prompt,
         encoders=lambda: frozen,
         folders=folders,
+        token_weights=token_weights,
     )
 
 
 @cache
 def pixels(count=3, *, num_frames=13):
-    rng = np.random.default_rng(0)
-    clips = [render_scene(sample_scene(rng), size=32, num_frames=num_frames) for _ in range(count)]
-    return torch.from_numpy(np.stack(clips))
+    return torch.stack([moving_clip(number, num_frames=num_frames, size=32) for number in range(count)])
 
 
 def batch(pixels_BTHWC, **changes):
@@ -303,22 +300,17 @@ class TestStep:
         }
         assert losses[True] != losses[False]
 
-    @pytest.mark.parametrize("num_frames", [1, 13])
-    def test_a_weight_of_the_thing_changes_the_loss_where_there_is_one(self, vae, num_frames):
-        def losses(paths):
-            clips = batch(pixels(2, num_frames=num_frames), paths=paths)
-            return [
-                task(encoders(vae), weights={"t2v": 1.0}, thing_weight=weight).loss(clips, rng(0))[0].item()
-                for weight in (1.0, 5.0)
-            ]
+    def test_weights_of_tokens(self, vae):
+        def loss(weigh):
+            running = task(encoders(vae), weights={"t2v": 1.0}, token_weights=weigh)
+            return running.loss(batch(pixels(2)), rng(0))[0].item()
 
-        names = [SceneClip(seed=0, number=number) for number in range(20)]
-        covers = [clip.thing_cover(size=32, num_frames=1, fps=12.0).any() for clip in names]
-        empty, filled = names[covers.index(False)].name, names[covers.index(True)].name
-        plain, weighted = losses((empty, empty))
-        assert weighted == pytest.approx(plain, rel=1e-5)
-        plain, weighted = losses((empty, filled))
-        assert weighted != pytest.approx(plain, rel=1e-3)
+        def weights(*of_clips):
+            return lambda clips, tokens: torch.tensor(of_clips)[:, None].expand(-1, math.prod(tokens))
+
+        plain = loss(None)
+        assert loss(weights(3.0, 3.0)) == pytest.approx(plain)
+        assert loss(weights(1.0, 0.0)) != pytest.approx(plain, rel=1e-3)
 
     def test_tokens_and_samples(self, vae):
         running = task(encoders(vae))
@@ -479,3 +471,11 @@ def test_the_empty_prompt_is_encoded_once(vae):
     assert frozen.empty_prompt is frozen.empty_prompt
     assert asked == [""]
     assert isinstance(frozen.empty_prompt, EmptyPrompt)
+
+
+def test_the_loss_is_the_mean_by_weight():
+    target = torch.zeros(1, 4, 2)
+    velocity = torch.tensor([[[1.0, 1.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]])
+
+    assert weighted_loss(velocity, target, torch.ones(1, 4)).item() == pytest.approx(5 / 4)
+    assert weighted_loss(velocity, target, torch.tensor([[1.0, 3.0, 1.0, 1.0]])).item() == pytest.approx(13 / 6)

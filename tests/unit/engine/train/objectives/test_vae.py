@@ -10,11 +10,9 @@ from safetensors.torch import load_file
 from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 from toy_training import Listener
 
-from opensora_cli.data.scenes import render_scene, sample_scene
-from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.objectives.vae import build_vae_task, cut_squares, gather_taps, to_pixels, whiten_latents
+from opensora_cli.engine.train.objectives.vae import build_vae_task, cut_squares, to_pixels
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -77,7 +75,7 @@ def test_value_and_gradient_are_those_of_autograd(kind, num_frames, step, percep
     }
     task = vae_task(kind, perceptual=perceptual, **objective)
     batch = clip_batch(0, num_frames=NUM_FRAMES[kind] if num_frames == "clip" else 1)
-    task.begin_step(step, None)
+    task.begin_step(step)
     loss, figures = task.loss(batch, SampleRng.of(0, 0))
     (loss * 3.0).backward()
     expected, direct = direct_gradients(task, batch, step=step, perceptual=perceptual)
@@ -106,7 +104,7 @@ def test_half_precision_is_near(perceptual, dtype):
         task = vae_task("dc_ae", perceptual=perceptual, perceptual_weight=0.5, discriminator=discriminator)
         # Gradients on their way to the pixels are smaller than any number that float16 has.
         task.adversary.module.layers[-1].weight.data.mul_(1e-7)
-        task.begin_step(0, None)
+        task.begin_step(0)
         with torch.autocast("cpu", dtype=dtype, enabled=enabled):
             loss, figures = task.loss(clip_batch(0, num_frames=4), SampleRng.of(0, 0))
         (loss * scale).backward()
@@ -125,7 +123,7 @@ class TestDiscriminator:
         task = vae_task("hunyuan", discriminator={**DISCRIMINATOR, "start_step": 2})
         has_loss = []
         for step in range(4):
-            task.begin_step(step, None)
+            task.begin_step(step)
             task.loss(clip_batch(step, num_frames=5), SampleRng.of(0, step))
             has_loss.append(task.adversary.loss() is not None)
         assert has_loss == [False, False, True, True]
@@ -134,7 +132,7 @@ class TestDiscriminator:
     def test_its_loss_is_of_real_and_decoded_clips_and_reaches_it_alone(self):
         task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
         batch = clip_batch(0, num_frames=5)
-        task.begin_step(0, None)
+        task.begin_step(0)
         task.loss(batch, SampleRng.of(0, 0))
         loss, figures = task.adversary.loss()
         loss.backward()
@@ -176,7 +174,7 @@ class TestDiscriminator:
         batch, losses = clip_batch(0, num_frames=5), []
         for step in (0, 1):
             task._settings = task._settings.replace({"discriminator.start_step": 1})
-            task.begin_step(step, None)
+            task.begin_step(step)
             with torch.no_grad():
                 loss, figures = task.loss(batch, SampleRng.of(0, 0))
             losses.append(float(loss))
@@ -214,21 +212,6 @@ class TestPictures:
             with torch.no_grad():
                 losses |= {float(task.loss(batch, SampleRng.of(0, number))[0]) for number in range(3)}
         assert len(losses) == 1
-
-    def test_taps_are_gathered_before_the_first_clips(self):
-        task = vae_task("hunyuan", picture_steps=2)
-        kernel = "encoder.conv_in.conv.weight"
-        average = {name: 2.0 * weight.detach().clone() for name, weight in task.module.named_parameters()}
-        before = task.module.state_dict()[kernel].clone()
-        for step in (0, 1, 3):
-            task.begin_step(step, average)
-            assert torch.equal(task.module.state_dict()[kernel], before)
-        task.begin_step(2, average)
-        gathered = {kernel: before.clone()}
-        gather_taps(gathered)
-        assert not torch.equal(gathered[kernel], before)
-        for weights, factor in ((task.module.state_dict(), 1.0), (average, 2.0)):
-            assert torch.equal(weights[kernel], factor * gathered[kernel])
 
 
 @pytest.mark.parametrize(
@@ -281,18 +264,6 @@ class TestExport:
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], weight.half() if half else weight) for name, weight in weights.items())
 
-    def test_whitened(self, tmp_path):
-        task = vae_task("hunyuan", whitening_clips=3)
-        weights = {name: weight.clone() for name, weight in task.module.state_dict().items()}
-        task.export(weights, tmp_path)
-        found = load_file(tmp_path / "vae.safetensors")
-        changed = {name for name, weight in weights.items() if not torch.equal(found[name], weight)}
-        assert changed == {
-            f"{layer}.{kind}" for layer in ("quant_conv", "post_quant_conv") for kind in ("weight", "bias")
-        }
-        # What was handed in is the average that training goes on with.
-        assert all(torch.equal(weight, weights[name]) for name, weight in task.module.state_dict().items())
-
 
 class TestBuild:
     @pytest.fixture
@@ -301,7 +272,6 @@ class TestBuild:
             {
                 "target": "vae",
                 "vae": VAES["hunyuan"].model_dump(),
-                "data": {"scenes": {"size": 32, "num_frames": 5, "batch_size": 2}},
             }
         )
 
@@ -312,7 +282,7 @@ class TestBuild:
         task = build_vae_task(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
         assert len(listener.warnings) == 1
         assert "the perceptual term is off" in listener.warnings[0]
-        task.begin_step(0, None)
+        task.begin_step(0)
         _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
         assert "lpips" not in figures
 
@@ -334,25 +304,10 @@ class TestBuild:
             device=CPU,
             reporter=listener,
         )
-        task.begin_step(0, None)
+        task.begin_step(0)
         _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
         assert listener.warnings == []
         assert figures.keys() == {"psnr", "lpips", "kl", "adversarial", "adversarial_weight"}
-
-
-@pytest.fixture
-def vae():
-    torch.manual_seed(0)
-    vae = new_autoencoder(VAES["hunyuan"]).eval().requires_grad_(False)
-    for weight in vae.parameters():
-        weight.add_(0.05 * torch.randn(weight.shape))  # no bias is zero and no norm is the identity
-    return vae
-
-
-def clips(count, *, num_frames=5):
-    rng = np.random.default_rng(1)
-    frames = [render_scene(sample_scene(rng), size=32, num_frames=num_frames) for _ in range(count)]
-    return to_pixels(torch.from_numpy(np.stack(frames)))
 
 
 class TestCrops:
@@ -393,7 +348,7 @@ class TestCrops:
         batch = clip_batch(0, num_frames=5, size=16)
         sizes = []
         for step in (0, 7, 8, 9):
-            task.begin_step(step, None)
+            task.begin_step(step)
             sizes.append(self.seen(task, batch, 0).shape[-1])
             with torch.no_grad():
                 assert self.seen(task, batch, 0).shape[-1] == 16
@@ -407,52 +362,3 @@ def test_pixels():
     assert pixels.shape == (1, 3, 2, 4, 3)
     assert_close(pixels[0, :, 1, 2, 0], torch.tensor([1.0, -0.6, -1.0]))
     assert pixels.is_contiguous(memory_format=torch.channels_last_3d)
-
-
-class TestGatherTaps:
-    def test_pictures_stay_what_they_were(self, vae):
-        pictures = clips(3, num_frames=1)
-        moments, decoded = vae.encode_moments(pictures), vae.decode(vae.encode(pictures))
-        gather_taps(dict(vae.named_parameters()))
-        for before, after in zip(moments, vae.encode_moments(pictures), strict=True):
-            assert_close(before, after)
-        assert_close(decoded, vae.decode(vae.encode(pictures)))
-
-    def test_of_the_past_only_its_differences_stay_and_a_second_time_changes_nothing(self, vae):
-        before = {name: weight.clone() for name, weight in vae.named_parameters()}
-        gather_taps(dict(vae.named_parameters()))
-        once = {name: weight.clone() for name, weight in vae.named_parameters()}
-        gather_taps(dict(vae.named_parameters()))
-        kernels = 0
-        for name, weight in vae.named_parameters():
-            assert torch.equal(weight, once[name])
-            if weight.ndim < 5 or weight.shape[2] == 1:
-                assert torch.equal(weight, before[name])
-                continue
-            kernels += 1
-            assert torch.equal(weight[:, :, 0], -weight[:, :, 1])
-            assert_close(weight[:, :, 0] - weight[:, :, 1], before[name][:, :, 0] - before[name][:, :, 1])
-            assert_close(weight[:, :, 2], before[name].sum(dim=2))
-        assert kernels > 8
-
-
-class TestWhitenLatents:
-    def test_moments_are_normal_and_pixels_unchanged(self, vae):
-        pixels = clips(6)
-        decoded = vae.decode(vae.encode(pixels))
-        before, _ = vae.encode_moments(pixels)
-        assert before.std(dim=(0, 2, 3, 4)).sub(1.0).abs().min() > 0.1
-        whiten_latents(vae, pixels)
-        after, _ = vae.encode_moments(pixels)
-        assert after.mean(dim=(0, 2, 3, 4)).abs().max() < 1e-4
-        assert after.std(dim=(0, 2, 3, 4)).sub(1.0).abs().max() < 1e-4
-        assert_close(vae.decode(vae.encode(pixels)), decoded, tolerance=1e-4)
-
-    def test_the_posterior_is_the_same_but_for_its_scale(self, vae):
-        pixels = clips(6)
-        means, logvars = vae.encode_moments(pixels)
-        whiten_latents(vae, pixels)
-        scaled_means, scaled_logvars = vae.encode_moments(pixels)
-        scale = means.std(dim=(0, 2, 3, 4), keepdim=True)
-        assert_close(scaled_means * scale, means - means.mean(dim=(0, 2, 3, 4), keepdim=True), tolerance=1e-4)
-        assert_close(torch.exp(0.5 * scaled_logvars) * scale, torch.exp(0.5 * logvars), tolerance=1e-4)

@@ -402,7 +402,8 @@ def test_a_resumed_run_has_each_line_once(tmp_path):
     pytest.importorskip("tensorboard")
     settings = (
         tiny_training.vae_settings(tmp_path)
-        .replace({"loop.steps": 5, "checkpoints.every": 2, "validation.every": 3, "validation.batches": 1})
+        .replace({"loop.steps": 5, "checkpoints.every": 2, "validation.batches": 1})
+        .replace({"validation.every": 3, "validation.table": tiny_training.HELD_OUT})
         .replace({"watching.tensorboard": True})
     )
     with pytest.raises(KeyboardInterrupt, match="step 3 of 5"):
@@ -433,9 +434,15 @@ def test_a_resumed_run_has_each_line_once(tmp_path):
 def test_the_plan_lists_validation_and_samples(tmp_path):
     settings = tiny_training.mmdit_settings(tmp_path)
     plain = plan_training(settings).lines()
-    changes = {"validation.every": 3, "samples.every": 2, "samples.prompts": ("rain",)}
+    changes = {
+        "validation.every": 3,
+        "validation.table": "others.csv",
+        "samples.every": 2,
+        "samples.prompts": ("rain",),
+        **tiny_training.SAMPLE_SIZE,
+    }
     lines = plan_training(settings.replace(changes)).lines()
     assert [line for line in lines if line not in plain] == [
-        "validation  every 3 steps, on up to 8 batches of clips that are not trained on",
+        "validation  every 3 steps, on up to 8 batches of others.csv",
         "samples     every 2 steps: rain",
     ]

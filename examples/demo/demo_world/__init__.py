@@ -1,0 +1,1 @@
+"""Procedural world that trains the embedded demo model."""

@@ -1,0 +1,299 @@
+"""The benchmark of the demo model's quality: its reader, its batches, its figures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_world import World, demo_settings, make_world
+
+import demo_quality
+import scene_reader
+from demo_world.english_captions import SPEED_WORDS
+from demo_world.scenes import (
+    Colour,
+    Direction,
+    Place,
+    Scene,
+    Shape,
+    Speed,
+    Thing,
+    Time,
+    Weather,
+    is_held_out,
+    render_scene,
+    sample_scene,
+)
+from demo_world.translated_captions import Language, translated_words
+from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.references import with_mode
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def plan(world: World) -> Plan:
+    settings = demo_settings(world, Path("unused"), sampling__num_inference_steps="3", sampling__guidance_scale="4")
+    return make_plan(with_mode(settings, SilentReporter()))
+
+
+WHOLE, THIRD = scene_reader.Look.at_whole(33, 12.0), scene_reader.Look.at_third(33, 12.0)
+
+
+def scene(*, direction: Direction = Direction.RIGHT, thing: bool = True) -> Scene:
+    moving = Thing(Shape.CAR, Colour.RED, direction, Speed.FAST)
+    return Scene(Place.DESERT, Weather.SNOW, Time.SUNSET, moving if thing else None, seed=4)
+
+
+def test_right_answers_say_what_the_scene_shows() -> None:
+    def said(index_by_attribute: list[int]) -> list[str]:
+        return [
+            answers[index] for answers, index in zip(scene_reader.ANSWERS.values(), index_by_attribute, strict=True)
+        ]
+
+    assert said(scene_reader.right_answers(scene())) == ["desert", "snow", "sunset", "car", "red", "right", "fast"]
+    nothing = [scene_reader.NOTHING] * 4
+    assert said(scene_reader.right_answers(scene(thing=False))) == ["desert", "snow", "sunset", *nothing]
+
+
+def test_training_films_only_what_the_reader_will_look_at() -> None:
+    shown = scene()
+    every = WHOLE.every
+    assert every == 1.5
+    whole = scene_reader.frames_to_read(render_scene(shown, num_frames=33)[None], fps=12.0, every=every)
+    few = render_scene(shown, num_frames=scene_reader.FRAMES, fps=every)
+    assert torch.equal(whole, scene_reader.frames_to_read(few[None], fps=every, every=every))
+    twice_as_large = scene_reader.frames_to_read(
+        render_scene(shown, size=128, num_frames=33)[None], fps=12.0, every=every
+    )
+    assert (twice_as_large - whole).abs().mean() < 0.02
+    with pytest.raises(ValueError, match="33 frames at 12 fps are needed, not 32"):
+        scene_reader.frames_to_read(render_scene(shown, num_frames=32)[None], fps=12.0, every=every)
+
+
+def test_a_part_is_read_from_anywhere_in_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_reader, "degrade", lambda frames, generator: frames)
+    monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene())
+    clip = torch.from_numpy(render_scene(scene(), num_frames=33)[::2].copy()).permute(0, 3, 1, 2).float() / 255.0
+    parts = [clip[start : start + scene_reader.FRAMES] for start in range(13)]
+    wanted = [turned for part in parts for turned in (part, part.flip(0), part.flip(3), part.flip(0).flip(3))]
+    frames, _ = scene_reader.training_batch(np.random.default_rng(0), batch_size=24, look=THIRD)
+    found = {next(index for index, form in enumerate(wanted) if torch.equal(form, shown)) // 4 for shown in frames}
+    assert len(found) > 6
+
+
+class _FrameReader:
+    """Reads as a thing what the middle of a clip's first frame has: its red as shape, its green as colour."""
+
+    look = THIRD
+
+    def read(self, clips_NTHWC: np.ndarray, *, fps: float) -> torch.Tensor:
+        assert clips_NTHWC.shape[1] == 9
+        seen = torch.from_numpy(clips_NTHWC[:, 4, 0, 0].astype(int))
+        read = torch.zeros(len(seen), len(scene_reader.ANSWERS), dtype=torch.long)
+        read[:, 3], read[:, 4] = seen[:, 0], seen[:, 1]
+        return read
+
+
+def test_a_thing_is_stable_that_is_the_same_in_each_third() -> None:
+    clips = np.ones((5, 33, 1, 1, 3), np.uint8)
+    clips[1, 22:, ..., 0] = 2  # another shape at the end
+    clips[2, 11:22, ..., 1] = 2  # another colour in the middle
+    clips[3, ..., 0] = len(Shape)  # nothing at all
+    clips[4, :11, ..., 2] = 2  # something else
+    assert scene_reader.is_stable(_FrameReader(), clips, fps=12.0).tolist() == [True, False, False, False, True]
+
+
+def test_direction_follows_mirror_and_reversal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_reader, "degrade", lambda frames, generator: frames)
+    monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene())
+    frames, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=16, look=WHOLE)
+    clip = render_scene(scene(), num_frames=33)[None]
+    original = scene_reader.frames_to_read(clip, fps=12.0, every=WHOLE.every)[0]
+    right, left = (list(Direction).index(direction) for direction in (Direction.RIGHT, Direction.LEFT))
+    wanted = [
+        (original, right),
+        (original.flip(3), left),
+        (original.flip(0), left),
+        (original.flip(0).flip(3), right),
+    ]
+    seen = set()
+    for clip, direction in zip(frames, answers[:, 5].tolist(), strict=True):
+        (kind,) = [index for index, (form, _) in enumerate(wanted) if torch.equal(form, clip)]
+        assert direction == wanted[kind][1]
+        seen.add(kind)
+    assert seen == {0, 1, 2, 3}
+
+
+def test_nothing_keeps_no_direction_in_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene(thing=False))
+    _, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=8, look=WHOLE)
+    assert (answers[:, 3:] == torch.tensor([len(Shape), len(Colour), len(Direction), len(Speed)])).all()
+
+
+def test_reader_is_never_trained_on_held_out_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Scene] = []
+
+    def remember(shown: Scene, **options: float) -> np.ndarray:
+        drawn.append(shown)
+        return render_scene(shown, **options)
+
+    monkeypatch.setattr(scene_reader, "render_scene", remember)
+    scene_reader.training_batch(np.random.default_rng(3), batch_size=32, look=THIRD)
+    assert len(drawn) == 32
+    assert not any(is_held_out(shown) for shown in drawn)
+
+
+@pytest.mark.slow
+def test_reader_learns() -> None:
+    said: list[str] = []
+    reader = scene_reader.train_reader(WHOLE, steps=64, batch_size=16, width=8, say=said.append)
+    assert said[-1].startswith("reader: step 64 of 64")
+    rng = np.random.default_rng(5)
+    scenes = [sample_scene(rng, held_out=True) for _ in range(60)]
+    clips = np.stack([render_scene(shown, num_frames=33) for shown in scenes])
+    read = reader.read(clips, fps=12.0)
+    shares = scene_reader.accuracy(read, scenes)
+    assert shares["time"] > 0.7  # a third by chance
+    assert shares["mean"] == pytest.approx(np.mean([shares[name] for name in scene_reader.ANSWERS]))
+
+
+def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
+    reader = scene_reader.Reader(THIRD, width=4).eval()
+    clips = render_scene(scene())[None]
+    scene_reader.save_reader(reader, tmp_path / "reader.pt")
+    read = reader.read(clips, fps=12.0)
+    loaded = scene_reader.load_reader(tmp_path / "reader.pt")
+    assert loaded.look == THIRD
+    assert torch.equal(loaded.read(clips, fps=12.0), read)
+    (tmp_path / "broken.pt").write_bytes(b"no weights")
+    with pytest.raises(CheckpointError, match=r"broken\.pt is not a reader"):
+        scene_reader.load_reader(tmp_path / "broken.pt")
+
+
+def test_detail_is_lost_by_blurring_alone() -> None:
+    clips = np.stack([render_scene(scene()), render_scene(scene(direction=Direction.LEFT))])
+    blurred = (clips[:, :, 1:].astype(int) + clips[:, :, :-1]) // 2
+    assert demo_quality.detail(blurred.astype(np.uint8)) < 0.9 * demo_quality.detail(clips)
+    assert demo_quality.detail(clips[:, :, ::-1].copy()) == pytest.approx(demo_quality.detail(clips))
+
+
+def test_similarity_falls_with_noise() -> None:
+    clips = np.stack([render_scene(scene())])
+    noisy = (clips + np.random.default_rng(0).normal(0, 20, clips.shape)).clip(0, 255).astype(np.uint8)
+    assert demo_quality.ssim(clips, clips) == pytest.approx(1.0)
+    assert 0.1 < demo_quality.ssim(noisy, clips) < 0.8
+
+
+def test_intervals_are_those_of_wilson() -> None:
+    # For 81 of 263, as in Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I.
+    assert scene_reader.confidence_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert scene_reader.confidence_interval(1.0, 200) == pytest.approx((0.9812, 1.0), abs=1e-4)
+    assert scene_reader.confidence_interval(0.0, 20)[0] == 0.0
+
+
+def test_captions_leave_nothing_to_chance() -> None:
+    scenes, prompts = demo_quality.scene_set(40, seed=0, part=1)
+    assert all(is_held_out(shown) for shown in scenes)
+    for shown, prompt in zip(scenes, prompts, strict=True):
+        assert shown.thing is not None
+        words = set(prompt.replace(",", "").split())
+        assert {shown.thing.colour, shown.thing.direction} <= words
+        assert words & set(SPEED_WORDS[shown.thing.speed])
+    assert scenes == demo_quality.scene_set(40, seed=0, part=1)[0]
+    assert scenes[0] not in demo_quality.scene_set(40, seed=0, part=2)[0]
+
+
+@pytest.mark.parametrize("language", list(Language))
+def test_other_languages_have_the_same_scenes(language: Language) -> None:
+    english, (scenes, prompts) = (
+        demo_quality.scene_set(40, seed=0, part=1, language=each) for each in (None, language)
+    )
+    assert scenes == english[0]
+    assert set(" ".join(prompts).replace(",", "").split()) <= set(translated_words())
+
+
+@pytest.mark.slow
+def test_whole_benchmark_in_small(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = tmp_path / "report.json"
+    for name, look in (("whole.pt", scene_reader.Look.at_whole), ("third.pt", scene_reader.Look.at_third)):
+        scene_reader.save_reader(scene_reader.Reader(look(33, 12.0), width=4), tmp_path / name)
+    sizes = demo_settings(world, tmp_path).model_dump(mode="json")
+    overrides = [
+        f"{section}.{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        for section in ("model", "vae", "text")
+        for key, value in sizes[section].items()
+        if not isinstance(value, dict)
+    ]
+    run: list[list[str]] = []
+    timed = {"seconds": 70.0, "stages_s": {"load": 1.0}, "cores": 2}
+    monkeypatch.setattr(demo_quality, "measure_seconds", lambda arguments: run.append(arguments) or timed)
+    arguments = ["--weights", str(world.demo), "--readers", str(tmp_path), "--json", str(report)]
+    arguments += ["--clips", "3", "--prompts", "3", "--given", "2", "--reader-clips", "4"]
+    arguments += ["--seeds", "2", "--steps", "2", "--guidance-scale", "1", "--guidance-scale", "4"]
+    assert demo_quality.main([*arguments, *(part for each in overrides for part in ("--set", each))]) == 0
+
+    found = json.loads(report.read_text())
+    assert found["vae"]["clips"] == 3
+    assert np.average(
+        list(found["vae"]["psnr_db_by_weather"].values()),
+        weights=weather_counts(demo_quality.scene_set(3, seed=0, part=0)[0]),
+    ) == pytest.approx(found["vae"]["psnr_db"])
+    assert 0 < found["vae"]["ssim"] < 1
+    assert found["vae"]["detail_of_renders"] > 0
+    assert [trial["guidance_scale"] for trial in found["prompts"]] == [1.0, 4.0]
+    for trial in found["prompts"]:
+        assert all(
+            low - 1e-9 <= trial["accuracy"][name] <= high + 1e-9 for name, (low, high) in trial["intervals"].items()
+        )
+    assert {trial["num_inference_steps"] for trial in found["prompts"]} == {2}
+    assert [trial["model_evaluations"] for trial in found["prompts"]] == [2, 4]
+    assert all(trial["detail_of_renders"] > 0 for trial in found["prompts"])
+    hard = [demo_quality.is_hard(shown) for shown in demo_quality.scene_set(3, seed=0, part=1)[0]]
+    assert any(hard)
+    for trial in found["prompts"]:
+        assert trial["videos"] == 6
+        assert 0 <= trial["stable"] <= 1
+        assert trial["hard"]["videos"] == 2 * sum(hard)
+    assert found["conditions"].keys() == CONDITION_MODES.keys()
+    for name, figures in found["conditions"].items():
+        assert figures["clips"] == 2
+        assert 0 <= figures["accuracy"]["mean"] <= 1
+        if name != "t2v":
+            assert figures["lowest_psnr_db"] <= figures["psnr_db"] < 40
+    assert run[0][:2] == ["--weights", str(world.demo)]
+    shown = capsys.readouterr().out
+    assert "generate      70.0 s (goal: at most 15, missed) on 2 cores" in shown
+    assert shown.count("same shape and colour in each third") == 2
+
+
+def weather_counts(scenes: list[Scene]) -> list[int]:
+    counts = [sum(shown.weather is weather for shown in scenes) for weather in Weather]
+    return [count for count in counts if count]
+
+
+@pytest.mark.slow
+def test_failed_command_is_not_timed() -> None:
+    with pytest.raises(OsoraError, match=r"exit code 2: .*sampling\.seeed"):
+        demo_quality.measure_seconds(["--set", "sampling.seeed=1"])
+
+
+def test_problems_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo_quality.main(["--set", "sampling.seeed=1"]) == 2
+    assert "sampling.seeed (from --set) is not a setting" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        demo_quality.parse(["--prompts", "0"])
+    assert demo_quality.parse([]).part == list(demo_quality.PARTS)

@@ -1,0 +1,65 @@
+"""Training on the clips of a program: `train(settings, source=...)`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_frozen
+import tiny_training
+from tiny_source import Colors
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.run import train
+from opensora_cli.settings.train import TrainSettings
+
+
+def vae_settings(output: Path, **changes: object) -> TrainSettings:
+    return tiny_training.vae_settings(output).replace({"data.table": None, "checkpoints.every": 2, **changes})
+
+
+def events(output: Path, event: str | None = None) -> list[float]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line.get("event") == event]
+
+
+def test_a_resumed_run_is_bitwise_identical_and_held_out_clips_are_validated_on(tmp_path: Path) -> None:
+    whole, resumed = (vae_settings(tmp_path / name, **{"validation.every": 2}) for name in ("whole", "resumed"))
+    sources = {"source": Colors(), "held_out": Colors(fingerprint="held out")}
+    train(whole, **sources)
+    with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
+        train(resumed, **sources, reporter=tiny_training.StopAfter(2))
+    result = train(resumed, **sources, resume=Resume())
+    assert result is not None
+    assert result.resumed_from == 2
+    exported = [(tmp_path / name / "vae.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert exported[0] == exported[1]
+    assert len(events(tmp_path / "whole")) == 4
+    assert events(tmp_path / "whole") == events(tmp_path / "resumed")
+    assert len(events(tmp_path / "whole", "validation")) == 3
+
+
+def test_a_cache_has_the_same_losses(tmp_path: Path) -> None:
+    frozen = tiny_frozen.save_frozen_parts(tmp_path / "frozen")
+    for name, cache in (("fresh", None), ("cached", str(tmp_path / "cache"))):
+        settings = tiny_training.mmdit_settings(tmp_path / name, frozen)
+        changes = {"data.table": None, "train_mmdit.cache": cache, "loop.steps": 3}
+        train(settings.replace(changes), source=Colors(num_frames=13))
+    assert events(tmp_path / "fresh") == events(tmp_path / "cached")
+
+
+def test_what_contradicts_a_source_is_refused(tmp_path: Path) -> None:
+    settings, source = vae_settings(tmp_path / "run"), Colors()
+    for changes, given, message in (
+        ({}, {}, r"data\.table is not set"),
+        (
+            {"data.table": "clips.csv"},
+            {"source": source},
+            r"data\.table=clips\.csv does not go with",
+        ),
+        ({"validation.every": 1}, {"source": source}, r"validation\.every=1 needs held-out clips"),
+        ({"parallel.gpus": 2, "device": "cpu"}, {"source": source}, r"parallel\.gpus=2 starts no ranks for the clips"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            train(settings.replace(changes), **given)
+    assert not (tmp_path / "run").exists()
