@@ -93,6 +93,7 @@ BrokenCall = tuple[Ended, Breakage, int]
 """A command, how one of its calls breaks, and the number of that call."""
 
 _TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
+_UNFINISHED = re.compile(r".*?((\.osora-|\.saving-)[^/]*|/\.lock$)")
 _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
 _PUBLISHES = re.compile(r"(rename\w*|link|linkat|unlink\w*|rmdir) (?!.*(\.tmp|\.lock)$)")
 _SYNCS = re.compile(r"fsync ")
@@ -178,7 +179,7 @@ class Calls:
         commands = _clean_up(ended.base, after) if outcome.code == 0 else ended.go_on(folder, ended.base)
         age(folder)
         excuse = outcome.stderr if outcome.code == 0 else ""
-        state = (ended.base.name, excuse, *commands, *sorted(_state(folder)))
+        state = (ended.base.name, excuse, *commands, _state(folder))
         if state not in self._next:
             self._next[state] = self._faults_of_next(ended, folder, commands, excuse)
         found += self._next[state]
@@ -220,14 +221,20 @@ class Calls:
         return outcome, log
 
 
-def _state(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Yield all files and what is in them, but process numbers, seconds, and states of random numbers."""
+def _state(folder: Folder) -> frozenset[tuple[str, str]]:
+    """Return what the next run reads: all files, but process numbers, seconds, and states of random numbers. What is
+    unfinished is not read, but removed by its name.
+    """
+    found = set()
     for path, content in judge.tree(folder).items():
-        if path.endswith((".json", ".jsonl", ".lock")):
+        if unfinished := _UNFINISHED.match(path):
+            path, content = unfinished[0], ""
+        elif path.endswith((".json", ".jsonl")):
             content = _without_numbers((folder.root / path).read_text(errors="replace"))
         elif "/random_states/" in path:
             content = str((folder.root / path).stat().st_size)
-        yield _HASH.sub("~", _TEMPORARY.sub("a.tmp", path)), content
+        found.add((_HASH.sub("~", _TEMPORARY.sub("a.tmp", path)), content))
+    return frozenset(found)
 
 
 def _without_numbers(text: str) -> str:
