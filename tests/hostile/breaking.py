@@ -1,13 +1,11 @@
 """What is otherwise in the process of a command, called before it begins."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
 
 import pytest
 from fake_hub import FakeHub, connect
-from hostile import failing_calls
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.engine.ckpt import hub
@@ -15,9 +13,6 @@ from opensora_cli.media import write
 
 HUB = "OSORA_HOSTILE_HUB"
 """The variable with the address of the hub that `ask_hub` asks."""
-
-CALLS = "OSORA_HOSTILE_CALLS"
-"""The variable with the arguments of `failing_calls.arm`, as JSON."""
 
 
 def refuse_media() -> None:
@@ -35,11 +30,6 @@ def ask_hub() -> None:
     connect(FakeHub(endpoint=os.environ.pop(HUB)), patch)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     patch.setattr(hub, "RETRY_AFTER_S", 0.0)
-
-
-def fail_calls() -> None:
-    """Let calls of this process that change files be counted, and one of them fail."""
-    failing_calls.arm(*json.loads(os.environ.pop(CALLS)))
 
 
 def _replace_everywhere(function: Callable[..., object], substitute: Callable[..., object]) -> None:

@@ -3,23 +3,22 @@
 Every call counts that changes a file of the command: see `failing_calls.c` for what is seen.
 """
 
-import json
 import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import PurePath
 
 from hostile import judge
-from hostile.breaking import CALLS
 from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage
 from hostile.inputs import Base
 from hostile.judge import Fault
 from hostile.kills import (
     ENDED,
+    SHORT,
     Commands,
     Ended,
     Kills,
@@ -31,17 +30,16 @@ from hostile.kills import (
     run_again,
     run_again_unless_done,
 )
-from hostile.sandbox import Folder, NotPossibleError, Outcome
+from hostile.sandbox import Folder, NotPossibleError, Outcome, empty
 
 _LOG = "calls.log"
 _CODES = frozenset({0, 3, 4, 5})
 """Exit codes of a command of which a call fails."""
 
 _LAST = "--save-last-frame"
-_SHORT = ("--num-frames", "5", "--steps", "1")
-_TINY = ("generate", "raining sea", "--config", "generate.yaml", *_SHORT)
+_TINY = ("generate", "raining sea", "--config", "generate.yaml", *SHORT)
 _MADE = ("made.mp4", "made.mp4.json")
-_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos", *_SHORT)
+_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos", *SHORT)
 _OVER = ("--seed", "7", "--overwrite")
 
 
@@ -80,14 +78,9 @@ CALLED: tuple[Ended, ...] = (
     ),
     Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
     Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
-    *(
-        Ended(named(name), run_again, files_of(pattern))
-        for name, pattern in (
-            ("generate from picture", "*.webp"),
-            ("generate from latents", "out.mp4"),
-            ("cache filled", "*.csv"),
-        )
-    ),
+    Ended(named("generate from picture", *SHORT), run_again, files_of("*.webp")),
+    Ended(named("generate from latents"), run_again, files_of("out.mp4")),
+    Ended(named("cache filled"), run_again, files_of("*.csv")),
     *(
         Ended(named(name), run_again_unless_done, files_of(pattern))
         for name, pattern in (("convert to torch", "out"), ("convert run", "out.*"), ("profile training", "memory.png"))
@@ -100,6 +93,7 @@ BrokenCall = tuple[Ended, Breakage, int]
 """A command, how one of its calls breaks, and the number of that call."""
 
 _TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
+_UNFINISHED = re.compile(r".*?((\.osora-|\.saving-)[^/]*|/\.lock$)")
 _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
 _PUBLISHES = re.compile(r"(rename\w*|link|linkat|unlink\w*|rmdir) (?!.*(\.tmp|\.lock)$)")
 _SYNCS = re.compile(r"fsync ")
@@ -114,6 +108,9 @@ class Calls:
 
     kills: Kills
     _logs: dict[str, list[str]] = field(default_factory=dict)
+    _folders: dict[str, Folder] = field(default_factory=dict)
+    _next: dict[tuple[object, ...], list[Fault]] = field(default_factory=dict)
+    """Faults of the next run, by what it found: many calls that break leave the same."""
 
     def __post_init__(self) -> None:
         if not self.kills.sandbox.fails_calls:
@@ -156,56 +153,92 @@ class Calls:
     def _log(self, ended: Ended) -> list[str]:
         """Return the calls of a command that change files, in order."""
         if ended.base.name not in self._logs:
-            self.kills.results_of(ended)  # the next runs make other calls where they know what this one learns
-            with self.kills.sandbox.folder() as folder:
-                self.kills.inputs.put(ended.base, folder)
-                outcome, log = self._run(ended.base.argv, folder, Breakage.COUNT, 0)
-                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
+            outcome, log = self._run(ended, self._folder(ended), Breakage.COUNT, 0)
+            assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
             self._logs[ended.base.name] = log
         return self._logs[ended.base.name]
 
     def faults_of(self, ended: Ended, breakage: Breakage, call: int) -> tuple[str, list[Fault]]:
         """Break one call of a command, and return what `faults` returns."""
         whole = self.kills.results_of(ended)
-        with self.kills.sandbox.folder() as folder:
-            self.kills.inputs.put(ended.base, folder)
-            before, old = judge.tree(folder), ended.results(folder.work)
-            outcome, log = self._run(ended.base.argv, folder, breakage, call)
-            broken = [line[1:] for line in log if line.startswith("!")]
-            what = broken[0] if broken else "not come to"
-            title = f"{ended.base.name}, {breakage.name} at call {call} ({what})"
-            if breakage is Breakage.KILL and outcome.signal == signal.SIGKILL:
-                found = []
-            else:
-                found = judge.faults_of_outcome(outcome, codes=_CODES if broken else frozenset({0}))
-            after = judge.tree(folder)
-            kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
-            found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
-            found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
-            found += _lost(old, ended.results(folder.work), whole)
-            commands = _clean_up(ended.base, after) if outcome.code == 0 else ended.go_on(folder, ended.base)
-            age(folder)
-            for argv in commands:
-                resumed = self.kills.run(argv, folder)
-                if resumed.code != 0:
-                    found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
-            results = ended.results(folder.work)
-            if outcome.code == 0:
-                results, whole = _without_excused(outcome.stderr, results, whole)
-            found += faults_of_next(judge.tree(folder), results, whole)
-            if found:
-                said = f"  which ended: {outcome}\n{outcome.stderr[-600:]}"
-                found[-1] = Fault(found[-1].kind, f"{found[-1].text}\n{said}")
+        folder = self._folder(ended)
+        before, old = judge.tree(folder), ended.results(folder.work)
+        outcome, log = self._run(ended, folder, breakage, call)
+        broken = [line[1:] for line in log if line.startswith("!")]
+        what = broken[0] if broken else "not come to"
+        title = f"{ended.base.name}, {breakage.name} at call {call} ({what})"
+        if breakage is Breakage.KILL and outcome.signal == signal.SIGKILL:
+            found = []
+        else:
+            found = judge.faults_of_outcome(outcome, codes=_CODES if broken else frozenset({0}))
+        after = judge.tree(folder)
+        kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
+        found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
+        found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
+        found += _lost(old, ended.results(folder.work), whole)
+        commands = _clean_up(ended.base, after) if outcome.code == 0 else ended.go_on(folder, ended.base)
+        age(folder)
+        excuse = outcome.stderr if outcome.code == 0 else ""
+        state = (ended.base.name, excuse, *commands, _state(folder))
+        if state not in self._next:
+            self._next[state] = self._faults_of_next(ended, folder, commands, excuse)
+        found += self._next[state]
+        if found:
+            said = f"  which ended: {outcome}\n{outcome.stderr[-600:]}"
+            found[-1] = Fault(found[-1].kind, f"{found[-1].text}\n{said}")
         return title, found
 
-    def _run(self, argv: Sequence[str], folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:
+    def _faults_of_next(self, ended: Ended, folder: Folder, commands: Commands, excuse: str) -> list[Fault]:
+        """Return what is wrong with commands that go on after one of which a call broke, and with all results."""
+        found = []
+        for argv in commands:
+            resumed = self.kills.run(argv, folder)
+            if resumed.code != 0:
+                found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
+        results, whole = _without_excused(excuse, ended.results(folder.work), self.kills.results_of(ended))
+        return found + faults_of_next(judge.tree(folder), results, whole)
+
+    def _folder(self, ended: Ended) -> Folder:
+        """Return the folder of a command that waits before its first call, with what it reads."""
+        name = ended.base.name
+        if name not in self._folders:
+            self.kills.results_of(ended)  # the next runs make other calls where they know what this one learns
+            folder = self._folders[name] = self.kills.sandbox.new_folder()
+            self.kills.inputs.put(ended.base, folder)
+            self.kills.sandbox.give_away(folder)
+            self.kills.sandbox.hold(name, ended.base.argv, folder)
+        empty(self._folders[name])
+        self.kills.inputs.put(ended.base, self._folders[name])
+        return self._folders[name]
+
+    def _run(self, ended: Ended, folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:
         path = folder.root / _LOG
         path.touch()
-        environment = {CALLS: json.dumps([str(folder.root), str(path), breakage, call])}
-        outcome = self.kills.run(argv, folder, environment=environment, patch="hostile.breaking:fail_calls")
+        calls = (str(folder.root), str(path), breakage, call)
+        outcome = self.kills.run(ended.base.argv, folder, held=ended.base.name, calls=calls)
         log = path.read_text(errors="replace").replace(f"{folder.root}/", "").splitlines()
         path.unlink()
         return outcome, log
+
+
+def _state(folder: Folder) -> frozenset[tuple[str, str]]:
+    """Return what the next run reads: all files, but process numbers, seconds, and states of random numbers. What is
+    unfinished is not read, but removed by its name.
+    """
+    found = set()
+    for path, content in judge.tree(folder).items():
+        if unfinished := _UNFINISHED.match(path):
+            path, content = unfinished[0], ""
+        elif path.endswith((".json", ".jsonl")):
+            content = _without_numbers((folder.root / path).read_text(errors="replace"))
+        elif "/random_states/" in path:
+            content = str((folder.root / path).stat().st_size)
+        found.add((_HASH.sub("~", _TEMPORARY.sub("a.tmp", path)), content))
+    return frozenset(found)
+
+
+def _without_numbers(text: str) -> str:
+    return _NUMBER.sub("#", _HASH.sub("~", text))
 
 
 def _operations(log: Iterable[str]) -> Iterator[str]:
@@ -216,7 +249,7 @@ def _operations(log: Iterable[str]) -> Iterator[str]:
             folder = str(PurePath(line[: temporary.start()].partition(" ")[2] or ".")).removeprefix("work")
             names = places.setdefault(folder, {})
             line = line.replace(temporary[0], names.setdefault(temporary[0], "abcdefghij"[len(names) % 10] + ".tmp"))
-        yield _NUMBER.sub("#", _HASH.sub("~", line))
+        yield _without_numbers(line)
 
 
 def _possible(operation: str) -> Iterator[Breakage]:

@@ -28,6 +28,7 @@ static enum kind kind;
 static long first;
 static atomic_long calls, broken;
 static pid_t owner;
+static void (*at_first_call)(void);
 
 /* Arms this process. `log` is a file that gets a line for each call; that of the first one that is broken begins
    with an exclamation mark. */
@@ -39,6 +40,12 @@ int fail_calls(const char *below, const char *log, int how, long number) {
     close(fd);
     kind = how, first = number, owner = getpid();
     return log_fd < 0 ? -1 : 0;
+}
+
+/* Has this process call `callback` before its first call is counted; that may fork, and arm what it forks. */
+int hold_calls(const char *below, void (*callback)(void)) {
+    at_first_call = callback, owner = getpid();
+    return realpath(below, folder) ? 0 : -1;
 }
 
 static int is_below(const char *path) {
@@ -68,6 +75,11 @@ static int is_path_below(int at, const char *path) {
 
 /* Counts a call, and returns 1 where it is to fail, with `errno` set, or 2 where the process is to die. */
 static int is_broken(const char *call, const char *path, int traits) {
+    if (at_first_call) {
+        void (*callback)(void) = at_first_call;
+        at_first_call = NULL;
+        callback();
+    }
     int before = errno;
     long number = ++calls;
     int error = kind == ENOSPC_ON ? ENOSPC : kind == EINTR_ONCE ? EINTR : EIO;
@@ -86,7 +98,7 @@ static void die(void) {
         pause();
 }
 
-static int is_armed(void) { return log_fd >= 0 && owner == getpid(); }
+static int is_armed(void) { return (log_fd >= 0 || at_first_call) && owner == getpid(); }
 
 static int breaks_path(const char *call, int at, const char *path, int traits) {
     if (!is_armed() || !is_path_below(at, path))

@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
@@ -22,6 +23,10 @@ class Breakage(IntEnum):
 
 
 BREAKAGES = tuple(each for each in Breakage if each is not Breakage.COUNT)
+
+
+_kept: list[object] = []
+"""What C calls, which Python would forget."""
 
 
 def build(folder: Path) -> Path | None:
@@ -43,3 +48,11 @@ def arm(folder: str, log: str, breakage: int, number: int) -> None:
     fail_calls.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long)
     if fail_calls(os.fsencode(folder), os.fsencode(log), breakage, number):
         raise OSError(f"calls below {folder} are not watched: {log}")
+
+
+def hold(folder: str, at_first_call: Callable[[], None]) -> None:
+    """Have this process call a function before its first call that changes files below `folder`."""
+    callback = ctypes.CFUNCTYPE(None)(at_first_call)
+    _kept.append(callback)
+    if ctypes.CDLL(None).hold_calls(os.fsencode(folder), callback):
+        raise OSError(f"calls below {folder} are not watched")

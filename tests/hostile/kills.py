@@ -102,13 +102,15 @@ def _ranks(base: Base, *more: str) -> Base:
     return Base(f"{base.name} on 2 ranks", argv, base.reads, base.replaces, seconds=20.0)
 
 
-_EVERY_STEP = ("--set", "checkpoints.every=1")
+SHORT = ("--num-frames", "5", "--steps", "1")
+_STEPS = ("loop.steps=2", "checkpoints.every=1", "checkpoints.keep=1", "precision.compute=fp32")
+_EVERY_STEP = tuple(word for setting in _STEPS for word in ("--set", setting))
 _WEIGHTS = "run/**/*.safetensors"
 
 ENDED: tuple[Ended, ...] = (
-    Ended(named("generate"), generate_on, files_of("out.mp4"), 2.0),
-    Ended(named("generate gif"), run_again, files_of("*.gif"), 2.0),
-    Ended(named("generate picture"), run_again, files_of("*.png")),
+    Ended(named("generate", *SHORT), generate_on, files_of("out.mp4"), 2.0),
+    Ended(named("generate gif", *SHORT), run_again, files_of("*.gif"), 2.0),
+    Ended(named("generate picture", "--steps", "1"), run_again, files_of("*.png")),
     Ended(named("train vae", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
     Ended(named("train mmdit", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
     Ended(named("train text", *_EVERY_STEP), _train, files_of(_WEIGHTS)),
@@ -132,7 +134,12 @@ ENDED: tuple[Ended, ...] = (
             "merge",
         )
     ),
-    Ended(named("reconstruct"), run_again_unless_done, files_of("**/*_reconstructed.*[4g]"), 2.0),
+    Ended(
+        Base("reconstruct", ("vae", "reconstruct", "made.mp4", "picture.png"), ("made.mp4", "picture.png")),
+        run_again_unless_done,
+        files_of("**/*_reconstructed.*[4g]"),
+        2.0,
+    ),
 )
 """Commands in one process."""
 
@@ -201,9 +208,9 @@ class Kills:
         argv: Sequence[str],
         folder: Folder,
         *signals: Signal,
-        environment: Mapping[str, str] | None = None,
-        patch: str | None = None,
         learn: bool = False,
+        held: str = "",
+        calls: Sequence[object] = (),
     ) -> Outcome:
         """Run a command, as `Sandbox.run` does."""
         self.sandbox.give_away(folder)
@@ -211,9 +218,9 @@ class Kills:
             argv,
             folder,
             signals=signals,
-            environment=environment,
-            patch=patch,
             learn=learn,
+            held=held,
+            calls=calls,
             grace_s=_GRACE_S,
             limit_s=300.0,
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from hostile import failing_calls
@@ -166,10 +166,7 @@ class Sandbox:
 
         Raises NotPossibleError for a disk where the tests do not run as root.
         """
-        self._number += 1
-        folder = Folder(self._root / str(self._number))
-        for each in (folder.root, folder.work, folder.home, folder.temporary):
-            each.mkdir(mode=0o755)
+        folder = self.new_folder()
         try:
             if has_disk:
                 if self.uid is None:
@@ -181,6 +178,22 @@ class Sandbox:
                 yield folder
         finally:
             _remove(folder.root)
+
+    def new_folder(self) -> Folder:
+        """Make the empty folder of a case, which stays until the end."""
+        self._number += 1
+        folder = Folder(self._root / str(self._number))
+        for each in (folder.root, folder.work, folder.home, folder.temporary):
+            each.mkdir(mode=0o755)
+        return folder
+
+    def hold(self, name: str, argv: Sequence[str], folder: Folder) -> None:
+        """Run a command until just before its first call that changes a file, for each `run` with `held=name`.
+
+        It finds there what is in its folder then; what it read before that has to be the same.
+        """
+        answer = self._ask({**self._request(argv, folder), "do": "hold", "name": name})
+        assert answer["held"], f"osora {' '.join(argv)} changes no file"
 
     def resize_disk(self, folder: Folder, *, free: int) -> None:
         """Leave so many bytes free on the disk of a folder."""
@@ -210,6 +223,8 @@ class Sandbox:
         learn: bool = False,
         uid: int | None = None,
         stdout: str = "",
+        held: str = "",
+        calls: Sequence[object] = (),
     ) -> Outcome:
         """Run `osora *argv` in `folder`, and wait for its end.
 
@@ -225,31 +240,54 @@ class Sandbox:
             learn: have the warm process import what this command imports, and remember what it estimates.
             uid: in place of nobody's, where the tests run as root.
             stdout: a device in place of a file, or `pipe` for one that nobody reads.
+            held: the name of a command that waits (`hold`), from which this one is forked.
+            calls: arguments of `failing_calls.arm`, if it is held.
         """
+        request = {
+            **self._request(argv, folder, environment or {}, limits or {}, uid, stdout),
+            "do": "run",
+            "signals": [(each.at_s, each.number, each.to_all) for each in signals],
+            "limit_s": limit_s,
+            "grace_s": grace_s,
+            "patch": patch,
+            "learn": str(self._root / "learnt.json") if learn else None,
+            "held": held,
+            "calls": list(calls),
+        }
+        answer = self._ask(request)
+        return Outcome(
+            **{**answer, "left_processes": tuple(answer["left_processes"])},
+            **{
+                name: (self._root / f"{name}.txt").read_text(errors="backslashreplace")[:_KEPT]
+                for name in ("stdout", "stderr")
+            },
+        )
+
+    def _request(
+        self,
+        argv: Sequence[str],
+        folder: Folder,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        limits: Mapping[str, int] = MappingProxyType({}),
+        uid: int | None = None,
+        stdout: str = "",
+    ) -> dict[str, Any]:
+        """Return what begins a command."""
         prints = {name: self._root / f"{name}.txt" for name in ("stdout", "stderr")}
         for path in prints.values():  # a command may be killed before it begins
             path.write_bytes(b"")
-        request = {
-            "do": "run",
+        return {
             "stdout": stdout or str(prints["stdout"]),
             "stderr": str(prints["stderr"]),
             "argv": list(argv),
             "folder": str(folder.inside.root),
             "cwd": str(folder.inside.work),
             "uid": self.uid if uid is None or self.uid is None else uid,
-            "environment": {**self.environment(folder.inside), **(environment or {})},
-            "limits": {**LIMITS, **(limits or {})},
-            "signals": [(each.at_s, each.number, each.to_all) for each in signals],
-            "limit_s": limit_s,
-            "grace_s": grace_s,
-            "patch": patch,
-            "learn": str(self._root / "learnt.json") if learn else None,
+            "environment": {**self.environment(folder.inside), **environment},
+            "limits": {**LIMITS, **limits},
+            "patch": None,
+            "learn": None,
         }
-        answer = self._ask(request)
-        return Outcome(
-            **{**answer, "left_processes": tuple(answer["left_processes"])},
-            **{name: path.read_text(errors="backslashreplace")[:_KEPT] for name, path in prints.items()},
-        )
 
     def _ask(self, request: object) -> Any:
         assert self._process.stdin is not None
@@ -263,6 +301,13 @@ class Sandbox:
         if not line:
             raise EOFError("the warm process ended")
         return json.loads(line)
+
+
+def empty(folder: Folder) -> None:
+    """Remove all that is in a folder of a case, but not the folders that it begins with."""
+    for each in (folder.work, folder.home, folder.temporary):
+        for path in each.iterdir():
+            _remove(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _remove(folder: Path) -> None:

@@ -17,13 +17,20 @@ import traceback
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from socket import socket, socketpair
+from typing import IO, Any
 
 import psutil
-from hostile import confined
+from hostile import confined, failing_calls
 
 _ABORTED_S = 2.0
 """Until a child that hangs has printed where."""
+
+_held: dict[str, IO[str]] = {}
+"""The ends of sockets to commands that wait before their first call that changes a file, by name."""
+
+_waiting: set[int] = set()
+"""The numbers of their processes."""
 
 
 def main() -> None:
@@ -98,32 +105,86 @@ def _unmount(request: dict[str, Any]) -> None:
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
+    if request["held"]:
+        return _ask_held(request)
+    child = _fork()
+    if not child:
+        _become(request)
+    answer = _supervise(child, request)
+    if request["learn"] and (learnt := Path(request["learn"]).read_text()):
+        _learn(json.loads(learnt))
+    return answer
+
+
+def _fork() -> int:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        raise RuntimeError(f"the warm process has {threads} threads: what it forks may hang")
+        raise RuntimeError(f"the process has {threads} threads: what it forks may hang")
     gc.collect()
     gc.freeze()
     _forget_finalizers()
-    begun = time.monotonic()
-    child = os.fork()
+    return os.fork()
+
+
+def _hold(request: dict[str, Any]) -> dict[str, Any]:
+    """Fork a command that goes on until its first call that changes a file. There it is forked by each `_ask_held`."""
+    ours, its = socketpair()
+    child = _fork()
     if not child:
+        ours.close()
+        failing_calls.hold(request["folder"], lambda: _serve_held(its))
         _become(request)
+    its.close()
+    _waiting.add(child)
+    _held[request["name"]] = ours.makefile("rw")
+    return {"held": _held[request["name"]].readline() != ""}
+
+
+def _ask_held(request: dict[str, Any]) -> Any:
+    lines = _held[request["held"]]
+    lines.write(json.dumps(request) + "\n")
+    lines.flush()
+    return json.loads(lines.readline())
+
+
+def _serve_held(connection: socket) -> None:
+    """Fork this command for each request, and return in what is forked, with calls that fail."""
+    confined.adopt_orphans()
+    with connection.makefile("rw") as lines:
+        lines.write("held\n")
+        lines.flush()
+        for line in lines:
+            request = json.loads(line)
+            child = _fork()
+            if not child:
+                os.setsid()
+                confined.die_with_parent()
+                for output in (1, 2):
+                    os.ftruncate(output, 0)
+                    os.lseek(output, 0, os.SEEK_SET)
+                os.chdir(request["cwd"])
+                failing_calls.arm(*request["calls"])
+                return
+            lines.write(json.dumps(_supervise(child, request)) + "\n")
+            lines.flush()
+    os._exit(0)
+
+
+def _supervise(child: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Return how a child ended."""
+    begun = time.monotonic()
     hung = not _wait(child, begun=begun, signals=request["signals"], limit_s=request["limit_s"])
     if hung:
         os.kill(child, signal.SIGABRT)
         if not _ended(child, _ABORTED_S):
             os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    seconds = time.monotonic() - begun
-    left = _end_left_over(request["grace_s"])
-    if request["learn"] and (learnt := Path(request["learn"]).read_text()):
-        _learn(json.loads(learnt))
     return {
         "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
         "hung": hung,
-        "seconds": seconds,
-        "left_processes": left,
+        "seconds": time.monotonic() - begun,
+        "left_processes": _end_left_over(request["grace_s"]),
     }
 
 
@@ -152,10 +213,13 @@ def _end_left_over(grace_s: float) -> list[str]:
     """Return the command lines of processes that outlive the command by `grace_s`, which are killed."""
     own = psutil.Process()
     left: list[str] = []
-    orphans = own.children(recursive=True)
-    if orphans:
-        _, alive = psutil.wait_procs(orphans, timeout=grace_s)
-        alive = list({*alive, *own.children(recursive=True)})
+
+    def orphans() -> list[psutil.Process]:
+        return [each for each in own.children(recursive=True) if each.pid not in _waiting]
+
+    if started := orphans():
+        _, alive = psutil.wait_procs(started, timeout=grace_s)
+        alive = list({*alive, *orphans()})
         for each in alive:
             try:
                 left.append(" ".join(each.cmdline()))
@@ -239,7 +303,7 @@ def _finish(code: int) -> int:
     return code
 
 
-_KINDS = {"run": _run, "mount": _mount, "unmount": _unmount}
+_KINDS = {"run": _run, "hold": _hold, "mount": _mount, "unmount": _unmount}
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import InUseError, OsoraError, RequestError
+from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
@@ -211,6 +212,8 @@ class _OwnRows:
             self._threads[row.shape] = chain.video.threads
             files = choose_outputs(chain)
             if all(sample.made_before for sample in files):
+                # A run that was killed right after the result may have left temporary files.
+                remove_left(files[0].media.parent)
                 self._finish(row, [sample.media for sample in files], progress)
                 return None
             self._encode(chain, reporter)

@@ -7,6 +7,7 @@ import psutil
 import pytest
 from tiny_world import DEMO_SIZES, demo_settings
 
+from opensora_cli.core import folder_lock
 from opensora_cli.core.exceptions import BatchError, CheckpointError, InUseError, RequestError
 from opensora_cli.engine.generate import batch, denoise
 from opensora_cli.engine.generate import models as generate_models
@@ -140,13 +141,17 @@ def test_10_000_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, 
     assert result.lines()[0] == "rows      2500 of 1 shape, and 0 that would be refused"
 
 
-def test_shards_make_different_rows(asked, rows_of, reporter):
+def test_shards_make_different_rows(asked, rows_of, reporter, monkeypatch):
     rows = rows_of("sea\ndesert\n", kind="txt")
     request = asked(video__num_frames=1)
     parts = [run(request, rows, reporter, shard=f"{index}/2") for index in (1, 2)]
     assert [(part.rows, part.made) for part in parts] == [(1, 1), (1, 1)]
+    left = parts[0].outputs[0].with_name(".osora-0123456789abcdef.lock")
+    left.touch()
+    monkeypatch.setattr(folder_lock, "_looked_through", set())  # as in another process
     whole = run(request, rows, reporter)
     assert (whole.made, whole.kept) == (0, 2)
+    assert not left.exists()
 
 
 def test_rows_that_another_process_makes_are_waited_for(asked, rows_of, reporter, monkeypatch):
