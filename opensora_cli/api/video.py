@@ -17,10 +17,11 @@ from pydantic import ValidationError
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.generate.decode import Figures, write_video
-from opensora_cli.engine.generate.outputs import check_outputs, sample_settings
+from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target, sample_files
 from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.run import HeldVideo
-from opensora_cli.engine.generate.targets import Claims, find_target, remove_latents, sample_files
+from opensora_cli.engine.generate.saved_latents import remove_latents
+from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import duration, plain
 from opensora_cli.core.reading import read_json_object, reading
 from opensora_cli.core.strict_json import parse_object
-from opensora_cli.engine.generate.targets import STEPS_KEY
+from opensora_cli.engine.generate.saved_latents import STEPS_KEY, read_header
 from opensora_cli.media.results import sidecar_path
 from opensora_cli.media.tags import read_tags
 from opensora_cli.settings.explain import Given
@@ -73,7 +72,7 @@ def show_recorded(path: Path) -> Shown | None:
     if path.is_dir():
         return _of_media(path) if any(path.glob("frame_*.png")) else None
     if path.suffix == _WEIGHTS_ENDING:
-        metadata = latents_metadata(path)
+        metadata = read_header(path)
         return None if metadata is None else _of_latents(path, metadata)
     if path.suffix.lower() in _MEDIA_ENDINGS:
         return _of_media(path)
@@ -92,7 +91,7 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
     if path.name.endswith(_WEIGHTS_ENDING):
         if twice := next((key for key in ("resume", "from_latents") if key in given), None):
             raise RequestError(f"--from {path} and {given[twice].source} both name latents: drop one of them")
-        metadata = latents_metadata(path) or {}
+        metadata = read_header(path) or {}
         given["resume" if STEPS_KEY in metadata else "from_latents"] = Given(str(path), "--from")
         return None
     if path.suffix.lower() not in _MEDIA_ENDINGS:
@@ -104,16 +103,6 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
             hint=f"osora show {path} prints the prompt and seed in the file",
         )
     return sidecar
-
-
-def latents_metadata(path: Path) -> dict[str, str] | None:
-    """Return the metadata of saved latents; None for other files, and for broken ones."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError, ValueError):
-        return None
-    return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
 
 
 def _of_latents(path: Path, metadata: Mapping[str, str]) -> Shown:

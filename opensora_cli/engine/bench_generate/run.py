@@ -22,6 +22,7 @@ from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.decode import SampleFrames
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import VIDEO, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain, require_fit, require_room, require_weights
@@ -30,7 +31,6 @@ from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import Resolved, resolve
 from opensora_cli.engine.generate.run import completed
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.plots import new_figure
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.settings.bench_generate import (

@@ -19,15 +19,16 @@ from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, sidecar_document
+from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
 from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
-from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.targets import SampleFiles, is_begun, last_frame_path, read_made
+from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.parallel.divided_work import shared_tiles
 
 V = TypeVar("V")
 

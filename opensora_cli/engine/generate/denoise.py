@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.rank_messages import broadcast_tensors
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.previews import Previews, preview_map
-from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
-from opensora_cli.engine.generate.saved_latents import save_latents
-from opensora_cli.engine.generate.targets import segment_path
+from opensora_cli.engine.generate.saved_latents import save_latents, segment_path
+from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
 from opensora_cli.sampling.guidance import Branch

@@ -13,8 +13,8 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.decode import Figures, SegmentFigures
 from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Chain
-from opensora_cli.engine.generate.targets import SampleFiles
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 

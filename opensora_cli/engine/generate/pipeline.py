@@ -18,12 +18,12 @@ from opensora_cli.engine.generate.denoise import denoise_samples, save_state
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.extend import ExtendedVideo
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import picture_files
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
-from opensora_cli.engine.generate.targets import segment_path
+from opensora_cli.engine.generate.saved_latents import segment_path
+from opensora_cli.engine.generate.sidecar import picture_files
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames

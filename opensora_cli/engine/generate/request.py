@@ -14,8 +14,9 @@ from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import choose_model, choose_model_early, require_weights_of
+from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
 from opensora_cli.engine.generate.refinement import require_refinement
-from opensora_cli.engine.generate.targets import LATENTS_ENDING, num_samples, read_made, sample_files
+from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, open_latents, require_latents
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
@@ -26,7 +27,6 @@ from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
 from opensora_cli.settings.saved import saved_format
 
-LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
 
@@ -152,8 +152,6 @@ def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
     require_latents(latents)
     if request.saved is not None:
         return request
-    from opensora_cli.engine.generate.saved_latents import open_latents
-
     saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
     try:
         ending = saved_format(saved.layer)
@@ -162,12 +160,6 @@ def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
     place = Path(latents)
     output = place.with_name(f"{place.name.removesuffix(LATENTS_ENDING)}.{ending}")
     return replace(request, saved=replace(saved, output=output))
-
-
-def require_latents(path: str | Path) -> None:
-    """Raise CheckpointError if a file of latents does not exist."""
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:

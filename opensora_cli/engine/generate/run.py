@@ -20,7 +20,15 @@ from opensora_cli.engine.generate.decode import Figures, GeneratedVideo, SampleF
 from opensora_cli.engine.generate.documents import ExploredSeed, GenerateResult
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, refuse_pictures, request_hashes
+from opensora_cli.engine.generate.outputs import (
+    Claims,
+    SampleFiles,
+    check_outputs,
+    last_frame_path,
+    preview_path,
+    sample_files,
+    sheet_path,
+)
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.planning import (
@@ -42,16 +50,9 @@ from opensora_cli.engine.generate.ranks import (
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import Resolved, resolve
-from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.saved_latents import open_latents, read_saved
-from opensora_cli.engine.generate.targets import (
-    Claims,
-    SampleFiles,
-    last_frame_path,
-    preview_path,
-    sample_files,
-    sheet_path,
-)
+from opensora_cli.engine.generate.sample import Sample, read_saved
+from opensora_cli.engine.generate.saved_latents import open_latents
+from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import without_cached_text
 from opensora_cli.media.read import read_video
 from opensora_cli.media.sheets import contact_sheet, film_strip

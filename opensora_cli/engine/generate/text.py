@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_messages import broadcast_json
+from opensora_cli.core.rank_messages import broadcast_json, broadcast_tensors
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -28,7 +28,6 @@ from opensora_cli.engine.generate.loading import prompt_readers
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Chain, Plan, alone
 from opensora_cli.engine.generate.planning import require_fit
-from opensora_cli.engine.generate.ranks import broadcast_tensors
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.explain import nearest

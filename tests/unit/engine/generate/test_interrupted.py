@@ -22,13 +22,13 @@ from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.saved_latents import open_latents
-from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
 

@@ -16,10 +16,10 @@ from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import decode, models
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.outputs import choose_outputs
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import read_request, read_sidecar

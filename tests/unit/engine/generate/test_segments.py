@@ -19,12 +19,13 @@ from opensora_cli.engine.generate import text
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import HeldVideo, generate, generate_from_request, hold_from_request
-from opensora_cli.engine.generate.saved_latents import open_latents, read_saved, save_latents
-from opensora_cli.engine.generate.targets import sample_files, segment_path
+from opensora_cli.engine.generate.sample import read_saved
+from opensora_cli.engine.generate.saved_latents import open_latents, save_latents, segment_path
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, read_sidecar
