@@ -69,13 +69,11 @@ def show_recorded(path: Path) -> Shown | None:
     """
     with reading(path):
         path.stat()
-    if path.is_dir():
-        return _of_media(path) if any(path.glob("frame_*.png")) else None
+    if _is_media(path):
+        return _of_media(path)
     if path.suffix == _WEIGHTS_ENDING:
         metadata = read_header(path)
         return None if metadata is None else _of_latents(path, metadata)
-    if path.suffix.lower() in _MEDIA_ENDINGS:
-        return _of_media(path)
     if path.suffix == ".json":
         return _of_document(path, read_json_object(path, hint="osora show reads sidecars and settings"))
     return None
@@ -94,7 +92,7 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
         metadata = read_header(path) or {}
         given["resume" if STEPS_KEY in metadata else "from_latents"] = Given(str(path), "--from")
         return None
-    if path.suffix.lower() not in _MEDIA_ENDINGS:
+    if not _is_media(path):
         return path
     sidecar = sidecar_path(path)
     if not sidecar.is_file():
@@ -103,6 +101,11 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
             hint=f"osora show {path} prints the prompt and seed in the file",
         )
     return sidecar
+
+
+def _is_media(path: Path) -> bool:
+    """Return whether a path is a result: a picture, a video, or the folder of a PNG sequence."""
+    return any(path.glob("frame_*.png")) if path.is_dir() else path.suffix.lower() in _MEDIA_ENDINGS
 
 
 def _of_latents(path: Path, metadata: Mapping[str, str]) -> Shown:

@@ -45,6 +45,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, more in (("state", {STEPS_KEY: "2"}), ("done", {})):
         metadata = {"schema": "osora.latents/1", "settings": json.dumps(SETTINGS), **more}
         save_file({"latents": torch.zeros(1)}, f"{name}.latents.safetensors", metadata=metadata)
+    Path("frames").mkdir()
+    Path("frames/frame_0000.png").write_bytes(Path("a.png").read_bytes())
+    Path("frames.json").write_text(json.dumps(SIDECAR))
     Path("run").mkdir()
     save_file({"weight": torch.zeros(2, 3)}, "run/model.safetensors")
     Path("run/settings.json").write_text(json.dumps({"target": "vae", "loop": {"steps": 4}}))
@@ -110,7 +113,7 @@ def test_broken_files(name: str, content: bytes, message: str, capsys: pytest.Ca
 
 
 def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:
-    for name in ("with.mp4", "with.mp4.json"):
+    for name in ("with.mp4", "with.mp4.json", "frames", "frames/"):
         assert main(["generate", "--from", name]) == 0
         assert engine.settings is not None
         assert (engine.settings.prompt, engine.settings.sampling.seed) == ("sea", 7)

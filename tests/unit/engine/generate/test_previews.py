@@ -17,6 +17,7 @@ from opensora_cli.engine.generate.previews import (
     color_blocks,
     demo_map_file,
     fit_preview_map,
+    latent_colors,
     preview_example,
     read_map,
 )
@@ -122,6 +123,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(world, tmp_path, cache):
     assert of_previews.startswith("the colors of previews are not cached: cannot write")
 
 
+@pytest.mark.slow
 def test_maps_show_what_is_decoded(monkeypatch):
     monkeypatch.undo()  # the sizes of a small fit
     settings = load_preset("demo", prompt="any")
