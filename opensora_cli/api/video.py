@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import webbrowser
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,9 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.engine.generate.decode import Figures, write_video
+from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
 from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target, sample_files
 from opensora_cli.engine.generate.plan import VIDEO
-from opensora_cli.engine.generate.run import HeldVideo
 from opensora_cli.engine.generate.saved_latents import remove_latents
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
@@ -33,8 +33,8 @@ _SMALL = 128
 class Video:
     """Video in memory. Nothing is on disk until `save`; a notebook plays it as the value of a cell."""
 
-    def __init__(self, held: HeldVideo) -> None:
-        self._held = held
+    def __init__(self, held: HeldVideo, request_sha256: Callable[[int, str], str]) -> None:
+        self._held, self._request_sha256 = held, request_sha256
 
     @property
     def frames(self) -> NDArray[np.uint8]:
@@ -89,7 +89,7 @@ class Video:
 
         with Claims() as claims:
             check_outputs([sample_files(settings, 0)], chain, create=True)
-            request = held.request_sha256(settings.sampling.seed, settings.output_format)
+            request = self._request_sha256(settings.sampling.seed, settings.output_format)
             sample = find_target(settings, 0, request, claims=claims)
             if not sample.made_before:
                 write_video([held.frames_THWC], chain, sample, figures)

@@ -63,7 +63,7 @@ def denoise_samples(
         for sample, draft_CTHW in zip(fresh, broadcast_tensors(drafts, device=ranks.device), strict=True):
             sample.draft_CTHW = draft_CTHW
     colors = preview_map(plan, models, events) if is_main and plan.settings.output.makes_previews else None
-    previews = None if colors is None else Previews(plan, colors, events)
+    previews = Previews(plan, colors, events)
 
     def attempt(plan: Plan) -> None:
         left = unfinished(samples)
@@ -88,7 +88,7 @@ def denoise_samples(
                         ranks=ranks,
                         on_evaluation=progress.advance,
                         on_step=saver.step,
-                        on_predicted=partial(_preview, previews, sample),
+                        on_predicted=partial(previews.step, sample.files),
                     ).cpu()
                 sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
                 if plan.settings.sampling.stop_at is None:
@@ -96,11 +96,6 @@ def denoise_samples(
                         saver.save(latents_CTHW)
 
     retried(attempt, plan, DENOISE, models, events)
-
-
-def _preview(previews: Previews | None, sample: Sample, steps: int, predicted: Callable[[], torch.Tensor]) -> None:
-    if previews is not None:
-        previews.step(sample.files, steps, predicted)
 
 
 def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None) -> None:

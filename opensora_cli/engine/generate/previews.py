@@ -178,18 +178,20 @@ def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap 
 
 
 class Previews:
-    """Writer of previews during sampling and at the end of exploring. A failure ends only the previews."""
+    """Writer of previews during sampling and at the end of exploring; without colors it writes none.
 
-    def __init__(self, plan: Plan, colors: PreviewMap, events: Events) -> None:
+    A failure ends only the previews.
+    """
+
+    def __init__(self, plan: Plan, colors: PreviewMap | None, events: Events) -> None:
         self._settings, self._colors, self._events = plan.settings, colors, events
-        self._failed = False
 
     def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
         """Write the predicted video of a sample after `steps` if a preview is due."""
         settings = self._settings
         every = settings.output.preview_every
         ends_exploring = settings.output.explore and steps == settings.sampling.stop_at
-        if self._failed or not (ends_exploring or (every is not None and steps % every == 0)):
+        if self._colors is None or not (ends_exploring or (every is not None and steps % every == 0)):
             return
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         try:
@@ -198,5 +200,5 @@ class Previews:
             write_media([frames_THWC], path, fps=fps, format=MediaFormat.GIF)
             self._events.on_preview(path)
         except (OsoraError, OSError, RuntimeError) as error:
-            self._failed = True
+            self._colors = None
             self._events.reporter.warn(f"there are no more previews: {error}")

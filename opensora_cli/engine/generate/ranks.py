@@ -160,10 +160,9 @@ def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
 
 def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware | None:
     """Return the device to plan for, with a warning, if this machine lacks the devices; None otherwise."""
-    if settings.parallel.world_size == 1:
-        return None
     try:
-        require_devices(settings)
+        if settings.parallel.world_size > 1:
+            require_devices(settings)
     except HardwareError as error:
         has_gpu = torch.cuda.is_available()
         planned = "the GPU of this machine" if has_gpu else "CUDA GPUs, whose free memory is not known"
@@ -175,8 +174,8 @@ def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware
 def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
     """Return the kind of device of the ranks, without asking a device; `gpu` describes a GPU of another machine."""
     kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
-    dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
-    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
+    auto = "float32" if kind == "cpu" else "bfloat16"
+    dtype = torch_dtype(auto if settings.runtime.dtype is DType.AUTO else settings.runtime.dtype)
     if gpu is not None:
         return Hardware(torch.device("cuda"), gpu.cuda_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
     return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)

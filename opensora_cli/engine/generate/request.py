@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import choose_model, choose_model_early, require_weights_of
 from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
@@ -178,7 +178,7 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
             raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
     if dry_run:
         return
-    require_refinement(settings)
+    require_refinement(settings, SilentReporter())
     if (picture := picture_settings(settings)) is not None:
         try:
             require_weights_of(picture)

@@ -34,7 +34,6 @@ STEPS_KEY = "steps_done"
 """Key of saved latents for the number of steps done; absent after all steps."""
 
 _KEY, _PAST_KEY = "latents", "past"
-_STACKED_SEGMENTS_KEY = "latents_before"
 _ATTENTION, _SEGMENT = "attention", "segment"
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -158,16 +157,10 @@ def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatent
     require_latents(path)
     with _opened(path, framework="numpy") as file:
         metadata: dict[str, str] = file.metadata() or {}
-        keys = set(file.keys())
-        if not metadata.get("schema", "").startswith("osora.latents/") or _KEY not in keys:
+        if not metadata.get("schema", "").startswith("osora.latents/") or _KEY not in set(file.keys()):
             raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
         dtype = file.get_slice(_KEY).get_dtype()
     require_schema(metadata, LATENTS_SCHEMA, path, problem=CheckpointError, hint=LATENTS_HINT)
-    if _STACKED_SEGMENTS_KEY in keys:
-        raise CheckpointError(
-            f"{path} holds several segments in one file, as an earlier version of osora wrote them",
-            hint="make the video again with --overwrite, or finish it with the version that began it",
-        )
     found = metadata.get(_SEGMENT)
     if found != (None if segment is None else str(segment)):
         held = "no finished segment" if found is None else "a finished segment alone"

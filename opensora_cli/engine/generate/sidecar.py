@@ -1,4 +1,4 @@
-"""Hash of a request, and the sidecar from which its result can be made again."""
+"""Files of a chain of jobs: names by the hash of its request, pictures made first, and sidecars."""
 
 import hashlib
 import json

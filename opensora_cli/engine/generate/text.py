@@ -57,37 +57,37 @@ def _texts_of(settings: GenerateSettings) -> list[str]:
     return [*dict.fromkeys((*prompts, settings.negative_prompt))]
 
 
-def text_embeds(plan: Plan, models: LoadedModels, record: Events) -> tuple[PromptEmbeds, ...]:
+def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment, inside `computing`, from the cache or from the encoders.
 
     Raises:
         CheckpointError: encoders are broken, or do not fit the transformer.
         HardwareError: out of memory.
     """
-    known = _cached_embeds(plan, models, record.reporter)
+    known = _cached_embeds(plan, models, events.reporter)
     if known.keys() >= {*_texts_of(plan.settings)}:
-        with record.stage(TEXT):
-            warn_about_prompts(plan, models.prompt_readers(plan), record.reporter)
+        with events.stage(TEXT):
+            warn_about_prompts(plan, models.prompt_readers(plan), events.reporter)
             return _of_segments(plan, known)
     if not plan.encodes_text:  # The cache has lost entries since the plan was made.
         plan = plan.with_best_offload(plan.budget_bytes)
         require_fit(alone(plan))
-    return retried(lambda plan: encode_prompts(plan, models, record, known), plan, TEXT, models, record)[0]
+    return retried(lambda plan: encode_prompts(plan, models, events, known), plan, TEXT, models, events)[0]
 
 
 def encode_prompts(
-    plan: Plan, models: LoadedModels, record: Events, known: Mapping[str, TextEmbeds] = _NOTHING
+    plan: Plan, models: LoadedModels, events: Events, known: Mapping[str, TextEmbeds] = _NOTHING
 ) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment; encode and cache the texts that are not `known`."""
     runtime, found = plan.settings.runtime, dict(known)
     missing = [text for text in _texts_of(plan.settings) if text not in known]
-    with models.text_encoders(plan, record) as (t5, clip), record.stage(TEXT):
-        warn_about_prompts(plan, (t5, clip), record.reporter)
+    with models.text_encoders(plan, events) as (t5, clip), events.stage(TEXT):
+        warn_about_prompts(plan, (t5, clip), events.reporter)
         for text, embeds in encode_texts(missing, t5, clip):
             found[text] = embeds
             if runtime.prompt_cache and models.is_main:
                 key, limit = _cache_key(plan, text, models), runtime.prompt_cache_limit
-                models.prompts.keep(key, embeds, limit=limit, reporter=record.reporter)
+                models.prompts.keep(key, embeds, limit=limit, reporter=events.reporter)
         return _of_segments(plan, found)
 
 

@@ -111,7 +111,7 @@ def test_calls_and_closing_wait_for_a_call_of_another_thread(
             time.sleep(0.2)
             assert (inside, ended) == (1, [])
             pipe("raining, sea")  # as from a function that is called with its progress
-        return video._held
+        return video._held, video._request_sha256
 
     monkeypatch.setattr(engine, "hold_from_request", hold)
     pipe("raining, sea")
