@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from opensora_cli.settings.explain import nearest
 from opensora_cli.settings.generate import GenerateSettings
 
 _LISTED_WORDS = 10
-_NOTHING: Mapping[str, TextEmbeds] = MappingProxyType({})
 
 
 def full_prompt(settings: GenerateSettings, prompt: str | None = None) -> str:
@@ -76,11 +74,11 @@ def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[Promp
 
 
 def encode_prompts(
-    plan: Plan, models: LoadedModels, events: Events, known: Mapping[str, TextEmbeds] = _NOTHING
+    plan: Plan, models: LoadedModels, events: Events, known: Mapping[str, TextEmbeds] | None = None
 ) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment; encode and cache the texts that are not `known`."""
-    runtime, found = plan.settings.runtime, dict(known)
-    missing = [text for text in _texts_of(plan.settings) if text not in known]
+    runtime, found = plan.settings.runtime, dict(known or {})
+    missing = [text for text in _texts_of(plan.settings) if text not in found]
     with models.text_encoders(plan, events) as (t5, clip), events.stage(TEXT):
         warn_about_prompts(plan, (t5, clip), events.reporter)
         for text, embeds in encode_texts(missing, t5, clip):
@@ -227,16 +225,15 @@ def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapp
     """Return the cached texts of a plan, on its device. With several ranks, the cache of rank 0 counts."""
     if not plan.settings.runtime.prompt_cache:
         return {}
-    device, found, texts = plan.hardware.device, dict[str, TextEmbeds](), _texts_of(plan.settings)
+    device, found = plan.hardware.device, dict[str, TextEmbeds]()
     if models.is_main:
-        for text in texts:
+        for text in _texts_of(plan.settings):
             embeds = models.prompts.read(_cache_key(plan, text, models), reporter)
             if embeds is not None:
                 found[text] = embeds.to(device)
     if models.text_group is None:
         return found
-    flags = broadcast_json([text in found for text in texts])
+    cached = broadcast_json([*found])
     tensors = [each for embeds in found.values() for each in (embeds.prompt_embeds_1LC, embeds.pooled_prompt_embeds_1V)]
     tensors = broadcast_tensors(tensors, device=device)
-    cached = [text for text, is_cached in zip(texts, flags, strict=True) if is_cached]
     return {text: TextEmbeds(*tensors[2 * index : 2 * index + 2]) for index, text in enumerate(cached)}

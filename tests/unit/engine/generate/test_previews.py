@@ -130,7 +130,7 @@ def test_maps_show_what_is_decoded(monkeypatch):
     weights = packaged_demo() / settings.files.vae
     vae = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
     with torch.inference_mode():
-        *clips, other = color_blocks(vae)
+        *clips, other = color_blocks(vae)[1]
         latents_CTHW, _ = preview_example(vae, other)
         fitted = fit_preview_map(vae, clips)
         expected = to_uint8(latent_colors(vae, vae.decode(latents_CTHW[None].float())[0]))
