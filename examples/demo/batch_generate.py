@@ -14,11 +14,11 @@ from opensora_cli.engine.encode.clip_conditions import cut_part
 from opensora_cli.engine.generate.decode import SampleFrames, decode_latents
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import make
 from opensora_cli.engine.generate.plan import Plan, alone
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.resize import fit_frames
 
 Clips = NDArray[np.uint8]

@@ -4,8 +4,7 @@
     python examples/demo/preview_map.py --write
 
 Prints the PSNR of previews of held-out scenes, and of a grey picture, against what they should show: the scene, scaled
-down to one pixel for each latent position. `--write` replaces the map that comes with osora; a test compares it with
-the autoencoder's weights.
+down to one pixel for each latent position. `--write` replaces the map that comes with osora.
 """
 
 import argparse
@@ -21,13 +20,13 @@ from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import psnr_db
 from opensora_cli.settings.load import load_preset
 
-HELD_OUT_CLIPS = 24
-_FPS = 12.0
+CLIPS, HELD_OUT_CLIPS = 8, 24
 
 
-def scene(num_frames: int, size: int, number: int) -> torch.Tensor:
-    """Return a rendered scene, as `fit_preview_map` takes it."""
-    return torch.from_numpy(SceneClip(seed=0, number=number).render(size=size, num_frames=num_frames, fps=_FPS))
+def scene(number: int, *, seed: int, held_out: bool = False) -> torch.Tensor:
+    """Return a rendered scene (3, T, H, W) in [-1, 1]."""
+    clip_THWC = SceneClip(seed=seed, number=number, held_out=held_out).render(size=64, num_frames=9, fps=12)
+    return (torch.from_numpy(clip_THWC).double() / 127.5 - 1).permute(3, 0, 1, 2)
 
 
 def main() -> None:
@@ -39,11 +38,10 @@ def main() -> None:
     weights = packaged_demo() / settings.files.vae
     with torch.inference_mode():
         autoencoder = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
-        colors = fit_preview_map(autoencoder, clip=scene)
+        colors = fit_preview_map(autoencoder, (scene(number, seed=0) for number in range(CLIPS)))
         previews, expected = [], []
         for number in range(HELD_OUT_CLIPS):
-            held_out = SceneClip(seed=1, number=number, held_out=True).render(size=64, num_frames=9, fps=_FPS)
-            latents_CTHW, colors_3THW = preview_example(autoencoder, torch.from_numpy(held_out))
+            latents_CTHW, colors_3THW = preview_example(autoencoder, scene(number, seed=1, held_out=True))
             previews.append(colors.frames(latents_CTHW))
             expected.append(to_uint8(colors_3THW))
     shown, right = torch.cat(previews), torch.cat(expected)

@@ -118,7 +118,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             given, below=self._given, sidecar=None if from_ is None else Path(from_), config=self._config
         )
         with self._turn:
-            return Video(engine.hold_from_request(request, self._models, reporter=self._reporter))
+            return Video(*engine.hold_from_request(request, self._models, reporter=self._reporter))
 
     def close(self) -> None:
         """Release the models; a later call loads them again."""

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import webbrowser
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,11 +18,11 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.engine.generate.decode import Figures, write_video
-from opensora_cli.engine.generate.outputs import check_outputs, sample_settings
+from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
+from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target, sample_files
 from opensora_cli.engine.generate.plan import VIDEO
-from opensora_cli.engine.generate.run import HeldVideo
-from opensora_cli.engine.generate.targets import Claims, find_target, remove_latents, sample_files
+from opensora_cli.engine.generate.saved_latents import remove_latents
+from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
@@ -44,8 +45,8 @@ class Video:
     report: Final[Figures]
     """Seconds of each stage, peak memory, and PSNR of frames that references give."""
 
-    def __init__(self, held: HeldVideo) -> None:
-        self._held = held
+    def __init__(self, held: HeldVideo, request_sha256: Callable[[int, str], str]) -> None:
+        self._held, self._request_sha256 = held, request_sha256
         self.frames = held.frames_THWC.numpy().view()
         self.frames.flags.writeable = False
         self.fps = held.chain.settings.video.fps
@@ -79,7 +80,7 @@ class Video:
 
         with Claims() as claims:
             check_outputs([sample_files(settings, 0)], chain, create=True)
-            request = held.request_sha256(settings.sampling.seed, settings.output_format)
+            request = self._request_sha256(settings.sampling.seed, settings.output_format)
             sample = find_target(settings, 0, request, claims=claims)
             if not sample.made_before:
                 write_video([held.frames_THWC], chain, sample, figures)

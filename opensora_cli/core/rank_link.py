@@ -39,7 +39,7 @@ SILENT_STEPS = 10
 
 _BEAT_S = 1.0
 _SEND_S = 5.0
-_WAITING = ("torch.distributed", "opensora_cli.parallel", "opensora_cli.engine.generate.ranks")
+_WAITING = ("torch.distributed", "opensora_cli.parallel")
 """Whose functions wait for other ranks."""
 
 Kind = Literal["error", "bug", "lost", "interrupted"]

@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,20 @@ def all_gather_json(value: Json, group: dist.ProcessGroup | None = None) -> list
     texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in lengths]
     dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group)
     return [_decoded(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
+
+
+def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
+    """Return rank 0's tensors, each on the device of its rank; the tensors of other ranks are ignored."""
+    is_main = dist.get_rank() == 0
+    outlines = [(tensor.shape, str(tensor.dtype).removeprefix("torch.")) for tensor in tensors or ()]
+    outlines = broadcast_json(outlines if is_main else [])
+    if is_main:
+        received = [tensor.to(device).contiguous() for tensor in tensors or ()]
+    else:
+        received = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in outlines]
+    for tensor in received:
+        dist.broadcast(tensor, src=0)
+    return received
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

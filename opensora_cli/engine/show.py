@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import duration, plain
 from opensora_cli.core.reading import read_json_object, reading
 from opensora_cli.core.strict_json import parse_object
-from opensora_cli.engine.generate.targets import STEPS_KEY
+from opensora_cli.engine.generate.saved_latents import STEPS_KEY, read_header
 from opensora_cli.media.results import sidecar_path
 from opensora_cli.media.tags import read_tags
 from opensora_cli.settings.explain import Given
@@ -70,13 +69,11 @@ def show_recorded(path: Path) -> Shown | None:
     """
     with reading(path):
         path.stat()
-    if path.is_dir():
-        return _of_media(path) if any(path.glob("frame_*.png")) else None
-    if path.suffix == _WEIGHTS_ENDING:
-        metadata = latents_metadata(path)
-        return None if metadata is None else _of_latents(path, metadata)
-    if path.suffix.lower() in _MEDIA_ENDINGS:
+    if _is_media(path):
         return _of_media(path)
+    if path.suffix == _WEIGHTS_ENDING:
+        metadata = read_header(path)
+        return None if metadata is None else _of_latents(path, metadata)
     if path.suffix == ".json":
         return _of_document(path, read_json_object(path, hint="osora show reads sidecars and settings"))
     return None
@@ -92,10 +89,10 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
     if path.name.endswith(_WEIGHTS_ENDING):
         if twice := next((key for key in ("resume", "from_latents") if key in given), None):
             raise RequestError(f"--from {path} and {given[twice].source} both name latents: drop one of them")
-        metadata = latents_metadata(path) or {}
+        metadata = read_header(path) or {}
         given["resume" if STEPS_KEY in metadata else "from_latents"] = Given(str(path), "--from")
         return None
-    if path.suffix.lower() not in _MEDIA_ENDINGS:
+    if not _is_media(path):
         return path
     sidecar = sidecar_path(path)
     if not sidecar.is_file():
@@ -106,14 +103,9 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
     return sidecar
 
 
-def latents_metadata(path: Path) -> dict[str, str] | None:
-    """Return the metadata of saved latents; None for other files, and for broken ones."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError, ValueError):
-        return None
-    return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
+def _is_media(path: Path) -> bool:
+    """Return whether a path is a result: a picture, a video, or the folder of a PNG sequence."""
+    return any(path.glob("frame_*.png")) if path.is_dir() else path.suffix.lower() in _MEDIA_ENDINGS
 
 
 def _of_latents(path: Path, metadata: Mapping[str, str]) -> Shown:

@@ -10,7 +10,7 @@ from cli.fake_engine import FakeEngine
 from safetensors.torch import save_file
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.generate.targets import STEPS_KEY
+from opensora_cli.engine.generate.saved_latents import STEPS_KEY
 from opensora_cli.media.write import write_media
 
 SETTINGS = {"prompt": "sea", "sampling": {"seed": 7, "num_inference_steps": 3}, "video": {"fps": 12}}
@@ -45,6 +45,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, more in (("state", {STEPS_KEY: "2"}), ("done", {})):
         metadata = {"schema": "osora.latents/1", "settings": json.dumps(SETTINGS), **more}
         save_file({"latents": torch.zeros(1)}, f"{name}.latents.safetensors", metadata=metadata)
+    Path("frames").mkdir()
+    Path("frames/frame_0000.png").write_bytes(Path("a.png").read_bytes())
+    Path("frames.json").write_text(json.dumps(SIDECAR))
     Path("run").mkdir()
     save_file({"weight": torch.zeros(2, 3)}, "run/model.safetensors")
     Path("run/settings.json").write_text(json.dumps({"target": "vae", "loop": {"steps": 4}}))
@@ -110,7 +113,7 @@ def test_broken_files(name: str, content: bytes, message: str, capsys: pytest.Ca
 
 
 def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:
-    for name in ("with.mp4", "with.mp4.json"):
+    for name in ("with.mp4", "with.mp4.json", "frames", "frames/"):
         assert main(["generate", "--from", name]) == 0
         assert engine.settings is not None
         assert (engine.settings.prompt, engine.settings.sampling.seed) == ("sea", 7)

@@ -26,10 +26,10 @@ from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
 from opensora_cli.engine.bench_comm.shapes import ModelShapes, ulysses
 from opensora_cli.engine.bench_comm.timing import Repeats
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.generate.ranks import SharedBranches
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import TwoStages, node_groups
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
+from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.enums import Collective, Scaling

@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_cli.engine.generate.ranks import Ranks, SharedBranches, SharedDecoder, broadcast_tensors
+from opensora_cli.core.rank_messages import broadcast_tensors
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.launch.rank import agreed
 from opensora_cli.models.vae.config import DCAEConfig, HunyuanVAEConfig
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiles import Tiling
+from opensora_cli.parallel.divided_work import SharedBranches, SharedDecoder
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.devices import MemorySettings

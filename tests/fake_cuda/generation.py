@@ -22,13 +22,13 @@ from opensora_cli.engine.generate import run as generation_run
 from opensora_cli.engine.generate.decode import SampleFrames
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import SEGMENT, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.ranks import Ranks, chain_of_rank, joined_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.models.mmdit.model import _computed_where
 from opensora_cli.settings.generate import GenerateSettings
 

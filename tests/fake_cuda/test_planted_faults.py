@@ -23,11 +23,10 @@ from fake_cuda.generation import MAY_WAIT, rehearse
 from fake_cuda.weights import full_size_settings
 
 from opensora_cli.engine.generate import denoise as generate_denoise
-from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.memory import host_weights
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel import ring, sequence
+from opensora_cli.parallel import divided_work, ring, sequence
 from opensora_cli.parallel.collectives import Parts
 from opensora_cli.parallel.scheduling import CommunicationScheduler
 from opensora_cli.sampling import denoise as sampling_denoise
@@ -208,7 +207,7 @@ def split_wrongly(by: tuple[int, int]):
 
 def other_order():
     """One rank takes the branches of guidance in another order."""
-    return mock.patch.object(generate_ranks, "enumerate", lambda things: reversed([*enumerate(things)]), create=True)
+    return mock.patch.object(divided_work, "enumerate", lambda things: reversed([*enumerate(things)]), create=True)
 
 
 def other_dtype():
@@ -218,7 +217,7 @@ def other_dtype():
         return real(tensor.float() if tensor.is_cuda else tensor, **where)
 
     real = dist.broadcast
-    return mock.patch.object(generate_ranks.dist, "broadcast", broadcast)
+    return mock.patch.object(divided_work.dist, "broadcast", broadcast)
 
 
 def one_fewer():

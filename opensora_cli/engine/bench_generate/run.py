@@ -18,9 +18,10 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime, is_loading
 from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_memory
 from opensora_cli.engine.generate import ranks as generate_ranks
-from opensora_cli.engine.generate.decode import SampleFrames
+from opensora_cli.engine.generate.decode import HeldVideo, hold
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import VIDEO, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain, require_fit, require_room, require_weights
@@ -29,7 +30,6 @@ from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import Resolved, resolve
 from opensora_cli.engine.generate.run import completed
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.plots import new_figure
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.settings.bench_generate import (
@@ -128,14 +128,6 @@ def bench_generate(
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Video:
-    latents: tuple[torch.Tensor, ...]
-    """latents_CTHW of each segment, on the CPU."""
-    frames_THWC: torch.Tensor
-    """uint8, on the CPU."""
-
-
 @dataclass(slots=True)
 class _Row:
     name: str
@@ -224,7 +216,7 @@ def _shortened(plan: Plan) -> Plan:
     return replace(plan, timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1])
 
 
-def likeness(video: _Video, exact: _Video, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
+def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
     """Return PSNR, SSIM (None for frames under 11 pixels) and relative error of the latents, to the exact video."""
     psnrs, ssims = [], []
     for frame_HWC, exact_HWC in zip(video.frames_THWC, exact.frames_THWC, strict=True):
@@ -254,7 +246,7 @@ class _Runner:
         """Return the jobs of one video; all ranks call it."""
         return make_chain(settings) if self._device is None else generate_ranks.chain_of_rank(settings, self._device)
 
-    def run(self, chain: Chain) -> tuple[_Video | None, dict[str, float], list[float]]:
+    def run(self, chain: Chain) -> tuple[HeldVideo | None, dict[str, float], list[float]]:
         """Make a video; return it (on rank 0), the seconds of its stages, and the peak memory of each rank in GiB.
 
         All ranks call it. Without a way to measure peaks the list is empty.
@@ -266,17 +258,13 @@ class _Runner:
             ranks = self._ranks[key]
         events = Events(self.reporter, keeps_results=False)
 
-        def in_memory(decoded: SampleFrames) -> _Video:
-            frames_THWC = torch.cat([*decoded.pieces()])
-            return _Video(decoded.latents, frames_THWC)
-
         with ExitStack() as stack:
             models = self._models if ranks is None else stack.enter_context(ranks.models())
             chain = chain.change(models.planned, only=VIDEO) if ranks is None else chain
             sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
             stack.enter_context(computing(plan, self.reporter))
             is_measured = start_peak_memory(plan.hardware.device)
-            videos = make(chain, [sample], models, events, finish=in_memory, ranks=ranks)
+            videos = make(chain, [sample], models, events, finish=hold, ranks=ranks)
             peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
         if ranks is not None:
             peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]

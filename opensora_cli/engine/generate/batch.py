@@ -22,21 +22,15 @@ from opensora_cli.engine.generate.documents import BatchResult, FailedRow
 from opensora_cli.engine.generate.dry_run import BatchPlan, PlanDocument, PlannedShape
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import choose_outputs
 from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.plan import Chain
 from opensora_cli.engine.generate.planning import require_fit, require_weights
 from opensora_cli.engine.generate.prompts import Row, Shard
-from opensora_cli.engine.generate.ranks import (
-    device_for_rows,
-    joined_for_rows,
-    require_devices,
-    start_ranks,
-    watched,
-)
+from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import request_of_rank, resolve
 from opensora_cli.engine.generate.run import completed, generate, plan_here
+from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings

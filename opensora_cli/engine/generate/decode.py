@@ -19,15 +19,16 @@ from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, sidecar_document
+from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
 from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
-from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.targets import SampleFiles, is_begun, last_frame_path, read_made
+from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.parallel.divided_work import shared_tiles
 
 V = TypeVar("V")
 
@@ -100,6 +101,25 @@ class SampleFrames(Protocol):
         """Return the figures of the sample, after the last piece."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldVideo:
+    """Decoded sample in memory."""
+
+    chain: Chain
+    sample: SampleFiles
+    latents: tuple[torch.Tensor, ...]
+    """latents_CTHW of each segment, on the CPU."""
+    frames_THWC: torch.Tensor
+    """uint8 RGB, on the CPU."""
+    figures: Figures
+
+
+def hold(decoding: SampleFrames) -> HeldVideo:
+    """Return a sample in memory."""
+    frames_THWC = torch.cat([*decoding.pieces()])
+    return HeldVideo(decoding.chain, decoding.sample, decoding.latents, frames_THWC, decoding.figures())
+
+
 class Decoding:
     """Sample, or a segment of one, that is being decoded."""
 
@@ -155,12 +175,10 @@ def decode_latents(
         missing = plan.settings.video.num_frames
         # Unlike a loop over the pieces themselves, map keeps none of them while its frames are used.
         for piece_THWC in map(shown, _pieces(plan, vae, latents_CTHW)):
-            length = len(piece_THWC)
-            missing -= length
-            shown_THWC = piece_THWC[: length + min(missing, 0)]
+            piece_THWC = piece_THWC[:missing]
+            missing -= len(piece_THWC)
+            yield piece_THWC
             del piece_THWC
-            yield shown_THWC
-            del shown_THWC
 
 
 def _pieces(plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:

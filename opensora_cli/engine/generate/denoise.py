@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.rank_messages import broadcast_tensors
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.previews import Previews, preview_map
-from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
-from opensora_cli.engine.generate.saved_latents import save_latents
-from opensora_cli.engine.generate.targets import segment_path
+from opensora_cli.engine.generate.saved_latents import save_latents, segment_path
+from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
 from opensora_cli.sampling.guidance import Branch
@@ -63,7 +63,7 @@ def denoise_samples(
         for sample, draft_CTHW in zip(fresh, broadcast_tensors(drafts, device=ranks.device), strict=True):
             sample.draft_CTHW = draft_CTHW
     colors = preview_map(plan, models, events) if is_main and plan.settings.output.makes_previews else None
-    previews = None if colors is None else Previews(plan, colors, events)
+    previews = Previews(plan, colors, events)
 
     def attempt(plan: Plan) -> None:
         left = unfinished(samples)
@@ -88,7 +88,7 @@ def denoise_samples(
                         ranks=ranks,
                         on_evaluation=progress.advance,
                         on_step=saver.step,
-                        on_predicted=partial(_preview, previews, sample),
+                        on_predicted=partial(previews.step, sample.files),
                     ).cpu()
                 sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
                 if plan.settings.sampling.stop_at is None:
@@ -96,11 +96,6 @@ def denoise_samples(
                         saver.save(latents_CTHW)
 
     retried(attempt, plan, DENOISE, models, events)
-
-
-def _preview(previews: Previews | None, sample: Sample, steps: int, predicted: Callable[[], torch.Tensor]) -> None:
-    if previews is not None:
-        previews.step(sample.files, steps, predicted)
 
 
 def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None) -> None:

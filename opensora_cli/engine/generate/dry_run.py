@@ -19,16 +19,16 @@ from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.generate.documents import FailedRow, failed_lines
-from opensora_cli.engine.generate.outputs import check_outputs, picture_files, planned_outputs
+from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, gib_or_less
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, note_ignored_offload, require_fit
 from opensora_cli.engine.generate.predicted import predict_time
-from opensora_cli.engine.generate.previews import fitting_line, known_map
+from opensora_cli.engine.generate.previews import known_map
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.request import Resolved, picture_settings, resolve
-from opensora_cli.engine.generate.targets import SampleFiles, sample_files, sheet_path
+from opensora_cli.engine.generate.sidecar import picture_files, planned_outputs
 from opensora_cli.engine.generate.text import warn_about_planned_prompts, without_cached_text
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import OffloadMode
@@ -331,8 +331,8 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter, hardware:
     if plan.size_note is not None:
         reporter.note(plan.size_note)
     note_ignored_offload(plan, reporter)
-    if settings.output.makes_previews and plan.weights.complete and known_map(plan) is None:
-        reporter.note(f"previews: {fitting_line(plan)}")
+    if settings.output.makes_previews and plan.weights.complete:
+        known_map(plan, reporter)
     return chain
 
 

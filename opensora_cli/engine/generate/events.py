@@ -9,7 +9,8 @@ from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
-from opensora_cli.engine.generate.targets import SampleFiles, remove_latents
+from opensora_cli.engine.generate.outputs import SampleFiles
+from opensora_cli.engine.generate.saved_latents import remove_latents
 
 
 class Events:

@@ -11,10 +11,10 @@ import torch
 
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.decode import Figures, SegmentFigures
+from opensora_cli.engine.generate.decode import Figures, HeldVideo, SegmentFigures
 from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Chain
-from opensora_cli.engine.generate.targets import SampleFiles
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
@@ -28,15 +28,9 @@ class ExtendedVideo:
         self._own_THWC: list[torch.Tensor] = []
         self._segments: list[SegmentFigures] = []
 
-    def add(self, latents_CTHW: torch.Tensor, frames_THWC: torch.Tensor, figures: Figures, *, seed: int) -> None:
-        """Append a segment, without the frames that it was given.
-
-        Args:
-            latents_CTHW: latents of the segment.
-            frames_THWC: its frames, including given ones, uint8 on the CPU.
-            figures: its times and measurements.
-            seed: seed of its noise.
-        """
+    def add(self, segment: HeldVideo, *, seed: int) -> None:
+        """Append a segment, without the frames that it was given; `seed` is that of its noise."""
+        frames_THWC, figures = segment.frames_THWC, segment.figures
         shift = 0.0
         if self._own_THWC:
             overlap = self.chain.settings.overlap
@@ -55,7 +49,7 @@ class ExtendedVideo:
             )
         )
         self._own_THWC.append(frames_THWC)
-        self.latents += (latents_CTHW,)
+        self.latents += segment.latents
 
     def last_frames(self) -> torch.Tensor:
         """Return the last frames (overlap, H, W, 3), which the next segment is given."""

@@ -1,7 +1,7 @@
 """The loaded models of a run: provided to stages, kept while they fit, released, and retried in less memory."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar, cast
 
@@ -25,7 +25,6 @@ from opensora_cli.engine.estimate.offload import (
     MODEL_OF,
     TEXT_ENCODERS,
     TRANSFORMER,
-    StageMemory,
     keep_models,
 )
 from opensora_cli.engine.generate.events import Events
@@ -126,8 +125,7 @@ class LoadedModels:
 
     def make_room(self, plan: Plan, stage: str) -> None:
         """Release the models that the plan does not keep beside a stage, or needs in another form."""
-        memory = _memory_of(plan, stage)
-        kept = {MODEL_OF[stage], *(name for name, _ in memory.kept)} if memory else {MODEL_OF[stage]}
+        kept = {MODEL_OF[stage], *(name for each in plan.stages if each.name == stage for name, _ in each.kept)}
         planned = {MODEL_OF[each.name] for each in plan.stages}
         self._release(
             name
@@ -158,8 +156,7 @@ class LoadedModels:
             self._readers = key, prompt_readers(plan)
         return self._readers[1]
 
-    @contextmanager
-    def text_encoders(self, plan: Plan, events: Events) -> Iterator[TextEncoders]:
+    def text_encoders(self, plan: Plan, events: Events) -> AbstractContextManager[TextEncoders]:
         """Provide T5 and CLIP, with T5's layers streamed if the plan says so."""
         device, dtype = plan.hardware.device, plan.hardware.dtype
 
@@ -178,11 +175,9 @@ class LoadedModels:
                     ends.enter_context(text_encoders.streamed_layers(t5, device=device, dtype=dtype))
             return t5, clip
 
-        with self._provide(TEXT_ENCODERS, plan, load) as encoders:
-            yield encoders
+        return self._provide(TEXT_ENCODERS, plan, load)
 
-    @contextmanager
-    def transformer(self, plan: Plan, events: Events) -> Iterator[MMDiT]:
+    def transformer(self, plan: Plan, events: Events) -> AbstractContextManager[MMDiT]:
         """Provide the transformer, ready to run, with as much of it on the device as planned."""
 
         def load(ends: ExitStack) -> MMDiT:
@@ -196,6 +191,7 @@ class LoadedModels:
                     measured=errors.append,
                 )
             self._products = LinearProductsReport.of(plan.offload.linear, errors) if errors else None
+            events.linear_products = self._products
             if self._products is not None:
                 events.reporter.note(f"8 bits: {self._products.line()}")
             if plan.settings.compile:
@@ -212,12 +208,13 @@ class LoadedModels:
                     ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
             return transformer
 
-        with self._provide(TRANSFORMER, plan, load, reuse=lambda model: prepare(model, plan)) as transformer:
+        def reuse(transformer: MMDiT) -> None:
+            prepare(transformer, plan)
             events.linear_products = self._products
-            yield transformer
 
-    @contextmanager
-    def autoencoder(self, plan: Plan, events: Events) -> Iterator[Autoencoder]:
+        return self._provide(TRANSFORMER, plan, load, reuse=reuse)
+
+    def autoencoder(self, plan: Plan, events: Events) -> AbstractContextManager[Autoencoder]:
         """Provide the autoencoder."""
 
         def load(_: ExitStack) -> Autoencoder:
@@ -230,8 +227,7 @@ class LoadedModels:
                     advance=advance,
                 )
 
-        with self._provide(AUTOENCODER, plan, load) as autoencoder:
-            yield autoencoder
+        return self._provide(AUTOENCODER, plan, load)
 
     @contextmanager
     def _provide(
@@ -306,10 +302,6 @@ def _model_key(plan: Plan, name: str) -> object:
     return files, plan.hardware.device, plan.hardware.dtype, made_of
 
 
-def _memory_of(plan: Plan, stage: str) -> StageMemory | None:
-    return next((each for each in plan.stages if each.name == stage), None)
-
-
 def _one_at_a_time(plan: Plan) -> Plan:
     """Return a plan that keeps no model beside a stage."""
     stages = (replace(stage, weight_bytes=stage.own_bytes, kept=()) for stage in plan.stages)
@@ -337,8 +329,8 @@ def with_room(plan: Plan, stage: str, models: LoadedModels, events: Events, *, t
         return plan
 
     def needs(plan: Plan) -> int:
-        memory = _memory_of(plan, stage)
-        return max(0, memory.total_bytes - models.bytes_on(plan.hardware.device)) if memory else 0
+        total = sum(each.total_bytes for each in plan.stages if each.name == stage)
+        return max(0, total - models.bytes_on(plan.hardware.device))
 
     needed, free = needs(plan), read_private_memory().free_bytes
     if together and plan.mesh.size > 1:

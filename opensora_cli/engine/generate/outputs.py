@@ -1,140 +1,275 @@
-"""Files of a run: early checks, hashes of requests, pictures made first, and sidecars."""
+"""Files of results: free, claimed by another run, begun, or made before by the same request. Needs no torch."""
 
-import hashlib
-import json
 import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, InUseError, OutputError
 from opensora_cli.core.files import nearest_existing
-from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.engine.components.hardware import tf32_in_use, versions
-from opensora_cli.engine.components.weights import stamp_of
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
-from opensora_cli.engine.generate.request import picture_path
-from opensora_cli.engine.generate.saved_latents import open_latents
-from opensora_cli.engine.generate.targets import (
-    REQUEST_KEY,
-    Claims,
-    SampleFiles,
-    find_target,
-    is_begun,
-    last_frame_path,
-    num_samples,
-    read_made,
+from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
+from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, REQUEST_KEY, read_header, steps_in
+from opensora_cli.media.files import media_path
+from opensora_cli.media.names import file_stem, prompt_stem
+from opensora_cli.media.results import (
+    conflicting_file,
+    is_there,
+    read_sidecar,
+    refuse_existing,
+    result_bytes,
+    sidecar_path,
 )
-from opensora_cli.engine.generate.text import full_prompt
-from opensora_cli.media.results import refuse_existing, sidecar_path
-from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMA
+from opensora_cli.settings.load import SIDECAR_SCHEMAS, usual_settings
+from opensora_cli.settings.saved import flags_again
 
+if TYPE_CHECKING:
+    from opensora_cli.engine.generate.plan import Chain
+
+_SEEDS_PER_SEGMENT = 10_000
 _BYTES_PER_PIXEL = 0.1
 """Disk space of a result. A compressed video rarely takes more."""
 _HEADROOM = 2**20
 
 
-def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[SampleFiles, ...]:
-    """Return the files of every sample. Arguments and errors are those of `find_target`."""
-    request, settings = request_hashes(chain), chain.settings
-    return tuple(
-        find_target(settings, index, request(settings.sampling.seed + index, settings.output_format), claims=claims)
-        for index in range(chain.num_samples)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFiles:
+    """Files of one sample."""
+
+    settings: GenerateSettings = field(repr=False, compare=False)
+    """Settings of the run."""
+    index: int
+    seed: int
+    target: Path
+    """Requested file."""
+    media: Path
+    """Result: `target`, or the folder of a PNG sequence."""
+    sidecar: Path | None
+    """None without metadata."""
+    latents: Path | None
+    """File to save latents in; None if they are not saved."""
+    number: int = 1
+    """Number of the name in a folder: NAME, NAME_2, NAME_3 ..."""
+    request_sha256: str = ""
+    """Hash of everything that decides the bits of the result."""
+    made_before: bool = False
+    """Whether an earlier run of the same request made the result, which is kept."""
+    saved: Path | None = None
+    """Latents to continue from, requested or of an unfinished run of the same request; None without any."""
+    saved_steps: int | None = None
+    """Steps that the latents to continue from have been through; None for all steps."""
+    segment: int = 0
+    """Number of the segment of an extended video."""
+
+    @property
+    def noise_seed(self) -> int:
+        """Seed of the noise of this segment. Segments are 10,000 seeds apart, more than a run has samples."""
+        return self.seed + self.segment * _SEEDS_PER_SEGMENT
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the name has neither a result nor latents. Raises OutputError if no file can have it."""
+        return conflicting_file(self.media, self.sidecar) is None and not (self.latents and is_there(self.latents))
+
+    def command(self, latents: Path, *, is_begun: bool) -> str:
+        """Return the command that continues from saved latents, with the flags that no file brings."""
+        usual = usual_settings(self.settings.model.name)
+        option = "--resume" if is_begun else "--from-latents"
+        flags = flags_again(self.settings, usual, decodes=not is_begun)
+        return " ".join(["osora generate", option, shlex.quote(str(latents)), *flags])
+
+
+def num_samples(settings: GenerateSettings) -> int:
+    """Return how many videos a run makes."""
+    return 1 if settings.from_latents is not None else settings.sampling.num_samples
+
+
+def sample_files(settings: GenerateSettings, index: int, *, number: int = 1, request_sha256: str = "") -> SampleFiles:
+    """Return the files of a sample. In a folder they are named after prompt and seed."""
+    output, seed = settings.output, settings.sampling.seed + index
+    kind, named = settings.output_format, Path(output.path)
+    typed_prompt = settings.refine.original or settings.prompt
+    if output.named_format is not None:
+        target = named.with_stem(f"{named.stem}_{index:03d}") if num_samples(settings) > 1 else named
+    elif output.name_from is NameFrom.PROMPT:
+        target = named / f"{prompt_stem(typed_prompt, index=index)}.{kind}"
+    else:
+        # A sample of several has the name that its seed has alone.
+        suffix = "" if number == 1 else f"_{number}"
+        target = named / f"{file_stem(typed_prompt, seed=seed)}{suffix}.{kind}"
+    latents = target.with_name(f"{target.stem}{LATENTS_ENDING}")
+    if settings.sampling.stop_at is not None and not output.explore:
+        target = target.with_stem(f"{target.stem}_step{settings.sampling.stop_at}")
+    media = media_path(target, format=kind, num_frames=settings.video.num_frames)
+    return SampleFiles(
+        settings=settings,
+        index=index,
+        seed=seed,
+        target=target,
+        media=media,
+        sidecar=sidecar_path(media) if output.metadata else None,
+        latents=latents if output.save_latents and settings.from_latents is None else None,
+        number=number,
+        request_sha256=request_sha256,
+        saved=None if settings.from_latents is None else Path(settings.from_latents),
     )
 
 
-def planned_outputs(chain: Chain) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
-    """Return the files that a run would write, or no files and the error that would refuse the run."""
-    try:
-        return choose_outputs(chain), None
-    except OutputError as error:
-        return (), error
+def last_frame_path(video: Path) -> Path:
+    """Return the file for the last frame of a video."""
+    return video.with_name(f"{video.stem}.last.png")
 
 
-def request_hashes(chain: Chain) -> Callable[[int, str], str]:
-    """Return a function from the seed of a sample and the format of its file to the hash of its request.
+def preview_path(target: Path) -> Path:
+    """Return the file for the latest preview of a sample."""
+    return target.with_name(f"{target.stem}.preview.gif")
 
-    The hash covers everything that decides the bits of a sample: settings, references, weights, versions, device and
-    dtype. The hash excludes the places of files, and how work is divided and offloaded, which changes only rounding.
-    Weights are large: their size and time of change stand for their content.
+
+def sheet_path(first: Path) -> Path:
+    """Return the file for the sheet of explored seeds, named after the result of the first seed."""
+    return first.with_name(f"{first.stem}.explore.png")
+
+
+class Claims(ExitStack):
+    """Names and requests that no other process may use until the block ends."""
+
+
+def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, claims: Claims | None) -> SampleFiles:
+    """Return the files of a sample: finished or begun files of the same request, else the first free name.
+
+    A name in a folder that another request has taken gives way to the next one. A file that was named is never given
+    another name. With `output.overwrite`, files of the same request are replaced, else files of the first name. With
+    `claims`, the names are claimed, and in a folder the request, too; the folder must exist.
+
+    Raises:
+        CheckpointError: The latents to resume from are of another request.
+        OutputError: A named file, its sidecar, or its latents exist from another request; or no file can have such a
+            name.
+        InUseError: Another process makes the same result.
     """
-    plan, picture = chain.video, chain.find(PICTURE)
-    settings, latents = plan.settings, plan.settings.from_latents
-    saved_request = None if latents is None else _saved_request(settings, latents)
-    references = [] if plan.decodes_only else [_sha256(path) for path in settings.condition.references]
-    of_picture = None if picture is None else request_hashes(alone(picture))
-    used = used_settings(settings)
-    others = "files", "runtime", "output", "condition", "refine", "picture"
-    parts = {
-        **{key: value for key, value in used.items() if key not in others},
-        "memory": settings.memory.fp8_storage,
-        "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
-        "condition": {**used["condition"], "references": references},
-        "latents": None if latents is None else _sha256(latents),
-        "weights": {part: stamp_of(path) for part, path in plan.weight_paths.items()},
-        "attention": settings.runtime.attention,
-        "device": [plan.hardware.device.type, plan.hardware.dtype_name],
-        "versions": versions(),
-    }
-    # A result that stops early has another name, and the same request finishes it.
-    sampling = {key: value for key, value in used["sampling"].items() if key != "stop_at"}
+    is_named = settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
+    has_one_name = is_named or settings.output.overwrite
 
-    def request(seed: int, format: str) -> str:
-        if saved_request is not None:
-            return saved_request
-        values = {**parts, "sampling": {**sampling, "seed": seed, "num_samples": 1}, "format": format}
-        if of_picture is not None:
-            values["picture"] = [settings.picture.save, of_picture(seed, MediaFormat.PNG)]
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    def named(number: int) -> SampleFiles:
+        return sample_files(settings, index, number=number, request_sha256=request_sha256)
 
-    return request
+    sample = named(1)
+    with ExitStack() as locks:
+        if claims is not None and not is_named:
+            lock = lock_beside(sample.media, f"{request_sha256} {sample.media.name}")
+            if not locks.enter_context(locked_file(lock)):
+                raise _in_use(f"another run is making the same result in {sample.media.parent}", lock)
+        if settings.output.overwrite and not is_named:
+            # Files that the request has made or begun, else those of the first name.
+            while not _is_of(sample, request_sha256):
+                if not any(path and is_there(path) for path in (sample.media, sample.sidecar, sample.latents)):
+                    sample = named(1)
+                    break
+                sample = named(sample.number + 1)
+        while True:
+            # Results of one name in several formats have the same latents.
+            lock = lock_beside(sample.media, sample.target.stem)
+            with ExitStack() as name_lock:
+                if claims is None or name_lock.enter_context(locked_file(lock)):
+                    found = _usable(sample, has_one_name=has_one_name)
+                    if found is not None:
+                        if claims is not None and not found.made_before:
+                            # The name is released first: the next holder of the request finds the finished result.
+                            locks.push(name_lock.pop_all())
+                            claims.push(locks.pop_all())
+                        return found
+                elif has_one_name:
+                    raise _in_use(f"{sample.media} is being made by another run", lock)
+            sample = named(sample.number + 1)
 
 
-def _saved_request(settings: GenerateSettings, latents: str) -> str | None:
-    """Return the request that made saved latents if decoding them with `settings` makes its result."""
-    saved = open_latents(latents)
-    if saved.steps is not None:
-        raise RequestError(
-            f"{latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
-            hint=f"go on with osora generate --resume {shlex.quote(latents)}",
+def _in_use(what: str, lock: Path) -> InUseError:
+    return InUseError(f"{what}: {lock_holder(lock)}", hint="wait until it ends, or use another --out")
+
+
+def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
+    """Return the files that a request uses under a name; None if they belong to another request."""
+    state, overwrite = sample.settings.resume, sample.settings.output.overwrite
+    # `is_free` is checked even with --overwrite: it refuses names that no file can have.
+    if state is None and (sample.is_free or overwrite):
+        return sample
+    if not overwrite and read_made(sample).get(REQUEST_KEY) == sample.request_sha256:
+        return replace(sample, made_before=True)
+    if state is not None:
+        request, steps = _saved_request(Path(state))
+        if request != sample.request_sha256:
+            raise CheckpointError(
+                f"{state} is of another request: settings, weights, versions, device or dtype are not the same",
+                hint="go on where it was begun, without options that change the video",
+            )
+        if not overwrite:
+            refuse_existing(sample.media, sample.sidecar)
+        return replace(sample, saved=Path(state), saved_steps=steps)
+    request, steps = _begun(sample)
+    if request == sample.request_sha256:
+        return replace(sample, saved=sample.latents, saved_steps=steps)
+    if has_one_name:
+        refuse_existing(sample.media, sample.sidecar)
+        option = "--from-latents" if steps is None else "--resume"
+        raise OutputError(
+            f"{sample.latents} is there from a run that did not finish",
+            hint=f"go on with osora generate {option} {shlex.quote(str(sample.latents))}, or start again with "
+            "--overwrite",
         )
+    return None
 
-    def deciding(settings: GenerateSettings) -> dict[str, Any]:
-        places = ("files", "runtime", "output", "memory", "parallel", "refine")
-        return {key: value for key, value in used_settings(settings).items() if key not in places}
 
+def _is_of(sample: SampleFiles, request_sha256: str) -> bool:
+    """Return whether a request has made or begun the result of this name."""
+    return request_sha256 in (_sidecar_of(sample).get(REQUEST_KEY), _begun(sample)[0])
+
+
+def is_begun(sample: SampleFiles) -> bool:
+    """Return whether an earlier run of the same request began the result. Files beside the result are of that run."""
+    if sample.saved is not None and sample.settings.from_latents is None:
+        return True
+    return not is_there(sample.media) and _sidecar_of(sample).get(REQUEST_KEY) == sample.request_sha256
+
+
+def read_made(sample: SampleFiles) -> Mapping[str, Any]:
+    """Return the sidecar of a whole result; empty without one."""
+    document = _sidecar_of(sample)
     try:
-        is_the_same = deciding(GenerateSettings.model_validate(dict(saved.settings))) == deciding(settings)
-    except ValueError:  # Settings of another version.
-        return None
-    return saved.request_sha256 if is_the_same else None
-
-
-def _sha256(path: str | Path) -> str:
-    try:
-        state = os.stat(path)
-        return _sha256_in(os.path.abspath(path), state.st_ino, state.st_size, state.st_mtime_ns)
+        return document if document.get("bytes") == result_bytes(sample.media) else {}
     except OSError:
-        return ""  # Reading the file reports the error.
+        return {}
 
 
-@lru_cache(maxsize=256)
-def _sha256_in(path: str, *state: int) -> str:
-    """Return the hash of a file in this state. A run needs it each time that it looks for names."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sidecar_of(sample: SampleFiles) -> Mapping[str, Any]:
+    """Return the sidecar of a sample, with or without its media; empty without a sidecar."""
+    document = {} if sample.sidecar is None else read_sidecar(sample.sidecar)
+    is_own = document.get("schema") in SIDECAR_SCHEMAS and document.get("file") == sample.media.name
+    return document if is_own else {}
 
 
-def check_outputs(files: Sequence[SampleFiles], chain: Chain, *, create: bool) -> None:
+def _begun(sample: SampleFiles) -> tuple[str | None, int | None]:
+    """Return the request hash and the steps in the latents of a sample; None if a result exists."""
+    if sample.latents is None or conflicting_file(sample.media, sample.sidecar) is not None:
+        return None, None
+    return _saved_request(sample.latents)
+
+
+def _saved_request(latents: Path) -> tuple[str | None, int | None]:
+    """Return the hash of the request of saved latents and their steps; None for both if they are unreadable."""
+    header = read_header(latents) or {}
+    try:
+        return header.get(REQUEST_KEY), steps_in(header)
+    except ValueError:
+        return None, None
+
+
+def check_outputs(files: Sequence[SampleFiles], chain: "Chain", *, create: bool) -> None:
     """Raise OutputError if the folder of results cannot be written or has too little space.
 
     With `create`, the folder is made and a temporary file written in it.
@@ -160,140 +295,3 @@ def check_outputs(files: Sequence[SampleFiles], chain: Chain, *, create: bool) -
             f"{folder} has {free / 2**20:.1f} MiB free, and latents and results need {needed / 2**20:.1f} MiB",
             hint=f"make room there, or {hint}",
         )
-
-
-def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFiles]:
-    """Return the files of the pictures of some samples; none if the chain makes no pictures."""
-    plan = chain.find(PICTURE)
-    if plan is None:
-        return []
-    request = request_hashes(alone(plan))
-    pictures = []
-    for sample in files:
-        path = picture_path(sample.target)
-        picture = replace(
-            sample,
-            target=path,
-            media=path,
-            sidecar=sample.sidecar and sidecar_path(path),
-            latents=None,
-            saved=None,
-            saved_steps=None,
-            request_sha256=request(sample.seed, MediaFormat.PNG),
-        )
-        is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
-        pictures.append(replace(picture, made_before=is_there and not chain.settings.output.overwrite))
-    return pictures
-
-
-def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
-    """Raise OutputError if a picture beside a video would replace another file."""
-    settings = chain.settings
-    if settings.output.overwrite:
-        return
-    for sample in files if settings.output.last_frame else ():
-        if not is_begun(sample):
-            refuse_existing(last_frame_path(sample.target), None)
-    for picture in picture_files(chain, files) if settings.picture.save else ():
-        if not picture.made_before:
-            refuse_existing(picture.media, picture.sidecar)
-
-
-class FirstPicture(Document):
-    """Picture that was made first, as the reference of a video."""
-
-    file: Path | None
-    """File of the picture; None if it is not kept."""
-    model: str
-    height: int
-    width: int
-    num_inference_steps: int
-    model_evaluations: int
-
-
-def first_picture(chain: Chain, sample: SampleFiles) -> FirstPicture | None:
-    """Return the description of the picture of a sample; None if the chain makes none."""
-    plan = chain.find(PICTURE)
-    if plan is None:
-        return None
-    return FirstPicture(
-        file=picture_path(sample.target) if chain.settings.picture.save else None,
-        model=plan.settings.model.name,
-        height=plan.height,
-        width=plan.width,
-        num_inference_steps=plan.num_steps,
-        model_evaluations=plan.model_evaluations,
-    )
-
-
-def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
-    """Return the settings that make this sample alone again, in any working folder."""
-    settings = plan.settings
-    output = settings.output
-    changes: dict[str, object] = {
-        "runtime.model_choice": settings.model.name,
-        "sampling.seed": sample.seed,
-        "sampling.num_samples": 1,
-        "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
-        "from_latents": None,
-        "resume": None,
-        # The number of devices changes only rounding; compression changes more.
-        "parallel": {"compression": settings.parallel.compression},
-        # A later run must not replace files without being asked.
-        "output.overwrite": False,
-    }
-    if plan.loras:
-        # The hash detects another file of the same name.
-        changes["loras"] = tuple(
-            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
-        )
-    if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
-        changes["output.path"] = str(sample.target)
-    return settings.replace(changes)
-
-
-def sidecar_document(
-    chain: Chain, sample: SampleFiles, *, num_bytes: int, figures: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the sidecar of a sample whose media has `num_bytes`. `figures` are measurements of its run."""
-    plan, draft, picture = chain.video, chain.find(DRAFT), first_picture(chain, sample)
-    settings, exchange = plan.settings, plan.planned_exchange
-    return {
-        "schema": SIDECAR_SCHEMA,
-        "file": sample.media.name,
-        "bytes": num_bytes,
-        REQUEST_KEY: sample.request_sha256,
-        "prompt": settings.prompt,
-        "original_prompt": settings.refine.original,
-        "full_prompt": full_prompt(settings),
-        "negative_prompt": settings.negative_prompt,
-        "seed": sample.seed,
-        "model": settings.model.name,
-        "condition_mode": plan.mode.name,
-        "height": plan.height,
-        "width": plan.width,
-        "num_frames": plan.num_frames,
-        "fps": settings.video.fps,
-        "model_evaluations": chain.model_evaluations,
-        "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
-        "draft": None
-        if draft is None
-        else {
-            "height": draft.height,
-            "width": draft.width,
-            "model_evaluations": draft.model_evaluations,
-            "skipped_steps": plan.start,
-        },
-        **figures,
-        "device": str(plan.hardware.device),
-        "device_name": plan.hardware.device_name,
-        "dtype": plan.hardware.dtype_name,
-        "tf32": tf32_in_use(plan.hardware.device),
-        "threads": None if plan.threads is None else plan.threads.to_json(),
-        "mesh": asdict(plan.mesh),
-        "exchange": None if exchange is None else exchange.to_json(),
-        "offload": asdict(plan.offload),
-        "attention": None if plan.attention is None else plan.attention.to_json(),
-        "versions": versions(),
-        "settings": used_settings(sample_settings(plan, sample)),
-    }

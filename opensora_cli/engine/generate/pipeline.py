@@ -13,17 +13,17 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, write_video
+from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, hold, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples, save_state
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.extend import ExtendedVideo
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import picture_files
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
-from opensora_cli.engine.generate.targets import segment_path
+from opensora_cli.engine.generate.saved_latents import segment_path
+from opensora_cli.engine.generate.sidecar import picture_files
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
@@ -152,7 +152,7 @@ def _make_drafts(
     sharing = _sharing(plan, video, ranks)
     with events.of_job(DRAFT) as own:
         denoise_samples(drafts, embeds, models, own, sharing)
-        made = [*decode_samples(drafts, models, own, finish=lambda draft: torch.cat([*draft.pieces()]), ranks=sharing)]
+        made = [video.frames_THWC for video in decode_samples(drafts, models, own, finish=hold, ranks=sharing)]
     if ranks is not None:
         models.release()  # as in `_make_pictures`
     for sample in samples if is_main else ():
@@ -193,15 +193,8 @@ def _make_segments(
         if number == 1:
             sharing = _sharing(plan, plans[0], ranks)
         denoise_samples([segment], embeds[number : number + 1], models, events, sharing)
-        for frames_THWC, figures in decode_samples(
-            [segment],
-            models,
-            events,
-            finish=lambda decoding: (torch.cat([*decoding.pieces()]), decoding.figures()),
-            ranks=sharing,
-        ):
-            assert segment.denoised is not None
-            video.add(segment.denoised.latents_CTHW, frames_THWC, figures, seed=of_segment.noise_seed)
+        for held in decode_samples([segment], models, events, finish=hold, ranks=sharing):
+            video.add(held, seed=of_segment.noise_seed)
             given = references_to(plans[-1], video.last_frames())
         if ranks is not None:
             models.release()  # as in `_make_pictures`

@@ -1,7 +1,6 @@
 """Ranks of a generation: how they start, agree on a plan, and share the work."""
 
 import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -10,22 +9,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat, device_is_gpu
-from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain
 from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
     DeviceType,
@@ -38,39 +37,20 @@ from opensora_cli.engine.launch.rank import (
 )
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
+from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.sampling.denoise import VelocityFn
-from opensora_cli.sampling.guidance import Branch
-from opensora_cli.sampling.step_cache import CachedStep
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import GpuSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
-_HOST = torch.device("cpu")
 _LONGEST = timedelta(days=30)
 """Longest time that a finished rank waits for the others."""
-_TILES_AHEAD = 2
-"""Decoded tiles that a rank holds until rank 0 receives them."""
-
-
-def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
-    """Return rank 0's tensors, each on the device of its rank; the tensors of other ranks are ignored."""
-    is_main = dist.get_rank() == 0
-    outlines = [(tensor.shape, str(tensor.dtype).removeprefix("torch.")) for tensor in tensors or ()]
-    outlines = broadcast_json(outlines if is_main else [])
-    if is_main:
-        received = [tensor.to(device).contiguous() for tensor in tensors or ()]
-    else:
-        received = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in outlines]
-    for tensor in received:
-        dist.broadcast(tensor, src=0)
-    return received
 
 
 class Ranks:
@@ -132,101 +112,6 @@ class Ranks:
         return SharedBranches(velocity, self.mesh.group("guidance"), on_evaluation=on_evaluation)
 
 
-class SharedBranches:
-    """Velocity whose branches are divided among the ranks of a group; every rank gets all of them.
-
-    All ranks ask for the same branches. `velocity` is the function of a single process, and calls `on_evaluation`
-    for its own branches. This class calls `on_evaluation` for each branch that another rank evaluates.
-    """
-
-    def __init__(
-        self, velocity: VelocityFn, group: dist.ProcessGroup, *, on_evaluation: Callable[[], None] = lambda: None
-    ) -> None:
-        self._velocity = velocity
-        self._group = group
-        self._on_evaluation = on_evaluation
-
-    def __call__(
-        self, packed_latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /, cached: CachedStep | None = None
-    ) -> dict[Branch, Tensor]:
-        """Return velocity_1ND of each of `branches` at time `t`."""
-        rank, count = dist.get_rank(self._group), dist.get_world_size(self._group)
-        asked = packed_latents_1ND, t, branches[rank::count]
-        own = self._velocity(*asked) if cached is None else self._velocity(*asked, cached)
-        velocities = {}
-        for index, branch in enumerate(branches):
-            velocity_1ND = own[branch].contiguous() if branch in own else torch.empty_like(packed_latents_1ND)
-            dist.broadcast(velocity_1ND, group=self._group, group_src=index % count)
-            velocities[branch] = velocity_1ND
-            if branch not in own and (cached is None or not cached.is_reused):
-                self._on_evaluation()
-        return velocities
-
-
-class SharedDecoder(nn.Module):
-    """Replaces a decoder whose tiles the ranks decode in turn; rank 0 gets all tiles.
-
-    All ranks ask for the same tiles in the same order. A rank skips the tiles of others, and so runs ahead of rank 0
-    with its own. Ranks other than 0 get tensors without pixels.
-    """
-
-    def __init__(self, vae: Autoencoder) -> None:
-        super().__init__()
-        self._decoder, self._grid, self._channels = vae.decoder, vae.grid, vae.last_layer.out_channels
-        self._asked = 0
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-
-    def forward(
-        self,
-        latents_BCTHW: Tensor,
-        *,
-        chunk_frames: int | None = None,
-        store: torch.device | None = None,
-        canvas: torch.device | None = None,
-    ) -> Tensor:
-        """Return the pixels of a tile, on the CPU; see `Autoencoder.decode`."""
-        owner, rank = self._asked % dist.get_world_size(), dist.get_rank()
-        self._asked += 1
-        if owner == rank:
-            chunks = {} if chunk_frames is None else {"chunk_frames": chunk_frames, "store": store}
-            pixels_BCTHW: Tensor = self._decoder(latents_BCTHW, **chunks, canvas=_HOST)
-            if rank == 0:
-                return pixels_BCTHW
-            self._send(pixels_BCTHW.contiguous())
-        batch, _, frames, height, width = latents_BCTHW.shape
-        space = self._grid.spatial_compression_ratio
-        shape = batch, self._channels, self._grid.num_frames(frames), height * space, width * space
-        if rank != 0:
-            return torch.empty(shape, dtype=latents_BCTHW.dtype, device="meta")
-        pixels_BCTHW = torch.empty(shape, dtype=latents_BCTHW.dtype)
-        dist.recv(pixels_BCTHW, src=owner)
-        return pixels_BCTHW
-
-    def wait(self) -> None:
-        """Wait until rank 0 has received all tiles of this rank."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
-
-    def _send(self, pixels_BCTHW: Tensor) -> None:
-        if len(self._sent) == _TILES_AHEAD:
-            self._sent.popleft()[0].wait()
-        work = dist.isend(pixels_BCTHW, dst=0)
-        assert work is not None
-        self._sent.append((work, pixels_BCTHW))
-
-
-@contextmanager
-def shared_tiles(vae: Autoencoder) -> Iterator[SharedDecoder]:
-    """Share the tiles of an autoencoder among the ranks inside the block."""
-    decoder = vae.decoder
-    shared = SharedDecoder(vae)
-    vae.decoder = shared
-    try:
-        yield shared
-    finally:
-        vae.decoder = decoder
-
-
 def _machine_group() -> dist.ProcessGroup:
     """Return the group of the ranks on this machine; all ranks call it."""
     hosts = all_gather_json(socket.gethostname())
@@ -275,10 +160,9 @@ def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
 
 def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware | None:
     """Return the device to plan for, with a warning, if this machine lacks the devices; None otherwise."""
-    if settings.parallel.world_size == 1:
-        return None
     try:
-        require_devices(settings)
+        if settings.parallel.world_size > 1:
+            require_devices(settings)
     except HardwareError as error:
         has_gpu = torch.cuda.is_available()
         planned = "the GPU of this machine" if has_gpu else "CUDA GPUs, whose free memory is not known"
@@ -290,8 +174,8 @@ def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware
 def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
     """Return the kind of device of the ranks, without asking a device; `gpu` describes a GPU of another machine."""
     kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
-    dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
-    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
+    auto = "float32" if kind == "cpu" else "bfloat16"
+    dtype = torch_dtype(auto if settings.runtime.dtype is DType.AUTO else settings.runtime.dtype)
     if gpu is not None:
         return Hardware(torch.device("cuda"), gpu.cuda_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
     return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)

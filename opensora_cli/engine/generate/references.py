@@ -63,7 +63,10 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     if settings.picture.first and settings.from_latents is None:
         name = PICTURE_MODE
     else:
-        mode = suggested_mode([_is_picture_or_video(path) for path in references])
+        for path in references:
+            if not is_picture(path):
+                read_video(path, num_frames=1)
+        mode = suggested_mode([is_picture(path) for path in references])
         if mode is None:
             raise RequestError(
                 f"no condition mode suits these {len(references)} references by itself",
@@ -77,14 +80,6 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
         return settings.replace({"condition.mode": name})
     except ValidationError as error:
         raise RequestError("\n".join(explain(error))) from error
-
-
-def _is_picture_or_video(path: str) -> bool:
-    """Return True for a picture and False for a video. Raises MediaError for a broken file."""
-    if is_picture(path):
-        return True
-    read_video(path, num_frames=1)
-    return False
 
 
 def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
@@ -149,16 +144,14 @@ def read_references(
             try:
                 clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end, fps=rate)
             except TooShortError as error:
-                hint, other = (
-                    error.hint,
-                    longest_mode(
-                        mode.position,
-                        error.num_frames,
-                        causal=causal,
-                        temporal_compression=temporal_compression,
-                        lengths=lengths,
-                    ),
+                other = longest_mode(
+                    mode.position,
+                    error.num_frames,
+                    causal=causal,
+                    temporal_compression=temporal_compression,
+                    lengths=lengths,
                 )
+                hint = error.hint
                 if other is not None:
                     frames = "1 frame" if other[1] == 1 else f"{other[1]} frames"
                     hint = f"{hint}, or use --cond {other[0].name}, which needs {frames}"
@@ -207,7 +200,7 @@ def encode_references(
 
 
 def reference_latents(
-    plan: Plan, references: Sequence[Reference], models: LoadedModels, record: Events
+    plan: Plan, references: Sequence[Reference], models: LoadedModels, events: Events
 ) -> list[torch.Tensor] | None:
     """Return the latents_CTHW of each reference, as a stage of a run; None without references."""
     if not references:
@@ -215,13 +208,13 @@ def reference_latents(
 
     def encode(plan: Plan) -> list[torch.Tensor]:
         with (
-            models.autoencoder(plan, record) as autoencoder,
-            record.stage(ENCODE, total=len(references), unit="references") as progress,
+            models.autoencoder(plan, events) as autoencoder,
+            events.stage(ENCODE, total=len(references), unit="references") as progress,
         ):
             tiling = vae_tiling(plan.settings.vae)
             return encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
 
-    return retried(encode, plan, ENCODE, models, record, together=False)[0]
+    return retried(encode, plan, ENCODE, models, events, together=False)[0]
 
 
 class GivenFramesPSNR:

@@ -14,7 +14,7 @@ from pathlib import Path
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
 from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.formatting import escaped, is_harmful
-from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_json_object, read_text
 from opensora_cli.engine.generate.chat import ChatServer, ServerProblem
 from opensora_cli.settings.generate import GenerateSettings
@@ -41,11 +41,10 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
         RequestError: No server is named.
         FileProblem: The instructions are missing or empty, or a reference is missing or broken.
     """
-    kinds, wanted = _kinds(settings), settings.refine
-    if not kinds:
+    kinds, wanted, prompt = _kinds(settings), settings.refine, settings.prompt
+    server = require_refinement(settings, reporter)
+    if server is None:
         return settings
-    require_refinement(settings)
-    server, prompt = _server(settings, reporter), settings.prompt
     changes: dict[str, object] = {"refine": {"original": wanted.original}}
     with reporter.stage("refine", total=len(kinds)) as progress:
         for kind in kinds:
@@ -70,28 +69,27 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
     return settings.replace({**changes, "prompt": prompt})
 
 
-def require_refinement(settings: GenerateSettings) -> None:
-    """Check the server and the instructions without asking the server; errors as `refined`."""
-    kinds = _kinds(settings)
-    if kinds:
-        _server(settings, SilentReporter())
+def require_refinement(settings: GenerateSettings, reporter: Reporter) -> ChatServer | None:
+    """Return the server that `refined` asks, None without refinement; errors as `refined`. Nothing is asked."""
+    kinds, refine = _kinds(settings), settings.refine
+    if not kinds:
+        return None
+    server = ChatServer(os.environ, timeout_s=refine.timeout_s, tries=refine.tries, reporter=reporter)
     for kind in kinds:
-        read_instructions(kind, settings.refine.instructions)
+        read_instructions(kind, refine.instructions)
+    return server
 
 
 def note_plan(settings: GenerateSettings, reporter: Reporter) -> None:
     """Report the server and the instructions that a run would use."""
-    kinds = _kinds(settings)
-    if not kinds:
-        return
     try:
-        require_refinement(settings)
+        server = require_refinement(settings, reporter)
     except (RequestError, FileProblem) as error:
         reporter.warn("; ".join(filter(None, (f"a run would be refused: {error.message}", error.hint))))
         return
-    files = ", ".join(str(_instructions_file(kind, settings.refine.instructions)) for kind in kinds)
-    url = _server(settings, reporter).url
-    reporter.note(f"refine: nothing is asked for a plan; a run asks {url}, with the instructions in {files}")
+    if server is not None:
+        files = ", ".join(str(_instructions_file(kind, settings.refine.instructions)) for kind in _kinds(settings))
+        reporter.note(f"refine: nothing is asked for a plan; a run asks {server.url}, with the instructions in {files}")
 
 
 def _kinds(settings: GenerateSettings) -> list[str]:
@@ -100,11 +98,6 @@ def _kinds(settings: GenerateSettings) -> list[str]:
         return []
     of_prompt = "i2v" if settings.condition.references else "t2i" if settings.video.num_frames == 1 else "t2v"
     return [of_prompt] * settings.refine.prompt + [MOTION_SCORE] * settings.refine.motion_score
-
-
-def _server(settings: GenerateSettings, reporter: Reporter) -> ChatServer:
-    refine = settings.refine
-    return ChatServer(os.environ, timeout_s=refine.timeout_s, tries=refine.tries, reporter=reporter)
 
 
 def read_instructions(kind: str, folder: str | None) -> str:

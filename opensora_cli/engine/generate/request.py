@@ -10,11 +10,12 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
+from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
 from opensora_cli.engine.generate.refinement import require_refinement
-from opensora_cli.engine.generate.targets import LATENTS_ENDING, num_samples, read_made, sample_files
+from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, open_latents, require_latents
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
@@ -25,7 +26,6 @@ from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
 from opensora_cli.settings.saved import saved_format
 
-LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
 
@@ -95,7 +95,7 @@ def resolve(
         return request
     if context is not None:
         request = request_of_rank(request, context)
-    request = _with_saved_latents(request, loading)
+    request = _with_saved_latents(request)
     choice, weights = request.model, request.text("runtime.weights")
     device = request.text("runtime.device") or "auto"
 
@@ -144,7 +144,7 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
     return replace(request, overrides={**counted, **given})
 
 
-def _with_saved_latents(request: GenerateRequest, loading: Loading) -> GenerateRequest:
+def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the settings in the latents that it decodes or continues.
 
     The result goes beside the latents, under their name.
@@ -157,9 +157,6 @@ def _with_saved_latents(request: GenerateRequest, loading: Loading) -> GenerateR
     require_latents(latents)
     if request.saved is not None:
         return request
-    with loading():
-        from opensora_cli.engine.generate.saved_latents import open_latents
-
     saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
     try:
         ending = saved_format(saved.layer)
@@ -168,12 +165,6 @@ def _with_saved_latents(request: GenerateRequest, loading: Loading) -> GenerateR
     place = Path(latents)
     output = place.with_name(f"{place.name.removesuffix(LATENTS_ENDING)}.{ending}")
     return replace(request, saved=replace(saved, output=output))
-
-
-def require_latents(path: str | Path) -> None:
-    """Raise CheckpointError if a file of latents does not exist."""
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
@@ -192,7 +183,7 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
             raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
     if dry_run:
         return
-    require_refinement(settings)
+    require_refinement(settings, SilentReporter())
     if (picture := picture_settings(settings)) is not None:
         try:
             require_weights_of(picture)

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
 from opensora_cli.core.folder_lock import remove_left
@@ -16,11 +14,19 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import keep_attention
 from opensora_cli.engine.components.hardware import peak_memory_gib
-from opensora_cli.engine.generate.decode import Figures, GeneratedVideo, SampleFrames, report_given_frames, save
+from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.documents import ExploredSeed, GenerateResult
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, refuse_pictures, request_hashes
+from opensora_cli.engine.generate.outputs import (
+    Claims,
+    SampleFiles,
+    check_outputs,
+    last_frame_path,
+    preview_path,
+    sample_files,
+    sheet_path,
+)
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.planning import (
@@ -42,16 +48,9 @@ from opensora_cli.engine.generate.ranks import (
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import Resolved, resolve
-from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.saved_latents import open_latents, read_saved
-from opensora_cli.engine.generate.targets import (
-    Claims,
-    SampleFiles,
-    last_frame_path,
-    preview_path,
-    sample_files,
-    sheet_path,
-)
+from opensora_cli.engine.generate.sample import Sample, read_saved
+from opensora_cli.engine.generate.saved_latents import open_latents
+from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import without_cached_text
 from opensora_cli.media.read import read_video
 from opensora_cli.media.sheets import contact_sheet, film_strip
@@ -336,21 +335,10 @@ def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | Non
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class HeldVideo:
-    """One finished sample in memory."""
-
-    chain: Chain
-    sample: SampleFiles
-    frames_THWC: torch.Tensor
-    """uint8 RGB, on the CPU."""
-    figures: Figures
-    request_sha256: Callable[[int, str], str]
-    """Hashes of the request when the video was made; see `outputs.request_hashes`."""
-
-
-def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporter: Reporter) -> HeldVideo:
-    """Resolve the settings of a request, and return its first sample in memory, without writing a file.
+def hold_from_request(
+    request: GenerateRequest, models: LoadedModels, *, reporter: Reporter
+) -> tuple[HeldVideo, Callable[[int, str], str]]:
+    """Resolve the settings of a request, and return its first sample in memory, and its `request_hashes` at that time.
 
     Errors are those of `generate_from_request`, except OutputError.
     """
@@ -371,17 +359,12 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     if model_note is not None:
         reporter.note(model_note)
     chain = chain.with_threads(by=source)
-
-    def hold(decoding: SampleFrames) -> HeldVideo:
-        frames_THWC = torch.cat([*decoding.pieces()])
-        figures, made_first = decoding.figures(), chain.find(PICTURE) is not None
-        report_given_frames(figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
-        return HeldVideo(decoding.chain, files, frames_THWC, figures, hashes)
-
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter, keeps_results=False), finish=hold)
-    return video
+    made_first = chain.find(PICTURE) is not None
+    report_given_frames(video.figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
+    return video, hashes
 
 
 def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:

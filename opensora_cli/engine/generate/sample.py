@@ -1,13 +1,18 @@
-"""One sample on its way from noise to a result."""
+"""One sample on its way from noise to a result, and its latents from an earlier run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.rank_messages import broadcast_tensors
+from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Chain, Plan
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference
-from opensora_cli.engine.generate.targets import SampleFiles
+from opensora_cli.engine.generate.saved_latents import open_latents, segment_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +66,57 @@ class Sample:
 def unfinished(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples without complete latents."""
     return [sample for sample in samples if sample.denoised is None]
+
+
+def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[DenoisedSample, ...]:
+    """Return the saved latents of each begun segment of a sample; empty without a file.
+
+    Rank 0 reads the files.
+
+    Raises:
+        RequestError: the latents have another shape, or are past `sampling.stop_at`.
+        CheckpointError: a file is missing or broken, or was saved after a step that the request does not have.
+    """
+    if files.saved is None:
+        return ()
+    plan = chain.video
+    stop, of_segment = plan.settings.sampling.stop_at, plan.num_steps
+    keeps = plan.decodes_only or plan.settings.output.explore
+    if stop is not None and not keeps and (files.saved_steps is None or files.saved_steps >= stop):
+        after = "all steps" if files.saved_steps is None else f"step {files.saved_steps}"
+        raise RequestError(
+            f"sampling.stop_at={stop} is over: {files.saved} was saved after {after}",
+            hint="go on without --stop-at, or stop later",
+        )
+    steps = chain.num_steps if files.saved_steps is None else files.saved_steps
+    is_begun = 0 < steps < chain.num_steps
+    finished, begun_steps = divmod(steps, of_segment)
+    past = chain.segments[finished].past_times(begun_steps) if is_begun else {}
+    count = finished + bool(begun_steps)
+    tensors: list[torch.Tensor] = []
+    if (ranks is None or ranks.is_main) and is_begun is not (files.saved_steps is None):
+        file = open_latents(files.saved)
+        for number in range(count - 1):
+            part = open_latents(segment_path(Path(files.saved), number), segment=number)
+            if part.request_sha256 != file.request_sha256:
+                raise CheckpointError(f"{part.path} is of another request than {files.saved}")
+            tensors.append(part.read())
+        tensors += [file.read(), *file.read_past()]
+    if ranks is not None:
+        tensors = [tensor.cpu() for tensor in broadcast_tensors(tensors, device=ranks.device)]
+    if any(tuple(each.shape) != plan.latent_shape for each in tensors):
+        raise RequestError(
+            f"{files.saved} holds latents of {tuple(tensors[-1].shape)}, and the settings ask for {plan.latent_shape}",
+            hint="change neither size, length nor model when going on from latents",
+        )
+    if not tensors or len(tensors) != count + len(past):
+        raise CheckpointError(
+            f"{files.saved} was saved after step {steps} of {chain.num_steps}"
+            + (f", and has {len(tensors)} latents, with those of earlier steps" if len(tensors) > 1 else ""),
+            hint="remove it, and start again",
+        )
+    *complete, last = tensors[:count]
+    return (
+        *(DenoisedSample(latents_CTHW) for latents_CTHW in complete),
+        DenoisedSample(last, steps=begun_steps or None, past=tuple(tensors[count:])),
+    )

@@ -1,35 +1,39 @@
-"""Files of latents: complete before decoding, or the state of an unfinished run.
+"""Files of latents: complete before decoding, or the state of an unfinished run. Imports torch only for their tensors.
 
 A video that is extended has a file for each finished segment beside the file of the segment in progress.
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OsoraWarning
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import require_schema
 from opensora_cli.core.strict_json import parse_object
-from opensora_cli.engine.generate.plan import Chain
-from opensora_cli.engine.generate.ranks import Ranks, broadcast_tensors
-from opensora_cli.engine.generate.request import LATENTS_HINT, require_latents
-from opensora_cli.engine.generate.sample import DenoisedSample
-from opensora_cli.engine.generate.targets import REQUEST_KEY, STEPS_KEY, SampleFiles, segment_path, steps_in
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.generate import GenerateSettings
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LATENTS_SCHEMA = "osora.latents/1"
+LATENTS_ENDING = ".latents.safetensors"
+LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
+REQUEST_KEY = "request_sha256"
+"""Key of sidecars and saved latents for the hash of their request."""
+STEPS_KEY = "steps_done"
+"""Key of saved latents for the number of steps done; absent after all steps."""
+
 _KEY, _PAST_KEY = "latents", "past"
-_STACKED_SEGMENTS_KEY = "latents_before"
 _ATTENTION, _SEGMENT = "attention", "segment"
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -48,7 +52,7 @@ class SavedLatents:
     attention: str | None = None
     """Attention backend that computed the latents; None in files of older versions."""
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> "Tensor":
         """Return the scaled latents (C,T,H,W) on the CPU.
 
         Raises CheckpointError if the file is not whole any more, or some values are not finite.
@@ -56,26 +60,31 @@ class SavedLatents:
         with _opened(self.path) as file:
             return self._finite(file.get_tensor(_KEY))
 
-    def read_past(self) -> tuple[torch.Tensor, ...]:
+    def read_past(self) -> "tuple[Tensor, ...]":
         """Return the earlier velocities that a solver or a step cache needs; errors as `read`."""
         with _opened(self.path) as file:
             return self._finite(file.get_tensor(_PAST_KEY)).unbind() if _PAST_KEY in set(file.keys()) else ()
 
-    def _finite(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _finite(self, tensor: "Tensor") -> "Tensor":
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{self.path} holds latents that are not finite", hint=LATENTS_HINT)
         return tensor
 
 
+def segment_path(latents: Path, segment: int) -> Path:
+    """Return the file for the latents of a finished segment, beside the latents of its sample."""
+    return latents.with_name(f"{latents.name.removesuffix(LATENTS_ENDING)}.segment{segment + 1}{LATENTS_ENDING}")
+
+
 def save_latents(
     path: Path,
-    latents_CTHW: torch.Tensor,
+    latents_CTHW: "Tensor",
     settings: GenerateSettings,
     *,
     request_sha256: str = "",
     steps: int | None = None,
     segment: int | None = None,
-    past: Sequence[torch.Tensor] = (),
+    past: "Sequence[Tensor]" = (),
     attention: str | None = None,
 ) -> None:
     """Write the latents of one sample to a whole file, or to none.
@@ -92,6 +101,9 @@ def save_latents(
 
     Raises OutputError if the file cannot be written.
     """
+    import torch
+    from safetensors.torch import save
+
     values = {STEPS_KEY: steps, _SEGMENT: segment, _ATTENTION: attention}
     metadata = {
         "schema": LATENTS_SCHEMA,
@@ -105,101 +117,77 @@ def save_latents(
     write_bytes_atomic(path, save(tensors, metadata=metadata))
 
 
+def remove_latents(latents: Path) -> None:
+    """Remove the saved latents of a complete result and of its segments, or warn if that fails."""
+    segments = takewhile(Path.exists, (segment_path(latents, segment) for segment in count()))
+    try:
+        # In this order, a kill leaves files that the next removal finds.
+        for path in reversed([latents, *segments]):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
+        warnings.warn(message, OsoraWarning, stacklevel=2)
+
+
+def read_header(path: Path) -> dict[str, str] | None:
+    """Return the metadata of saved latents; None for other files, and for broken ones."""
+    try:
+        with _opened(path, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (CheckpointError, ValueError):
+        return None
+    return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
+
+
+def steps_in(metadata: Mapping[str, str]) -> int | None:
+    """Return the steps done, including those of earlier segments; None for all steps. Raises ValueError if broken."""
+    words = metadata.get(STEPS_KEY)
+    if words is None:
+        return None
+    if not words.isdecimal() or len(words) > 6:
+        raise ValueError(f"{STEPS_KEY} is {words[:20]!r}")
+    return int(words)
+
+
 def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatents:
     """Open the latents of a sample, or of a finished `segment`.
 
     Raises CheckpointError if the file is missing, truncated, or of another kind.
     """
     require_latents(path)
-    with _opened(path) as file:
+    with _opened(path, framework="numpy") as file:
         metadata: dict[str, str] = file.metadata() or {}
-        keys = set(file.keys())
-        if not metadata.get("schema", "").startswith("osora.latents/") or _KEY not in keys:
+        if not metadata.get("schema", "").startswith("osora.latents/") or _KEY not in set(file.keys()):
             raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
-        require_schema(metadata, LATENTS_SCHEMA, path, problem=CheckpointError, hint=LATENTS_HINT)
-        if _STACKED_SEGMENTS_KEY in keys:
-            raise CheckpointError(
-                f"{path} holds several segments in one file, as an earlier version of osora wrote them",
-                hint="make the video again with --overwrite, or finish it with the version that began it",
-            )
-        found = metadata.get(_SEGMENT)
-        if found != (None if segment is None else str(segment)):
-            held = "no finished segment" if found is None else "a finished segment alone"
-            raise CheckpointError(f"{path} holds {held}", hint="continue from the file without .segment in its name")
         dtype = file.get_slice(_KEY).get_dtype()
-        if dtype not in _DTYPES:
-            raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
-        try:
-            steps = steps_in(metadata)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path} holds no latents of osora: {plain(str(error))}", hint=LATENTS_HINT
-            ) from error
-        try:
-            settings = parse_object(metadata["settings"].encode("utf-8", "surrogatepass"))
-        except (KeyError, ValueError):
-            raise CheckpointError(f"{path} does not say which settings made it", hint=LATENTS_HINT) from None
-        return SavedLatents(path, settings, metadata.get(REQUEST_KEY) or None, steps, metadata.get(_ATTENTION))
+    require_schema(metadata, LATENTS_SCHEMA, path, problem=CheckpointError, hint=LATENTS_HINT)
+    found = metadata.get(_SEGMENT)
+    if found != (None if segment is None else str(segment)):
+        held = "no finished segment" if found is None else "a finished segment alone"
+        raise CheckpointError(f"{path} holds {held}", hint="continue from the file without .segment in its name")
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
+    try:
+        steps = steps_in(metadata)
+    except ValueError as error:
+        raise CheckpointError(f"{path} holds no latents of osora: {plain(str(error))}", hint=LATENTS_HINT) from error
+    try:
+        settings = parse_object(metadata["settings"].encode("utf-8", "surrogatepass"))
+    except (KeyError, ValueError):
+        raise CheckpointError(f"{path} does not say which settings made it", hint=LATENTS_HINT) from None
+    return SavedLatents(path, settings, metadata.get(REQUEST_KEY) or None, steps, metadata.get(_ATTENTION))
 
 
-def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[DenoisedSample, ...]:
-    """Return the saved latents of each begun segment of a sample; empty without a file.
-
-    Rank 0 reads the files.
-
-    Raises:
-        RequestError: the latents have another shape, or are past `sampling.stop_at`.
-        CheckpointError: a file is missing or broken, or was saved after a step that the request does not have.
-    """
-    if files.saved is None:
-        return ()
-    plan = chain.video
-    stop, of_segment = plan.settings.sampling.stop_at, plan.num_steps
-    keeps = plan.decodes_only or plan.settings.output.explore
-    if stop is not None and not keeps and (files.saved_steps is None or files.saved_steps >= stop):
-        after = "all steps" if files.saved_steps is None else f"step {files.saved_steps}"
-        raise RequestError(
-            f"sampling.stop_at={stop} is over: {files.saved} was saved after {after}",
-            hint="go on without --stop-at, or stop later",
-        )
-    steps = chain.num_steps if files.saved_steps is None else files.saved_steps
-    is_begun = 0 < steps < chain.num_steps
-    finished, begun_steps = divmod(steps, of_segment)
-    past = chain.segments[finished].past_times(begun_steps) if is_begun else {}
-    count = finished + bool(begun_steps)
-    tensors: list[torch.Tensor] = []
-    if (ranks is None or ranks.is_main) and is_begun is not (files.saved_steps is None):
-        file = open_latents(files.saved)
-        for number in range(count - 1):
-            part = open_latents(segment_path(Path(files.saved), number), segment=number)
-            if part.request_sha256 != file.request_sha256:
-                raise CheckpointError(f"{part.path} is of another request than {files.saved}")
-            tensors.append(part.read())
-        tensors += [file.read(), *file.read_past()]
-    if ranks is not None:
-        tensors = [tensor.cpu() for tensor in broadcast_tensors(tensors, device=ranks.device)]
-    if any(tuple(each.shape) != plan.latent_shape for each in tensors):
-        raise RequestError(
-            f"{files.saved} holds latents of {tuple(tensors[-1].shape)}, and the settings ask for {plan.latent_shape}",
-            hint="change neither size, length nor model when going on from latents",
-        )
-    if not tensors or len(tensors) != count + len(past):
-        raise CheckpointError(
-            f"{files.saved} was saved after step {steps} of {chain.num_steps}"
-            + (f", and has {len(tensors)} latents, with those of earlier steps" if len(tensors) > 1 else ""),
-            hint="remove it, and start again",
-        )
-    *complete, last = tensors[:count]
-    return (
-        *(DenoisedSample(latents_CTHW) for latents_CTHW in complete),
-        DenoisedSample(last, steps=begun_steps or None, past=tuple(tensors[count:])),
-    )
+def require_latents(path: str | Path) -> None:
+    """Raise CheckpointError if a file of latents does not exist."""
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[Any]:
+def _opened(path: str | Path, *, framework: str = "pt") -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework=framework, device="cpu") as file:
             yield file
     except SafetensorError as error:
         reason = plain(" ".join(str(error).split()))

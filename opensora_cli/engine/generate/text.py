@@ -9,14 +9,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_messages import broadcast_json
+from opensora_cli.core.rank_messages import broadcast_json, broadcast_tensors
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -28,14 +27,12 @@ from opensora_cli.engine.generate.loading import prompt_readers
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Chain, Plan, alone
 from opensora_cli.engine.generate.planning import require_fit
-from opensora_cli.engine.generate.ranks import broadcast_tensors
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.explain import nearest
 from opensora_cli.settings.generate import GenerateSettings
 
 _LISTED_WORDS = 10
-_NOTHING: Mapping[str, TextEmbeds] = MappingProxyType({})
 
 
 def full_prompt(settings: GenerateSettings, prompt: str | None = None) -> str:
@@ -58,37 +55,37 @@ def _texts_of(settings: GenerateSettings) -> list[str]:
     return [*dict.fromkeys((*prompts, settings.negative_prompt))]
 
 
-def text_embeds(plan: Plan, models: LoadedModels, record: Events) -> tuple[PromptEmbeds, ...]:
+def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment, inside `computing`, from the cache or from the encoders.
 
     Raises:
         CheckpointError: encoders are broken, or do not fit the transformer.
         HardwareError: out of memory.
     """
-    known = _cached_embeds(plan, models, record.reporter)
+    known = _cached_embeds(plan, models, events.reporter)
     if known.keys() >= {*_texts_of(plan.settings)}:
-        with record.stage(TEXT):
-            warn_about_prompts(plan, models.prompt_readers(plan), record.reporter)
+        with events.stage(TEXT):
+            warn_about_prompts(plan, models.prompt_readers(plan), events.reporter)
             return _of_segments(plan, known)
     if not plan.encodes_text:  # The cache has lost entries since the plan was made.
         plan = plan.with_best_offload(plan.budget_bytes)
         require_fit(alone(plan))
-    return retried(lambda plan: encode_prompts(plan, models, record, known), plan, TEXT, models, record)[0]
+    return retried(lambda plan: encode_prompts(plan, models, events, known), plan, TEXT, models, events)[0]
 
 
 def encode_prompts(
-    plan: Plan, models: LoadedModels, record: Events, known: Mapping[str, TextEmbeds] = _NOTHING
+    plan: Plan, models: LoadedModels, events: Events, known: Mapping[str, TextEmbeds] | None = None
 ) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment; encode and cache the texts that are not `known`."""
-    runtime, found = plan.settings.runtime, dict(known)
-    missing = [text for text in _texts_of(plan.settings) if text not in known]
-    with models.text_encoders(plan, record) as (t5, clip), record.stage(TEXT):
-        warn_about_prompts(plan, (t5, clip), record.reporter)
+    runtime, found = plan.settings.runtime, dict(known or {})
+    missing = [text for text in _texts_of(plan.settings) if text not in found]
+    with models.text_encoders(plan, events) as (t5, clip), events.stage(TEXT):
+        warn_about_prompts(plan, (t5, clip), events.reporter)
         for text, embeds in encode_texts(missing, t5, clip):
             found[text] = embeds
             if runtime.prompt_cache and models.is_main:
                 key, limit = _cache_key(plan, text, models), runtime.prompt_cache_limit
-                models.prompts.keep(key, embeds, limit=limit, reporter=record.reporter)
+                models.prompts.keep(key, embeds, limit=limit, reporter=events.reporter)
         return _of_segments(plan, found)
 
 
@@ -228,16 +225,15 @@ def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapp
     """Return the cached texts of a plan, on its device. With several ranks, the cache of rank 0 counts."""
     if not plan.settings.runtime.prompt_cache:
         return {}
-    device, found, texts = plan.hardware.device, dict[str, TextEmbeds](), _texts_of(plan.settings)
+    device, found = plan.hardware.device, dict[str, TextEmbeds]()
     if models.is_main:
-        for text in texts:
+        for text in _texts_of(plan.settings):
             embeds = models.prompts.read(_cache_key(plan, text, models), reporter)
             if embeds is not None:
                 found[text] = embeds.to(device)
     if models.text_group is None:
         return found
-    flags = broadcast_json([text in found for text in texts])
+    cached = broadcast_json([*found])
     tensors = [each for embeds in found.values() for each in (embeds.prompt_embeds_1LC, embeds.pooled_prompt_embeds_1V)]
     tensors = broadcast_tensors(tensors, device=device)
-    cached = [text for text, is_cached in zip(texts, flags, strict=True) if is_cached]
     return {text: TextEmbeds(*tensors[2 * index : 2 * index + 2]) for index, text in enumerate(cached)}

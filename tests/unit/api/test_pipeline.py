@@ -111,7 +111,7 @@ def test_calls_and_closing_wait_for_a_call_of_another_thread(
             time.sleep(0.2)
             assert (inside, ended) == (1, [])
             pipe("raining, sea")  # as from a function that is called with its progress
-        return video._held
+        return video._held, video._request_sha256
 
     monkeypatch.setattr(engine, "hold_from_request", hold)
     pipe("raining, sea")
@@ -157,7 +157,7 @@ def test_a_notebook_plays_it_and_else_the_browser(video: Video, monkeypatch: pyt
         (frames_THWC[:, :63], "webp", 'width="128" '),
         (frames_THWC[:1].repeat(1, 3, 1, 1), "png", ""),
     ):
-        shown = Video(replace(video._held, frames_THWC=frames))
+        shown = Video(replace(video._held, frames_THWC=frames), video._request_sha256)
         assert shown._repr_html_().startswith(f'<img {size}src="data:image/{kind};base64,')
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)

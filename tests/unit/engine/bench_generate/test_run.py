@@ -1,6 +1,7 @@
 """Comparisons of a tiny model."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny_world import (
 )
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.bench_generate.run import _Video, bench_generate, likeness
+from opensora_cli.engine.bench_generate.run import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
@@ -41,10 +42,14 @@ def compared(settings, *tries, reporter=None, repeats=1):
     return bench_generate(request, read_tries(tries), options=options, reporter=reporter or RecordingReporter())
 
 
+def video(latents, frames_THWC):
+    return SimpleNamespace(latents=latents, frames_THWC=frames_THWC)
+
+
 def test_likeness_is_a_mean_over_frames_and_an_error_over_all_segments():
     other, counted = FRAMES // 2, Counter()
-    exact = _Video((LATENTS, 2 * LATENTS), FRAMES)
-    found = likeness(_Video((LATENTS, 3 * LATENTS), other), exact, on_frame=lambda: counted.update("f"))
+    exact = video((LATENTS, 2 * LATENTS), FRAMES)
+    found = likeness(video((LATENTS, 3 * LATENTS), other), exact, on_frame=lambda: counted.update("f"))
     pairs = list(zip(other, FRAMES, strict=True))
     expected = sum(psnr_db(*pair) for pair in pairs) / 3, sum(ssim(*pair) for pair in pairs) / 3, 1 / 5**0.5
     assert found == pytest.approx(expected, abs=1e-3)
@@ -53,7 +58,7 @@ def test_likeness_is_a_mean_over_frames_and_an_error_over_all_segments():
 
 
 def test_small_frames_have_no_ssim_and_zeros_an_absolute_error():
-    zeros, ones = (_Video((each(2),), FRAMES[:, :8]) for each in (torch.zeros, torch.ones))
+    zeros, ones = (video((each(2),), FRAMES[:, :8]) for each in (torch.zeros, torch.ones))
     assert likeness(ones, zeros, on_frame=int) == (HIGHEST_PSNR_DB, None, pytest.approx(2**0.5))
 
 

@@ -7,8 +7,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import previews
 from opensora_cli.engine.generate.documents import ExploredSeed
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.run import generate, generate_from_request
-from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset

@@ -16,10 +16,10 @@ from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import decode, models
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.outputs import choose_outputs
-from opensora_cli.engine.generate.planning import make_chain, make_plan
+from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import read_request, read_sidecar
@@ -122,15 +122,6 @@ def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(w
     assert {name: (tmp_path / name).read_bytes() for name in bytes_before} == bytes_before
     [video] = generate(settings.replace({"output.overwrite": True, "sampling.num_inference_steps": 7})).videos
     assert (video.path.name, video.made_before) == ("raining-sea_seed42.mp4", False)
-
-
-def test_samples_that_are_there_are_kept_and_the_others_made(world, tmp_path):
-    generate(released_settings(world, tmp_path, sampling__seed="43"))
-    kept = (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns
-    result = generate(released_settings(world, tmp_path, sampling__num_samples="3"))
-    assert [(video.seed, video.made_before) for video in result.videos] == [(42, False), (43, True), (44, False)]
-    assert (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns == kept
-    assert result.model_evaluations == 2 * make_plan(result.settings).model_evaluations
 
 
 def test_a_png_sequence_is_made_before(world, tmp_path):

@@ -4,14 +4,28 @@ import json
 import os
 
 import pytest
+import torch
 from tiny_world import RecordingReporter, demo_settings, flux_settings, picture_first_settings, released_settings
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import previews
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.previews import PreviewMap, read_map
+from opensora_cli.engine.generate.previews import (
+    PreviewMap,
+    color_blocks,
+    demo_map_file,
+    fit_preview_map,
+    latent_colors,
+    preview_example,
+    read_map,
+)
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video
+from opensora_cli.media.resize import to_uint8
+from opensora_cli.media.similarity import psnr_db
+from opensora_cli.settings.load import load_preset
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -107,6 +121,24 @@ def test_a_cache_that_cannot_be_written_is_a_warning(world, tmp_path, cache):
     [of_prompts, of_previews] = reporter.warnings
     assert of_prompts.startswith("embeddings of prompts are not cached: ")
     assert of_previews.startswith("the colors of previews are not cached: cannot write")
+
+
+@pytest.mark.slow
+def test_maps_show_what_is_decoded(monkeypatch):
+    monkeypatch.undo()  # the sizes of a small fit
+    settings = load_preset("demo", prompt="any")
+    weights = packaged_demo() / settings.files.vae
+    vae = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
+    with torch.inference_mode():
+        *clips, other = color_blocks(vae)[1]
+        latents_CTHW, _ = preview_example(vae, other)
+        fitted = fit_preview_map(vae, clips)
+        expected = to_uint8(latent_colors(vae, vae.decode(latents_CTHW[None].float())[0]))
+    grey = torch.full_like(expected, int(expected.float().mean()))
+    for colors in (fitted, read_map(demo_map_file())):
+        shown_THWC = colors.frames(latents_CTHW)
+        assert shown_THWC.shape == (3, 16, 16, 3)
+        assert psnr_db(shown_THWC, expected) > psnr_db(grey, expected) + 6
 
 
 @pytest.mark.parametrize(

@@ -329,13 +329,6 @@ def test_a_run_that_is_to_stop_leaves_a_video_and_a_state_that_goes_on(world, tm
     assert errors[1] < errors[0]
 
 
-def test_the_same_command_without_the_stop_goes_on(world, tmp_path, whole):
-    generate(stopping(world, tmp_path / "clip.mp4"))
-    result = generate(demo_settings(world, tmp_path / "clip.mp4", **T2V))
-    assert (result.model_evaluations, (tmp_path / "clip.mp4").read_bytes()) == (4, whole)
-    assert names(tmp_path) == ["clip.mp4", "clip.mp4.json", "clip_step2.mp4", "clip_step2.mp4.json"]
-
-
 @pytest.mark.slow
 def test_what_has_stopped_once_stops_later_and_not_earlier(world, tmp_path, whole):
     generate(stopping(world, tmp_path))
@@ -345,8 +338,3 @@ def test_what_has_stopped_once_stops_later_and_not_earlier(world, tmp_path, whol
         generate(stopping(world, tmp_path, sampling__stop_at="1"))
     finished, _ = go_on(tmp_path / STATE)
     assert finished.videos[0].path.read_bytes() == whole
-
-
-def test_a_stop_is_before_the_end(world, tmp_path):
-    with pytest.raises(RequestError, match=f"sampling.stop_at={STEPS} must be less than sampling.num_inference_steps"):
-        stopping(world, tmp_path, sampling__stop_at=str(STEPS))

@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.engine.generate.targets import Claims, find_target, is_begun, sample_files
+from opensora_cli.engine.generate.outputs import Claims, find_target, is_begun, sample_files
+from opensora_cli.engine.generate.saved_latents import LATENTS_SCHEMA
 from opensora_cli.settings.load import SIDECAR_SCHEMAS, load_preset
 
 NAME = "raining-sea_seed42"
@@ -34,7 +35,9 @@ def make(sample, **changes):
 
 def begin(path, request, **metadata):
     """Write the latents of a run that did not finish."""
-    save_file({"latents": np.zeros(1)}, path, metadata={"request_sha256": request, **metadata})
+    save_file(
+        {"latents": np.zeros(1)}, path, metadata={"schema": LATENTS_SCHEMA, "request_sha256": request, **metadata}
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,262 @@
+"""Files of a chain of jobs: names by the hash of its request, pictures made first, and sidecars."""
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.media_choices import MediaFormat
+from opensora_cli.engine.components.hardware import tf32_in_use, versions
+from opensora_cli.engine.components.weights import stamp_of
+from opensora_cli.engine.generate.outputs import (
+    Claims,
+    SampleFiles,
+    find_target,
+    is_begun,
+    last_frame_path,
+    num_samples,
+    read_made,
+)
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
+from opensora_cli.engine.generate.request import picture_path
+from opensora_cli.engine.generate.saved_latents import REQUEST_KEY, open_latents
+from opensora_cli.engine.generate.text import full_prompt
+from opensora_cli.media.results import refuse_existing, sidecar_path
+from opensora_cli.settings.applies import used_settings
+from opensora_cli.settings.enums import NameFrom
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import SIDECAR_SCHEMA
+
+
+def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[SampleFiles, ...]:
+    """Return the files of every sample. Arguments and errors are those of `find_target`."""
+    request, settings = request_hashes(chain), chain.settings
+    return tuple(
+        find_target(settings, index, request(settings.sampling.seed + index, settings.output_format), claims=claims)
+        for index in range(chain.num_samples)
+    )
+
+
+def planned_outputs(chain: Chain) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
+    """Return the files that a run would write, or no files and the error that would refuse the run."""
+    try:
+        return choose_outputs(chain), None
+    except OutputError as error:
+        return (), error
+
+
+def request_hashes(chain: Chain) -> Callable[[int, str], str]:
+    """Return a function from the seed of a sample and the format of its file to the hash of its request.
+
+    The hash covers everything that decides the bits of a sample: settings, references, weights, versions, device and
+    dtype. The hash excludes the places of files, and how work is divided and offloaded, which changes only rounding.
+    Weights are large: their size and time of change stand for their content.
+    """
+    plan, picture = chain.video, chain.find(PICTURE)
+    settings, latents = plan.settings, plan.settings.from_latents
+    saved_request = None if latents is None else _saved_request(settings, latents)
+    references = [] if plan.decodes_only else [_sha256(path) for path in settings.condition.references]
+    of_picture = None if picture is None else request_hashes(alone(picture))
+    used = used_settings(settings)
+    others = "files", "runtime", "output", "condition", "refine", "picture"
+    parts = {
+        **{key: value for key, value in used.items() if key not in others},
+        "memory": settings.memory.fp8_storage,
+        "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
+        "condition": {**used["condition"], "references": references},
+        "latents": None if latents is None else _sha256(latents),
+        "weights": {part: stamp_of(path) for part, path in plan.weight_paths.items()},
+        "attention": settings.runtime.attention,
+        "device": [plan.hardware.device.type, plan.hardware.dtype_name],
+        "versions": versions(),
+    }
+    # A result that stops early has another name, and the same request finishes it.
+    sampling = {key: value for key, value in used["sampling"].items() if key != "stop_at"}
+
+    def request(seed: int, format: str) -> str:
+        if saved_request is not None:
+            return saved_request
+        values = {**parts, "sampling": {**sampling, "seed": seed, "num_samples": 1}, "format": format}
+        if of_picture is not None:
+            values["picture"] = [settings.picture.save, of_picture(seed, MediaFormat.PNG)]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    return request
+
+
+def _saved_request(settings: GenerateSettings, latents: str) -> str | None:
+    """Return the request that made saved latents if decoding them with `settings` makes its result."""
+    saved = open_latents(latents)
+    if saved.steps is not None:
+        raise RequestError(
+            f"{latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
+            hint=f"go on with osora generate --resume {shlex.quote(latents)}",
+        )
+
+    def deciding(settings: GenerateSettings) -> dict[str, Any]:
+        places = ("files", "runtime", "output", "memory", "parallel", "refine")
+        return {key: value for key, value in used_settings(settings).items() if key not in places}
+
+    try:
+        is_the_same = deciding(GenerateSettings.model_validate(dict(saved.settings))) == deciding(settings)
+    except ValueError:  # Settings of another version.
+        return None
+    return saved.request_sha256 if is_the_same else None
+
+
+def _sha256(path: str | Path) -> str:
+    try:
+        state = os.stat(path)
+        return _sha256_in(os.path.abspath(path), state.st_ino, state.st_size, state.st_mtime_ns)
+    except OSError:
+        return ""  # Reading the file reports the error.
+
+
+@lru_cache(maxsize=256)
+def _sha256_in(path: str, *state: int) -> str:
+    """Return the hash of a file in this state. A run needs it each time that it looks for names."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFiles]:
+    """Return the files of the pictures of some samples; none if the chain makes no pictures."""
+    plan = chain.find(PICTURE)
+    if plan is None:
+        return []
+    request = request_hashes(alone(plan))
+    pictures = []
+    for sample in files:
+        path = picture_path(sample.target)
+        picture = replace(
+            sample,
+            target=path,
+            media=path,
+            sidecar=sample.sidecar and sidecar_path(path),
+            latents=None,
+            saved=None,
+            saved_steps=None,
+            request_sha256=request(sample.seed, MediaFormat.PNG),
+        )
+        is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
+        pictures.append(replace(picture, made_before=is_there and not chain.settings.output.overwrite))
+    return pictures
+
+
+def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
+    """Raise OutputError if a picture beside a video would replace another file."""
+    settings = chain.settings
+    if settings.output.overwrite:
+        return
+    for sample in files if settings.output.last_frame else ():
+        if not is_begun(sample):
+            refuse_existing(last_frame_path(sample.target), None)
+    for picture in picture_files(chain, files) if settings.picture.save else ():
+        if not picture.made_before:
+            refuse_existing(picture.media, picture.sidecar)
+
+
+class FirstPicture(Document):
+    """Picture that was made first, as the reference of a video."""
+
+    file: Path | None
+    """File of the picture; None if it is not kept."""
+    model: str
+    height: int
+    width: int
+    num_inference_steps: int
+    model_evaluations: int
+
+
+def first_picture(chain: Chain, sample: SampleFiles) -> FirstPicture | None:
+    """Return the description of the picture of a sample; None if the chain makes none."""
+    plan = chain.find(PICTURE)
+    if plan is None:
+        return None
+    return FirstPicture(
+        file=picture_path(sample.target) if chain.settings.picture.save else None,
+        model=plan.settings.model.name,
+        height=plan.height,
+        width=plan.width,
+        num_inference_steps=plan.num_steps,
+        model_evaluations=plan.model_evaluations,
+    )
+
+
+def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
+    """Return the settings that make this sample alone again, in any working folder."""
+    settings = plan.settings
+    output = settings.output
+    changes: dict[str, object] = {
+        "runtime.model_choice": settings.model.name,
+        "sampling.seed": sample.seed,
+        "sampling.num_samples": 1,
+        "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
+        "from_latents": None,
+        "resume": None,
+        # The number of devices changes only rounding; compression changes more.
+        "parallel": {"compression": settings.parallel.compression},
+        # A later run must not replace files without being asked.
+        "output.overwrite": False,
+    }
+    if plan.loras:
+        # The hash detects another file of the same name.
+        changes["loras"] = tuple(
+            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
+        )
+    if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
+        changes["output.path"] = str(sample.target)
+    return settings.replace(changes)
+
+
+def sidecar_document(
+    chain: Chain, sample: SampleFiles, *, num_bytes: int, figures: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the sidecar of a sample whose media has `num_bytes`. `figures` are measurements of its run."""
+    plan, draft, picture = chain.video, chain.find(DRAFT), first_picture(chain, sample)
+    settings, exchange = plan.settings, plan.planned_exchange
+    of_draft = draft and {
+        "height": draft.height,
+        "width": draft.width,
+        "model_evaluations": draft.model_evaluations,
+        "skipped_steps": plan.start,
+    }
+    return {
+        "schema": SIDECAR_SCHEMA,
+        "file": sample.media.name,
+        "bytes": num_bytes,
+        REQUEST_KEY: sample.request_sha256,
+        "prompt": settings.prompt,
+        "original_prompt": settings.refine.original,
+        "full_prompt": full_prompt(settings),
+        "negative_prompt": settings.negative_prompt,
+        "seed": sample.seed,
+        "model": settings.model.name,
+        "condition_mode": plan.mode.name,
+        "height": plan.height,
+        "width": plan.width,
+        "num_frames": plan.num_frames,
+        "fps": settings.video.fps,
+        "model_evaluations": chain.model_evaluations,
+        "picture": picture and {**picture.to_json(), "file": picture.file and picture.file.name},
+        "draft": of_draft,
+        **figures,
+        "device": str(plan.hardware.device),
+        "device_name": plan.hardware.device_name,
+        "dtype": plan.hardware.dtype_name,
+        "tf32": tf32_in_use(plan.hardware.device),
+        "threads": plan.threads and plan.threads.to_json(),
+        "mesh": asdict(plan.mesh),
+        "exchange": exchange and exchange.to_json(),
+        "offload": asdict(plan.offload),
+        "attention": plan.attention and plan.attention.to_json(),
+        "versions": versions(),
+        "settings": used_settings(sample_settings(plan, sample)),
+    }
