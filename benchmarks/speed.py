@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from speed_busy import measure_busy
-from speed_compile import measure_compile
 from speed_loop import measure_block, measure_fast, measure_loop
 from speed_pairs import HEAD, Row
 from speed_start import measure_start
@@ -42,9 +40,7 @@ PARTS = {
     "block": Part("an evaluation of blocks of the released size", measure_block),
     "start": Part("commands as a whole, help and refusals to the demo on two ranks, against limits", measure_start),
     "train": Part("a training step with everything on, against a plain loop", measure_train),
-    "busy": Part("the demo's command beside a busy process, in place of alone", measure_busy),
     "vae": Part("the autoencoder, encode and decode, whole and in tiles: time and memory", measure_vae),
-    "compile": Part("the demo's denoising with compile=true, against the same without", measure_compile),
 }
 
 

@@ -1,15 +1,14 @@
-"""Measures what the training loop costs: its own work, waiting for data, and checkpoints.
+"""Measures what the training loop costs: its own work, and waiting for data.
 
     python benchmarks/train.py --json train.json
 
-Three parts, in one process, on the demo's transformer, and on a GPU where there is one:
+Two parts, in one process, on the demo's transformer, and on a GPU where there is one:
 
 - `throughput`: steps of the trainer against those of the loop in `plain_loop.py`, on the same encoded clips, with the
   same optimizer, precision, clipping and average. They take turns in blocks, and medians over the blocks are compared.
   Both train text to video alone. Seconds of the processor are printed beside, for they mind other programs less.
 - `data`: the share of a step in which the trainer waits for clips that worker processes cut out of MP4 files. How long
   a step is depends on this machine: such clips are encoded in it, too. How long reading takes by itself stands beside.
-- `checkpoints`: how long training stands still for a checkpoint in the background, as a share of a synchronous one.
 """
 
 import argparse
@@ -28,8 +27,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from checkpoint_stall import measure as measure_checkpoints
 from plain_loop import PlainLoop
+from torch.nn.functional import interpolate
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
@@ -37,7 +36,6 @@ from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.encode.loading import ClipBatches
-from opensora_cli.engine.generate.previews import color_field
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.clock import Clock
@@ -125,6 +123,14 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
         cached = tuple(CachedClip(encode_for_cache(clip, {})) for clip in clips)
         batches.append(replace(batch, pixels_BTHWC=None, cached=cached))
     return batches, encoders.empty_prompt
+
+
+def color_field(num_frames: int, size: int, number: int) -> torch.Tensor:
+    """Return a clip of smooth random colors that change over time: uint8 RGB (num_frames, size, size, 3)."""
+    corners_13THW = torch.rand(1, 3, 2, 5, 5, generator=torch.Generator().manual_seed(number))
+    shape = (num_frames, size, size)
+    levels_13THW = interpolate(corners_13THW, size=shape, mode="trilinear", align_corners=True) * 255
+    return levels_13THW[0].round().to(torch.uint8).permute(1, 2, 3, 0)
 
 
 def make_trainer(
@@ -246,8 +252,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         data = measure_data(
             Path(folder), device, batch_size=options.batch_size, steps=options.data_steps, workers=options.workers
         )
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        checkpoints = measure_checkpoints(Path(folder), mib=options.mib, rounds=options.saves, device=device)
     return {
         "schema": SCHEMA,
         "torch": torch.__version__,
@@ -258,7 +262,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "batch_size": options.batch_size,
         "throughput": throughput,
         "data": data,
-        "checkpoints": checkpoints,
     }
 
 
@@ -273,22 +276,13 @@ def table(figures: Mapping[str, Any]) -> tuple[list[str], bool]:
         )
         for each in figures["throughput"]
     ]
-    data, saved = figures["data"], figures["checkpoints"]
+    data = figures["data"]
     rows.append(
         (
             f"waiting for data, {data['workers']} workers",
             f"a step takes {data['step_s']:.3f} s, reading alone {data['reading_alone_s']:.3f} s",
             data["wait"],
             MOST_WAIT,
-        )
-    )
-    rows.append(
-        (
-            "standstill for a checkpoint",
-            f"{saved['stands_still_s']:.3f} s, a synchronous one of {saved['bytes'] / 1e6:.0f} MB "
-            f"{saved['synchronous_s']:.2f} s",
-            saved["share"],
-            MOST_STANDSTILL,
         )
     )
     head = f"{'':41} {'found':>7} {'at most':>8}"
@@ -304,8 +298,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help="blocks of each")
     parser.add_argument("--data-steps", type=int, default=30, help="steps on MP4 files")
     parser.add_argument("--workers", type=int, default=2, help="processes that read them")
-    parser.add_argument("--mib", type=int, default=1024, help="size of the state that is saved")
-    parser.add_argument("--saves", type=int, default=5, help="checkpoints")
     parser.add_argument("--folder", type=Path, help="where files go; default: the system's folder for temporary files")
     parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args(arguments)

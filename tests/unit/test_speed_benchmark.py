@@ -63,10 +63,3 @@ def test_the_loop_comes_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.split()[2] for row in rows] == ["t2v,", "i2v_head,"]
     assert all(float(row.rsplit(maxsplit=1)[1]) < 1e-4 for row in rows)
     assert "for 9" in fast
-
-
-@pytest.mark.slow
-def test_the_demo_is_timed_beside_a_busy_process(capsys: pytest.CaptureFixture[str]) -> None:
-    speed.main(["--part", "busy", "--pairs", "1"])
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split(" there ")[1].split()[0] for row in rows] == ["first", "later"]
