@@ -1,4 +1,4 @@
-"""How near clips are to others, and how sharp."""
+"""Similarity of clips, and their sharpness."""
 
 import numpy as np
 import torch

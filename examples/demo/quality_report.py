@@ -1,4 +1,4 @@
-"""What `demo_quality.py` measured, in words, beside what the demo model should reach."""
+"""Report of `demo_quality.py` in words, beside the goals of the demo model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

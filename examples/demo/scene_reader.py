@@ -37,7 +37,7 @@ Clips = NDArray[np.uint8]
 """(N, T, H, W, 3), RGB."""
 
 NOTHING = "nothing"
-"""What is answered about the moving thing where there is none: a video that lacks it must not be right by luck."""
+"""Answer about a moving thing that is not there: a video that lacks it must not be right by luck."""
 ANSWERS: Mapping[str, tuple[str, ...]] = {
     "place": tuple(Place),
     "weather": tuple(Weather),

@@ -60,7 +60,7 @@ _PLURAL_SHARE = 0.08
 
 @dataclass(frozen=True)
 class Mentions:
-    """What a caption mentions."""
+    """Parts of a scene that a caption mentions."""
 
     place: bool
     weather: bool

@@ -1,4 +1,4 @@
-"""How the procedural world looks: places, skies, moving things and weather, painted with numpy.
+"""Look of the procedural world: places, skies, moving things and weather, painted with numpy.
 
 All lengths are shares of the picture's width, so that the same scene can be rendered at any size. Details are large
 enough for an autoencoder that compresses space fourfold or eightfold: nothing that matters is smaller than two pixels
@@ -40,14 +40,14 @@ _MIDDLE_SECOND = 4.0 / 3.0
 """At which a thing is near the middle of the picture: that of 33 frames at 12 fps."""
 _BALL_RADIUS = 0.125
 _SLANT = 0.25
-"""Of rain: to the left for each step down."""
+"""Slant of rain: to the left for each step down."""
 # Height of each thing's centre, and by how much it may differ: what rolls or floats is low, what flies is high.
 _ALTITUDE = {"ball": (0.72, 0.04), "boat": (0.68, 0.04), "bird": (0.30, 0.06), "car": (0.74, 0.03)}
 
 
 @dataclass(frozen=True)
 class _View:
-    """What a place is painted by."""
+    """Canvas and light of a place."""
 
     horizon: float
     ground: Array
@@ -56,7 +56,7 @@ class _View:
     """Factors of a colour, (3,)."""
     night: bool
     sun: tuple[float, Array] | None
-    """Where sun or moon stands, from the left, and its colour, (3,); None: behind clouds."""
+    """Position of sun or moon, from the left, and its color, (3,). None: behind clouds."""
 
 
 @dataclass(frozen=True)

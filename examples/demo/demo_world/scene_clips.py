@@ -30,7 +30,7 @@ class SceneClip:
 
     @property
     def name(self) -> str:
-        """What stands for a path: `scene:SEED/NUMBER`, or `held-out:SEED/NUMBER`."""
+        """Name in place of a path: `scene:SEED/NUMBER`, or `held-out:SEED/NUMBER`."""
         return f"{'held-out' if self.held_out else 'scene'}:{self.seed}/{self.number}"
 
     @property

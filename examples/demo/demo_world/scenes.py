@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Place(StrEnum):
-    """Where it is."""
+    """Place."""
 
     SEA = "sea"
     CITY = "city"
@@ -44,7 +44,7 @@ class Time(StrEnum):
 
 
 class Shape(StrEnum):
-    """What moves."""
+    """Shape of the moving thing."""
 
     BALL = "ball"
     BOAT = "boat"
@@ -53,7 +53,7 @@ class Shape(StrEnum):
 
 
 class Colour(StrEnum):
-    """Its colour."""
+    """Color of the moving thing."""
 
     RED = "red"
     YELLOW = "yellow"
@@ -62,14 +62,14 @@ class Colour(StrEnum):
 
 
 class Direction(StrEnum):
-    """Where it goes."""
+    """Direction of the moving thing."""
 
     LEFT = "left"
     RIGHT = "right"
 
 
 class Speed(StrEnum):
-    """How fast: 0.1 or 0.26 of the picture's width in a second."""
+    """Speed of the moving thing: 0.1 or 0.26 of the picture's width in a second."""
 
     SLOW = "slow"
     FAST = "fast"

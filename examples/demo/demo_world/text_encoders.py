@@ -79,7 +79,7 @@ def build_vocabulary(*, start: bool) -> Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How captions are read by one of the encoders."""
+    """Tokenizer of one of the encoders."""
 
     vocabulary: Vocabulary
     max_length: int

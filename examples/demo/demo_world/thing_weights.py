@@ -15,7 +15,7 @@ from opensora_cli.data.batches import ClipBatch
 
 _PIXELS_PER_TOKEN = 4
 _VISIBLE = 12
-"""Of 255, summed over the colours: what differs by less than that is not seen."""
+"""Smallest visible difference, of 255 and summed over the colors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,14 @@ class Language(StrEnum):
 
 @dataclass(frozen=True)
 class _Noun:
-    """What moves."""
+    """Word for a moving thing."""
 
     alone: str
     as_subject: str
     """With its article or particle, and {} for its colour."""
     verb: str
     colours: Mapping[Colour, str]
-    """As its gender has them."""
+    """Colors in the gender of the word."""
     colour_first: bool = True
 
     def with_colour(self, colour: str) -> str:
@@ -41,18 +41,18 @@ class _Phrases:
     """A language's words; rows of alternatives, the first being the usual one."""
 
     places: Mapping[Place, tuple[str, str]]
-    """As a tag, in a sentence."""
+    """Words as a tag, and in a sentence."""
     weathers: Mapping[Weather, tuple[tuple[str, ...], tuple[str, ...]]]
-    """As a tag, in a sentence."""
+    """Words as a tag, and in a sentence."""
     times: Mapping[Time, tuple[tuple[str, ...], tuple[str, ...]]]
-    """As a tag, in a sentence."""
+    """Words as a tag, and in a sentence."""
     nouns: Mapping[Shape, _Noun]
     directions: Mapping[Direction, str]
     speeds: Mapping[Speed, tuple[str, ...]]
     sentence: str
-    """Of {thing}, {verb}, {speed}, {direction}, {where}, {weather} and {when}."""
+    """Template of {thing}, {verb}, {speed}, {direction}, {where}, {weather} and {when}."""
     empty: str
-    """Of {place}, {where}, {weather} and {when}: nothing moves."""
+    """Template of {place}, {where}, {weather} and {when}: nothing moves."""
 
     def words(self) -> Iterator[str]:
         """Yield every word of these captions, perhaps more than once."""

@@ -1,4 +1,4 @@
-"""Which tokens show the moving thing of a procedural scene, and how much more they count."""
+"""Loss weights of the tokens that show the moving thing of a scene."""
 
 import numpy as np
 import torch

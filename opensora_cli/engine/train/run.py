@@ -119,6 +119,8 @@ def train(
     """
     reporter = reporter or SilentReporter()
     _check_sources(settings, source, held_out)
+    if token_weights is not None and settings.train_mmdit.masked_loss:
+        raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
     if context is not None:
         own = settings_of_ranks(settings, context)
         choice = choose_here(own, context=context, reporter=reporter)

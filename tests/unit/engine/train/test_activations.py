@@ -47,9 +47,9 @@ def test_blocks(memory, blocks):
 
 
 def test_the_buffer_holds_a_step():
-    # Two clips of 4 latent frames, of 4 x 4 tokens each, with 12 text tokens; 2 + 3 blocks and the last layer.
+    # Two clips of 4 latent frames, of 3 x 6 tokens each, with 12 text tokens; 2 + 3 blocks and the last layer.
     plan = plan_activations(settings(checkpointing=True, activation_offload="all"))
-    latents, joint, width, angles = 64, 76, 32, 8
+    latents, joint, width, angles = 72, 84, 32, 8
     streams = (2 * joint + 3 * joint + latents) * width
     shared = joint * 2 * angles + width
     assert plan.needed_bytes == plan.buffer_bytes == 4 * 2 * (streams + shared)
@@ -88,9 +88,9 @@ def test_what_is_offloaded_has_the_dtype_of_the_weights_in_use():
 
 def test_the_buffer_holds_pictures_if_they_have_more_tokens():
     offloaded = settings(checkpointing=True, activation_offload="all")
-    few, many = (offloaded.replace({"data.buckets": {"32px": {13: (1.0, 2), 1: (1.0, count)}}}) for count in (4, 8))
+    few, many = (offloaded.replace({"data.buckets": {"32px": {13: (1.0, 2), 1: (1.0, count)}}}) for count in (4, 10))
     assert plan_activations(few).needed_bytes == plan_activations(offloaded).needed_bytes
-    # One latent frame of 16 tokens instead of 4, with 12 of text; and 8 instead of 2.
+    # One latent frame of 18 tokens instead of 4, with 12 of text; and 10 instead of 2.
     assert plan_activations(many).needed_bytes > 1.4 * plan_activations(offloaded).needed_bytes
 
 

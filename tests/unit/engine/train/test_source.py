@@ -59,6 +59,7 @@ def test_what_contradicts_a_source_is_refused(tmp_path: Path) -> None:
         ),
         ({"validation.every": 1}, {"source": source}, r"validation\.every=1 needs held-out clips"),
         ({"parallel.gpus": 2, "device": "cpu"}, {"source": source}, r"parallel\.gpus=2 starts no ranks for the clips"),
+        ({"train_mmdit.masked_loss": True}, {"source": source, "token_weights": len}, "does not go with token_weights"),
     ):
         with pytest.raises(RequestError, match=message):
             train(settings.replace(changes), **given)

@@ -268,7 +268,7 @@ def test_frozen_weights_are_in_the_precision_of_the_run(tmp_path):
 
 
 def test_products_of_8_bits_need_a_gpu(tmp_path):
-    given = {"output": str(tmp_path), "device": "cpu", "precision.fp8_linears": "true"}
+    given = {"output": str(tmp_path), "device": "cpu", "precision.fp8_linears": "true", "lora.rank": "none"}
     overrides = {key: Given(value, "test") for key, value in given.items()}
     settings = load_train_settings(config=Path("demo_lora"), overrides=overrides, environment={})
     with pytest.raises(HardwareError, match=r"precision\.fp8_linears=true needs an NVIDIA GPU"):
