@@ -199,23 +199,20 @@ class Calls:
         return found + faults_of_next(judge.tree(folder), results, whole)
 
     def _folder(self, ended: Ended) -> Folder:
-        """Return the folder of a command that waits before its first call, with what it reads."""
-        name = ended.base.name
-        if name not in self._folders:
+        """Return the folder of a command, with what it reads."""
+        if ended.base.name not in self._folders:
             self.kills.results_of(ended)  # the next runs make other calls where they know what this one learns
-            folder = self._folders[name] = self.kills.sandbox.new_folder()
-            self.kills.inputs.put(ended.base, folder)
-            self.kills.sandbox.give_away(folder)
-            self.kills.sandbox.hold(name, ended.base.argv, folder)
-        empty(self._folders[name])
-        self.kills.inputs.put(ended.base, self._folders[name])
-        return self._folders[name]
+            self._folders[ended.base.name] = self.kills.sandbox.new_folder()
+        folder = self._folders[ended.base.name]
+        empty(folder)
+        self.kills.inputs.put(ended.base, folder)
+        return folder
 
     def _run(self, ended: Ended, folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:
         path = folder.root / _LOG
         path.touch()
         calls = (str(folder.root), str(path), breakage, call)
-        outcome = self.kills.run(ended.base.argv, folder, held=ended.base.name, calls=calls)
+        outcome = self.kills.run(ended.base.argv, folder, calls=calls)
         log = path.read_text(errors="replace").replace(f"{folder.root}/", "").splitlines()
         path.unlink()
         return outcome, log

@@ -209,7 +209,6 @@ class Kills:
         folder: Folder,
         *signals: Signal,
         learn: bool = False,
-        held: str = "",
         calls: Sequence[object] = (),
     ) -> Outcome:
         """Run a command, as `Sandbox.run` does."""
@@ -219,7 +218,6 @@ class Kills:
             folder,
             signals=signals,
             learn=learn,
-            held=held,
             calls=calls,
             grace_s=_GRACE_S,
             limit_s=300.0,

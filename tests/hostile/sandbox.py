@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from hostile import failing_calls
@@ -187,14 +187,6 @@ class Sandbox:
             each.mkdir(mode=0o755)
         return folder
 
-    def hold(self, name: str, argv: Sequence[str], folder: Folder) -> None:
-        """Run a command until just before its first call that changes a file, for each `run` with `held=name`.
-
-        It finds there what is in its folder then; what it read before that has to be the same.
-        """
-        answer = self._ask({**self._request(argv, folder), "do": "hold", "name": name})
-        assert answer["held"], f"osora {' '.join(argv)} changes no file"
-
     def resize_disk(self, folder: Folder, *, free: int) -> None:
         """Leave so many bytes free on the disk of a folder."""
         usage = shutil.disk_usage(folder.work)
@@ -223,7 +215,6 @@ class Sandbox:
         learn: bool = False,
         uid: int | None = None,
         stdout: str = "",
-        held: str = "",
         calls: Sequence[object] = (),
     ) -> Outcome:
         """Run `osora *argv` in `folder`, and wait for its end.
@@ -240,54 +231,34 @@ class Sandbox:
             learn: have the warm process import what this command imports, and remember what it estimates.
             uid: in place of nobody's, where the tests run as root.
             stdout: a device in place of a file, or `pipe` for one that nobody reads.
-            held: the name of a command that waits (`hold`), from which this one is forked.
-            calls: arguments of `failing_calls.arm`, if it is held.
+            calls: arguments of `failing_calls.arm`. The first such command in `folder` waits before its first call that
+                changes a file, and this one and all later ones go on from there: what is read before has to stay.
         """
-        request = {
-            **self._request(argv, folder, environment or {}, limits or {}, uid, stdout),
-            "do": "run",
-            "signals": [(each.at_s, each.number, each.to_all) for each in signals],
-            "limit_s": limit_s,
-            "grace_s": grace_s,
-            "patch": patch,
-            "learn": str(self._root / "learnt.json") if learn else None,
-            "held": held,
-            "calls": list(calls),
-        }
-        answer = self._ask(request)
-        return Outcome(
-            **{**answer, "left_processes": tuple(answer["left_processes"])},
-            **{
-                name: (self._root / f"{name}.txt").read_text(errors="backslashreplace")[:_KEPT]
-                for name in ("stdout", "stderr")
-            },
-        )
-
-    def _request(
-        self,
-        argv: Sequence[str],
-        folder: Folder,
-        environment: Mapping[str, str] = MappingProxyType({}),
-        limits: Mapping[str, int] = MappingProxyType({}),
-        uid: int | None = None,
-        stdout: str = "",
-    ) -> dict[str, Any]:
-        """Return what begins a command."""
         prints = {name: self._root / f"{name}.txt" for name in ("stdout", "stderr")}
         for path in prints.values():  # a command may be killed before it begins
             path.write_bytes(b"")
-        return {
+        request = {
+            "do": "run",
             "stdout": stdout or str(prints["stdout"]),
             "stderr": str(prints["stderr"]),
             "argv": list(argv),
             "folder": str(folder.inside.root),
             "cwd": str(folder.inside.work),
             "uid": self.uid if uid is None or self.uid is None else uid,
-            "environment": {**self.environment(folder.inside), **environment},
-            "limits": {**LIMITS, **limits},
-            "patch": None,
-            "learn": None,
+            "environment": {**self.environment(folder.inside), **(environment or {})},
+            "limits": {**LIMITS, **(limits or {})},
+            "signals": [(each.at_s, each.number, each.to_all) for each in signals],
+            "limit_s": limit_s,
+            "grace_s": grace_s,
+            "patch": patch,
+            "learn": str(self._root / "learnt.json") if learn else None,
+            "calls": list(calls),
         }
+        answer = self._ask(request)
+        return Outcome(
+            **{**answer, "left_processes": tuple(answer["left_processes"])},
+            **{name: path.read_text(errors="backslashreplace")[:_KEPT] for name, path in prints.items()},
+        )
 
     def _ask(self, request: object) -> Any:
         assert self._process.stdin is not None

@@ -26,11 +26,8 @@ from hostile import confined, failing_calls
 _ABORTED_S = 2.0
 """Until a child that hangs has printed where."""
 
-_held: dict[str, IO[str]] = {}
-"""The ends of sockets to commands that wait before their first call that changes a file, by name."""
-
-_waiting: set[int] = set()
-"""The numbers of their processes."""
+_waiting: dict[str, tuple[int, IO[str]]] = {}
+"""Commands that wait before their first call that changes a file, by folder: their processes, and lines to and from."""
 
 
 def main() -> None:
@@ -105,8 +102,8 @@ def _unmount(request: dict[str, Any]) -> None:
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
-    if request["held"]:
-        return _ask_held(request)
+    if request["calls"]:
+        return _ask_waiting(request)
     child = _fork()
     if not child:
         _become(request)
@@ -126,33 +123,27 @@ def _fork() -> int:
     return os.fork()
 
 
-def _hold(request: dict[str, Any]) -> dict[str, Any]:
-    """Fork a command that goes on until its first call that changes a file. There it is forked by each `_ask_held`."""
-    ours, its = socketpair()
-    child = _fork()
-    if not child:
-        ours.close()
-        failing_calls.hold(request["folder"], lambda: _serve_held(its))
-        _become(request)
-    its.close()
-    _waiting.add(child)
-    _held[request["name"]] = ours.makefile("rw")
-    return {"held": _held[request["name"]].readline() != ""}
-
-
-def _ask_held(request: dict[str, Any]) -> Any:
-    lines = _held[request["held"]]
+def _ask_waiting(request: dict[str, Any]) -> Any:
+    """Have a command go on that waits before its first call that changes a file."""
+    if request["folder"] not in _waiting:
+        ours, its = socketpair()
+        child = _fork()
+        if not child:
+            failing_calls.hold(request["folder"], lambda: _wait_for_requests(its))
+            _become(request)
+        its.close()
+        _waiting[request["folder"]] = child, ours.makefile("rw")
+    _, lines = _waiting[request["folder"]]
     lines.write(json.dumps(request) + "\n")
     lines.flush()
     return json.loads(lines.readline())
 
 
-def _serve_held(connection: socket) -> None:
+def _wait_for_requests(connection: socket) -> None:
     """Fork this command for each request, and return in what is forked, with calls that fail."""
     confined.adopt_orphans()
+    _waiting.clear()  # of another process
     with connection.makefile("rw") as lines:
-        lines.write("held\n")
-        lines.flush()
         for line in lines:
             request = json.loads(line)
             child = _fork()
@@ -213,13 +204,11 @@ def _end_left_over(grace_s: float) -> list[str]:
     """Return the command lines of processes that outlive the command by `grace_s`, which are killed."""
     own = psutil.Process()
     left: list[str] = []
-
-    def orphans() -> list[psutil.Process]:
-        return [each for each in own.children(recursive=True) if each.pid not in _waiting]
-
-    if started := orphans():
-        _, alive = psutil.wait_procs(started, timeout=grace_s)
-        alive = list({*alive, *orphans()})
+    waiting = {psutil.Process(pid) for pid, _ in _waiting.values()}
+    orphans = set(own.children(recursive=True)) - waiting
+    if orphans:
+        _, alive = psutil.wait_procs(orphans, timeout=grace_s)
+        alive = list({*alive, *own.children(recursive=True)} - waiting)
         for each in alive:
             try:
                 left.append(" ".join(each.cmdline()))
@@ -303,7 +292,7 @@ def _finish(code: int) -> int:
     return code
 
 
-_KINDS = {"run": _run, "hold": _hold, "mount": _mount, "unmount": _unmount}
+_KINDS = {"run": _run, "mount": _mount, "unmount": _unmount}
 
 if __name__ == "__main__":
     main()
