@@ -12,9 +12,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.settings.flags import Option
 
 if TYPE_CHECKING:
-    from opensora_cli.engine.generate.request import Resolved
     from opensora_cli.settings.layers import Layer
-    from opensora_cli.settings.load import GenerateRequest
 
 _COMPARED = "Compared settings"
 _OWN = ("--repeats", "--plot", "--overwrite")
@@ -36,6 +34,7 @@ def bench_generate(given: "Layer", call: Call) -> None:
     """
     from opensora_cli.api.request import generate_request
     from opensora_cli.core.ranks import find_context
+    from opensora_cli.engine.generate.request import refuse_early, resolve
     from opensora_cli.settings.bench_generate import BenchGenerateSettings, benched_request, read_tries, refuse_unfit
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.layers import validate
@@ -48,17 +47,14 @@ def bench_generate(given: "Layer", call: Call) -> None:
         generate_request(given, assignments=call.assignments, sidecar=sidecar, config=call.config)
     )
     context = find_context(os.environ)
-    exact: GenerateRequest | Resolved = request
+    exact = resolve(request, reporter=call.reporter, context=context)
+    refuse_unfit(exact)
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early, resolve
-
-        exact = resolve(request, reporter=call.reporter)
-        refuse_early(exact.settings, dry_run=False)
-        refuse_unfit(exact.settings)
+        refuse_early(exact, dry_run=False)
         for name, changes in (tries or {}).items():
             changed = {key: Given(value, f"--try {name}") for key, value in changes.items()}
             tried = replace(request, overrides={**request.overrides, **changed})
-            refuse_early(resolve(tried, reporter=SilentReporter()).settings, dry_run=True)
+            refuse_early(resolve(tried, reporter=SilentReporter()), dry_run=True)
     with call.loading():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 

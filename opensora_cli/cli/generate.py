@@ -14,7 +14,6 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 
 if TYPE_CHECKING:
-    from opensora_cli.engine.generate.request import Resolved
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.load import GenerateRequest
 
@@ -117,24 +116,22 @@ def _refuse_combinations(call: Call, given: "Mapping[str, Given]") -> None:
 
 def _run(request: "GenerateRequest", call: Call, *, dry_run: bool) -> None:
     from opensora_cli.core.ranks import find_context
+    from opensora_cli.engine.generate.request import refuse_early, resolve
 
     context = find_context(os.environ)
-    resolved: GenerateRequest | Resolved = request
+    settings = resolve(request, reporter=call.reporter, context=context)
     if context is None:
-        from opensora_cli.engine.generate.request import refuse_early, resolve
-
-        resolved = resolve(request, reporter=call.reporter)
-        refuse_early(resolved.settings, dry_run=dry_run)
+        refuse_early(settings, dry_run=dry_run)
     with call.loading():
         from opensora_cli.engine.generate import dry_run as planning
-        from opensora_cli.engine.generate.run import generate_from_request
+        from opensora_cli.engine.generate.run import generate_or_launch
 
     if dry_run:
-        plan = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
+        plan = planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=context)
         call.show(plan, context=context)
         plan.require_fit()
         return
-    result = generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again())
+    result = generate_or_launch(settings, reporter=call.reporter, context=context, rank_flags=call.again())
     call.show(result, context=context)
 
 
@@ -147,7 +144,8 @@ def _run_rows(request: "GenerateRequest", call: Call, table: Path, *, dry_run: b
     shard = Shard() if part is None else Shard.of(part)
     rows = read_prompts(table)
     with call.loading():
-        from opensora_cli.engine.generate.batch import generate_rows, plan_rows
+        from opensora_cli.engine.generate.batch import generate_rows
+        from opensora_cli.engine.generate.dry_run import plan_rows
 
     if dry_run:
         plan = plan_rows(request, rows, shard=shard, reporter=call.reporter)

@@ -60,20 +60,17 @@ class ThreadChoice(Document):
         return f"{self.count} ({self.reason})"
 
 
-def pick_threads(
-    *, asked: int | None, by: str | None = None, values: int | None = None, ranks: int = 1
-) -> ThreadChoice:
+def pick_threads(*, asked: int | None, values: int | None = None, ranks: int = 1) -> ThreadChoice:
     """Return how many threads this process is to compute with.
 
     Args:
         asked: the number that a setting insists on.
-        by: where that setting was given, such as `--threads` or a file; None: not known.
         values: in a layer of the work's main part; None: as many as any number of threads has work for.
         ranks: processes on this machine that share it.
     """
     import torch
 
-    named = named_threads(os.environ, asked=asked, by=by, now=torch.get_num_threads())
+    named = named_threads(os.environ, asked=asked, now=torch.get_num_threads())
     if named is not None:
         return named
     useful = None if values is None else useful_threads(values)
@@ -103,15 +100,13 @@ def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -
     return ThreadChoice(count=count, reason=", ".join(reasons), is_free=True)
 
 
-def named_threads(
-    environment: Mapping[str, str], *, asked: int | None, by: str | None = None, now: int
-) -> ThreadChoice | None:
+def named_threads(environment: Mapping[str, str], *, asked: int | None, now: int) -> ThreadChoice | None:
     """Return the number that a user insists on: `asked` for, or the one `now`, which a variable has set; else None.
 
     What `variables_of_ranks` returned was not the user's.
     """
     if asked is not None:
-        return ThreadChoice(count=asked, reason="as set" if by is None else f"as set by {by}")
+        return ThreadChoice(count=asked, reason="as set")
     named = [name for name in VARIABLES if environment.get(name)]
     if named == ["OMP_NUM_THREADS"] and environment["OMP_NUM_THREADS"] == environment.get(RANK_VARIABLE):
         return None

@@ -3,6 +3,7 @@
 import importlib.resources
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -227,7 +228,7 @@ def _lacking(component: Component, path: Path) -> list[str]:
 
 
 def choose_model(choice: str, *, weights: str | None = None, device: str = "auto") -> tuple[str, str]:
-    """Return the model to run, and the reason.
+    """Return the model to run, and the reason. May import torch if `needs_torch`.
 
     `auto` is the released model if its weights, under their published names, and a CUDA device are available, else the
     demo. `device` can be the CPU.
@@ -235,7 +236,7 @@ def choose_model(choice: str, *, weights: str | None = None, device: str = "auto
     if choice != AUTO:
         return choice, "as asked"
     found = find_released(WeightNames(), weights)
-    lacks_cuda = device == "cpu" or not _has_cuda()
+    lacks_cuda = device == "cpu" or not _has_cuda(asks_torch=found.complete)
     if found.complete and not lacks_cuda:
         folder = found.paths[Component.TRANSFORMER].parent
         return OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device"
@@ -248,16 +249,15 @@ def choose_model(choice: str, *, weights: str | None = None, device: str = "auto
     return DEMO, " and ".join(reasons)
 
 
-def choose_model_early(choice: str, *, weights: str | None, device: str) -> str | None:
-    """Return the choice of `choose_model`, or None if only torch can tell."""
-    if choice != AUTO:
-        return choice
-    if device == "cpu" or not find_released(WeightNames(), weights).complete:
-        return DEMO
-    return None
+def needs_torch(choice: str, *, weights: str | None, device: str) -> bool:
+    """Return whether `choose_model` asks torch for a CUDA device."""
+    return choice == AUTO and device != "cpu" and find_released(WeightNames(), weights).complete
 
 
-def _has_cuda() -> bool:
+def _has_cuda(*, asks_torch: bool) -> bool:
+    """Return whether there is a CUDA device; without torch, whether there is a driver of one."""
+    if not asks_torch and "torch" not in sys.modules:
+        return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
     import torch
 
     return torch.cuda.is_available()

@@ -52,14 +52,6 @@ def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[Sampl
     )
 
 
-def planned_outputs(chain: Chain) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
-    """Return the files that a run would write, or no files and the error that would refuse the run."""
-    try:
-        return choose_outputs(chain), None
-    except OutputError as error:
-        return (), error
-
-
 def request_hashes(chain: Chain) -> Callable[[int, str], str]:
     """Return a function from the seed of a sample and the format of its file to the hash of its request.
 

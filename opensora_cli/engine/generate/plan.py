@@ -428,10 +428,10 @@ class Chain:
             tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
         )
 
-    def with_threads(self, by: str | None = None) -> "Chain":
+    def with_threads(self) -> "Chain":
         """Return the chain with the CPU threads of all jobs chosen for the video.
 
-        On a CPU the settings record the number, since sums depend on it. `by` is the source of the setting.
+        On a CPU the settings record the number, since sums depend on it.
         """
         plan, settings = self.video, self.settings
         if plan.threads is not None:
@@ -443,7 +443,7 @@ class Chain:
                 evaluations = max(1, plan.model_evaluations // plan.num_steps)
                 values = (plan.video_tokens + settings.text.t5_max_length) * settings.model.hidden_size * evaluations
             ranks = settings.parallel.ranks_per_node
-            threads = pick_threads(asked=settings.runtime.threads, by=by, values=values, ranks=ranks)
+            threads = pick_threads(asked=settings.runtime.threads, values=values, ranks=ranks)
 
         def change(plan: Plan) -> Plan:
             recorded = plan.settings.runtime.threads

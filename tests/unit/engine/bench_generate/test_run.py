@@ -20,7 +20,6 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
 from opensora_cli.settings.bench_generate import BenchGenerateSettings, read_tries
-from opensora_cli.settings.load import GenerateRequest, SavedSettings
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -35,10 +34,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def compared(settings, *tries, reporter=None, repeats=1):
-    saved = SavedSettings(source="the test", values=settings.model_dump(mode="json"), is_own=True)
-    request = GenerateRequest(saved=saved)
     options = BenchGenerateSettings(repeats=repeats)
-    return bench_generate(request, read_tries(tries), options=options, reporter=reporter or RecordingReporter())
+    return bench_generate(settings, read_tries(tries), options=options, reporter=reporter or RecordingReporter())
 
 
 def test_likeness_is_a_mean_over_frames_and_an_error_over_all_segments():

@@ -19,13 +19,14 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputE
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
 from opensora_cli.engine.generate import decode, denoise, models, outputs, references
 from opensora_cli.engine.generate import text as generate_text
-from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
+from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import sample_files
@@ -50,7 +51,7 @@ def raising(error):
 
 def go_on(path, reporter, **changes):
     overrides = {"from_latents": Given(str(path), "--from-latents"), **weights_of(path), **changes}
-    return generate_from_request(GenerateRequest(overrides=overrides), reporter=reporter)
+    return generate(resolve(GenerateRequest(overrides=overrides), reporter=reporter), reporter=reporter)
 
 
 SLOW = pytest.mark.slow
@@ -174,7 +175,7 @@ class TestCtrlC:
             f"of 2 samples: 0 finished, 1 with saved latents, 1 still to be made{advice}",
         ]
         latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from-latents"), **weights_of(tmp_path / LATENTS)}
-        planned = plan_from_request(GenerateRequest(overrides=latents), reporter=reporter)
+        planned = plan_generation(resolve(GenerateRequest(overrides=latents), reporter=reporter), reporter=reporter)
         assert set(planned.jobs[0].weights) == {"vae"}
 
     def test_the_same_command_goes_on(self, world, tmp_path, monkeypatch, expected):

@@ -112,7 +112,7 @@ def test_missing_weights_of_the_picture_are_named(world, tmp_path, reporter):
     overrides = {"prompt": "sea", "picture.first": True, "runtime.weights": str(tmp_path), "model.name": "open-sora-v2"}
     request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in overrides.items()})
     with pytest.raises(CheckpointError, match="of the flux1-dev model are missing") as caught:
-        refuse_early(resolve(request, reporter=reporter).settings, dry_run=False)
+        refuse_early(resolve(request, reporter=reporter), dry_run=False)
     assert caught.value.hint.endswith("; --set picture.first=false makes no picture first")
 
 
@@ -165,7 +165,7 @@ class TestMade:
             overrides = {"output.path": Given(str(tmp_path / "again"), "--out")}
             overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
             request = GenerateRequest(saved=read_sidecar(sidecar), overrides=overrides)
-            made = resolve(request, reporter=reporter).settings
+            made = resolve(request, reporter=reporter)
             [same] = generate(made).videos
             original = video.path if sidecar == video.sidecar else video.picture.file
             assert same.path.read_bytes() == original.read_bytes()
@@ -206,7 +206,7 @@ class TestMade:
         latents = tmp_path / "raining-sea_seed42.latents.safetensors"
         overrides = {"from_latents": Given(str(latents), "x"), "output.path": Given(str(tmp_path / "decoded"), "x")}
         overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
-        decoded = resolve(GenerateRequest(overrides=overrides), reporter=reporter).settings
+        decoded = resolve(GenerateRequest(overrides=overrides), reporter=reporter)
         [video] = generate(decoded).videos
         assert (video.path.read_bytes(), video.picture) == (whole, None)
         [video] = generate(ended, reporter=reporter).videos
@@ -214,6 +214,6 @@ class TestMade:
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
 
     def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):
-        chain = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter)
+        chain = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter).chain
         assert "pictures of 32px have no size of 32x16: the nearest is 64x16, that of 2.39:1" in reporter.notes
         assert chain.find(PICTURE).latent_shape == (4, 1, 8, 32)

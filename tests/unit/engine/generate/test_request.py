@@ -13,7 +13,7 @@ def test_a_request_that_no_model_allows_is_refused_before_torch_chooses_one(monk
     def choose_model(*_, **__):
         raise AssertionError("torch was asked")
 
-    monkeypatch.setattr(requests, "choose_model_early", lambda *_, **__: None)
+    monkeypatch.setattr(requests, "needs_torch", lambda *_, **__: True)
     monkeypatch.setattr(requests, "choose_model", choose_model)
     typed = {"prompt": Given("sea", "PROMPT")}
     wrong = read_request(overrides={**typed, "runtime.device": Given("gpu", "--device")}, environment={})

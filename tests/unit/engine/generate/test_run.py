@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +11,14 @@ from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, flux_settings, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
-from opensora_cli.core.exceptions import OsoraError, OutputError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, models, references
-from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
+from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import (
     generate,
-    generate_from_request,
 )
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.tags import read_tags
@@ -133,7 +133,7 @@ def test_pictures_alone(world, tmp_path, reporter):
     saved = read_sidecar(result.videos[1].sidecar)
     overrides = {"output.path": Given(str(tmp_path / "again.png"), "--out")}
     overrides["runtime.weights"] = Given(result.settings.runtime.weights, "--weights")
-    again = resolve(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter).settings
+    again = resolve(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter)
     [video] = generate(again).videos
     assert video.path.read_bytes() == result.videos[1].path.read_bytes()
     # What is an input of the model changes the picture, and what is none does not.
@@ -357,27 +357,12 @@ class TestRequests:
                 "runtime.weights": Given(str(world.released), "--weights"),
             }
         )
-        resolved = resolve(request, reporter=reporter)
-        choice = resolved.model_note()
-        assert resolved.settings.model.name == "demo"
-        assert choice == "model: demo (there is no CUDA device)"
+        wrong = replace(request, overrides={**request.overrides, "video.resolution": Given("768px", "--res")})
+        with pytest.raises(RequestError):
+            resolve(wrong, reporter=reporter)
         assert reporter.notes == []
-        plan_from_request(request, reporter=reporter)
-        assert reporter.notes == [choice]
-
-    def test_the_choice_is_not_reported_before_an_error(self, world, tmp_path, reporter, monkeypatch):
-        def request(**more):
-            given = {"prompt": "sea", "output.path": str(tmp_path), "runtime.device": "cpu", **more}
-            return GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
-
-        for wrong in ({"video.resolution": "768px"}, {"condition.references": str(tmp_path / "gone.png")}):
-            for run in (plan_from_request, generate_from_request):
-                with pytest.raises(OsoraError):
-                    run(request(**wrong), reporter=reporter)
-        (tmp_path / "sea.mp4").write_text("there already")
-        with pytest.raises(OutputError, match="exists already"):
-            generate_from_request(request(**{"output.path": str(tmp_path / "sea.mp4")}), reporter=reporter)
-        assert reporter.notes == []
+        assert resolve(request, reporter=reporter).model.name == "demo"
+        assert reporter.notes == ["model: demo (there is no CUDA device)"]
 
     def test_missing_weights_are_reported_before_anything_is_planned(self, tmp_path, reporter, monkeypatch):
         warned = []
@@ -390,7 +375,7 @@ class TestRequests:
         given = {"prompt": "sea", "runtime.model_choice": "open-sora-v2", "runtime.device": "cpu"}
         given |= {"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}
         request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
-        plan_from_request(request, reporter=reporter)
+        plan_generation(resolve(request, reporter=reporter), reporter=reporter)
         assert warned == [reporter.warnings]
         assert "a run would be refused: weights of the open-sora-v2 model are missing" in warned[0][0]
 
@@ -406,7 +391,7 @@ class TestRequests:
             },
             environment={"OSORA_WEIGHTS": str(world.released), "OSORA_OUTPUT__PATH": str(tmp_path)},
         )
-        assert plan_from_request(request, reporter=reporter).jobs[0].missing_weights == ()
+        assert plan_generation(resolve(request, reporter=reporter), reporter=reporter).jobs[0].missing_weights == ()
         assert reporter.notes == []
 
 
