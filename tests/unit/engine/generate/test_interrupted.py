@@ -5,6 +5,8 @@ import json
 import math
 import os
 import shutil
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,36 @@ class TestCtrlC:
         assert video.path.read_bytes() == expected
         assert "denoise" not in reporter.stages
         assert names(tmp_path / "out") == [LATENTS, "raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
+
+    def test_between_the_last_step_and_the_latents(self, world, tmp_path, monkeypatch):
+        real = denoise._unpacked
+
+        def interrupted(*args):
+            signal.raise_signal(signal.SIGINT)
+            return real(*args)
+
+        monkeypatch.setattr(denoise, "_unpacked", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from-latents"):
+            generate(released_settings(world, tmp_path))
+        assert open_latents(tmp_path / LATENTS).steps is None
+
+    def test_a_finished_sample_is_not_listed_by_the_state_that_it_continued(self, world, tmp_path, reporter):
+        state = tmp_path / "state.latents.safetensors"
+        state.touch()
+        first = sample_files(released_settings(world, tmp_path / "out.mp4"), 0)
+        sample, events = replace(first, saved=state, saved_steps=1), Events(reporter)
+
+        def finish_and_stop():
+            with events.rescue([sample], can_repeat=True):
+                with events.saving(sample.latents, sample, is_begun=False):
+                    sample.latents.touch()
+                events.complete(sample, keeps_latents=False)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as caught:
+            finish_and_stop()
+        assert caught.value.args == (f"finished: {sample.media}",)
+        assert names(tmp_path) == [state.name]
 
     def test_while_writing_the_file(self, world, tmp_path, monkeypatch):
         """In the middle of the atomic writer, after its temporary file was made."""
@@ -487,10 +519,6 @@ class TestBrokenWeights:
         with pytest.raises(CheckpointError, match="truncated") as caught:
             generate(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))
         assert name in caught.value.message
-
-    def test_settings_of_another_model(self, world, tmp_path):
-        with pytest.raises(CheckpointError, match="missing"):
-            generate(released_settings(world, tmp_path, model__depth="2"))
 
     @pytest.mark.parametrize("content", ["{", '{"d_model": "wide"}', '{"d_model": -1}'])
     def test_broken_text_encoder(self, world, tmp_path, weights, content):

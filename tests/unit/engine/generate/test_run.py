@@ -70,19 +70,6 @@ def test_every_mode_of_the_released_model(world, tmp_path, monkeypatch, reporter
     assert names(tmp_path) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        mode if mode in ("t2v", "i2v_head", "v2v_head_easy") else pytest.param(mode, marks=pytest.mark.slow)
-        for mode in MODES
-    ],
-)
-def test_every_mode_of_the_demo(world, tmp_path, mode):
-    settings = demo_settings(world, tmp_path, condition__mode=mode, condition__references=references_for(world, mode))
-    result = generate(settings)
-    assert read_video(result.videos[0].path).frames_THWC.shape[:3] == (17, 64, 64)
-
-
 GIVEN = {"condition__video_latent_frames": "2", "condition__easy_latent_frames": "3"}
 
 
@@ -141,24 +128,6 @@ def test_pictures_alone(world, tmp_path, reporter):
     assert generate(louder).videos[0].path.read_bytes() != video.path.read_bytes()
     other = again.replace({"sampling.guidance_scale": 9, "negative_prompt": "sea"})
     assert generate(other).videos[0].made_before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("resolution", "size"), [("256px", (192, 336)), ("768px", (576, 1024))])
-def test_every_released_preset_at_its_size(world, tmp_path, resolution, size):
-    settings = released_settings(
-        world,
-        tmp_path,
-        video__height=None,
-        video__width=None,
-        video__resolution=resolution,
-        video__num_frames="1",
-        vae__sample_size="256",
-        sampling__num_inference_steps="1",
-        output__format="png",
-    )
-    [video] = generate(settings).videos
-    assert tuple(read_picture(video.path).shape) == (*size, 3)
 
 
 def test_stages_and_their_progress(world, tmp_path, reporter):
@@ -231,23 +200,6 @@ class CountingTransformer:
         for row in range(packed_latents.shape[0]):
             self.calls.append({name: None if each is None else each[row % len(each)] for name, each in inputs.items()})
         return torch.zeros_like(packed_latents)
-
-
-@pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_loop", 110)])
-def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
-    transformer = CountingTransformer()
-    monkeypatch.setattr(models, "load_transformer", lambda plan, **_: transformer)
-    settings = released_settings(
-        world,
-        tmp_path,
-        condition__mode=mode,
-        condition__references=references_for(world, mode),
-        sampling__num_inference_steps="50",
-    )
-    result = generate(settings, reporter=reporter)
-    assert len(transformer.calls) == evaluations
-    assert result.model_evaluations == evaluations
-    assert reporter.totals["denoise"] == reporter.advanced["denoise"] == evaluations
 
 
 def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
