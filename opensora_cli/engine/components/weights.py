@@ -255,9 +255,13 @@ def needs_torch(choice: str, *, weights: str | None, device: str) -> bool:
 
 
 def _has_cuda(*, asks_torch: bool) -> bool:
-    """Return whether there is a CUDA device; without torch, whether there is a driver of one."""
+    """Return whether there is a CUDA device.
+
+    Without torch, this is whether the system shows a GPU, and True on Windows, which shows none.
+    """
     if not asks_torch and "torch" not in sys.modules:
-        return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+        found = (path for name in ("nvidia[0-9]*", "dxg", "kfd") for path in Path("/dev").glob(name))
+        return sys.platform == "win32" or any(found)
     import torch
 
     return torch.cuda.is_available()

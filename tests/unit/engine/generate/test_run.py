@@ -276,7 +276,8 @@ class TestPrompts:
         ]
         nowhere = released_settings(world, tmp_path, prompt="a dragon " * 9, runtime__weights=str(tmp_path))
         plan_generation(nowhere, reporter=reporter)
-        assert len(reporter.warnings) == 2
+        assert len(reporter.warnings) == 3
+        assert "weights of the open-sora-v2 model are missing" in reporter.warnings[2]
 
     @pytest.mark.slow
     def test_many_unknown_words_are_one_warning(self, world, tmp_path, reporter):
