@@ -63,7 +63,9 @@ class FakeEngine:
         self.planned = True
         return self._run(settings, reporter)
 
-    def resolve(self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None) -> GenerateSettings:
+    def resolve(
+        self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None = None
+    ) -> GenerateSettings:
         return load_generate_settings(request, model=DEMO if request.model == AUTO else request.model)
 
     def _run(self, settings: GenerateSettings, reporter: Reporter) -> FakeResult:
