@@ -37,7 +37,6 @@ from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.encode.loading import ClipBatches
-from opensora_cli.engine.generate.previews import color_field
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.clock import Clock
@@ -109,6 +108,14 @@ class FixedBatches:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def color_field(num_frames: int, size: int, number: int) -> torch.Tensor:
+    """Return a clip of smooth random colors that change over time: uint8 RGB (num_frames, size, size, 3)."""
+    corners_13THW = torch.rand(1, 3, 2, 5, 5, generator=torch.Generator().manual_seed(number))
+    shape = (num_frames, size, size)
+    levels_13THW = torch.nn.functional.interpolate(corners_13THW, size=shape, mode="trilinear", align_corners=True)
+    return (levels_13THW[0] * 255).round().to(torch.uint8).permute(1, 2, 3, 0)
 
 
 def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list[ClipBatch], EmptyPrompt]:
