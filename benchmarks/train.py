@@ -109,6 +109,14 @@ class FixedBatches:
         """Do nothing."""
 
 
+def color_field(num_frames: int, size: int, number: int) -> torch.Tensor:
+    """Return a clip of smooth random colors that change over time: uint8 RGB (num_frames, size, size, 3)."""
+    corners_13THW = torch.rand(1, 3, 2, 5, 5, generator=torch.Generator().manual_seed(number))
+    shape = (num_frames, size, size)
+    levels_13THW = torch.nn.functional.interpolate(corners_13THW, size=shape, mode="trilinear", align_corners=True)
+    return (levels_13THW[0] * 255).round().to(torch.uint8).permute(1, 2, 3, 0)
+
+
 def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list[ClipBatch], EmptyPrompt]:
     """Return a few micro-batches as a cache would hand them out, and the empty prompt."""
     encoders = load_encoders(settings, device=device)

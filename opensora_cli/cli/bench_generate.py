@@ -19,7 +19,6 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, validate
-from opensora_cli.settings.load import GenerateRequest
 
 _COMPARED = "Compared settings"
 _OWN = ("--repeats", "--plot", "--overwrite")
@@ -39,7 +38,7 @@ def bench_generate(given: Layer, call: Call) -> None:
 
       osora bench-generate --try sampling.guidance_interval=0.2,0.9
     """
-    from opensora_cli.engine.generate.request import Resolved, refuse_early, resolve
+    from opensora_cli.engine.generate.request import refuse_early, resolve
 
     tries = read_tries(call.value("--try", list) or [])
     own = {label.removeprefix("--"): Given(call.given[label], label) for label in _OWN if label in call.given}
@@ -49,13 +48,12 @@ def bench_generate(given: Layer, call: Call) -> None:
         generate_request(given, assignments=call.assignments, sidecar=sidecar, config=call.config)
     )
     context = find_context(os.environ)
-    exact: GenerateRequest | Resolved = request
+    exact = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
+    refuse_unfit(exact)
     if context is None:
-        exact = resolve(request, reporter=call.reporter, loading=call.loading)
-        refuse_early(exact.settings, dry_run=False)
-        refuse_unfit(exact.settings)
+        refuse_early(exact, dry_run=False)
         for name, changes in (tries or {}).items():
-            tried_settings(exact.settings, changes, name=name)
+            tried_settings(exact, changes, name=name)
     with call.loading():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 

@@ -118,22 +118,21 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
 
 
 def _run(request: GenerateRequest, call: Call, *, dry_run: bool) -> None:
-    from opensora_cli.engine.generate.request import Resolved, refuse_early, resolve
+    from opensora_cli.engine.generate.request import refuse_early, resolve
 
     context = find_context(os.environ)
-    resolved: GenerateRequest | Resolved = request
+    settings = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
     if context is None:
-        resolved = resolve(request, reporter=call.reporter, loading=call.loading)
-        refuse_early(resolved.settings, dry_run=dry_run)
+        refuse_early(settings, dry_run=dry_run)
     with call.loading():
         from opensora_cli.engine.generate import dry_run as planning
-        from opensora_cli.engine.generate.run import generate_from_request
+        from opensora_cli.engine.generate.run import generate_or_launch
 
     result: Document | None
     if dry_run:
-        result = planning.plan_from_request(resolved, reporter=call.reporter, context=context)
+        result = planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=context)
     else:
-        result = generate_from_request(resolved, reporter=call.reporter, context=context, rank_flags=call.again())
+        result = generate_or_launch(settings, reporter=call.reporter, context=context, rank_flags=call.again())
     call.show(result, context=context)
 
 
@@ -143,7 +142,8 @@ def _run_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: boo
     shard = Shard() if part is None else Shard.of(part)
     rows = read_prompts(table)
     with call.loading():
-        from opensora_cli.engine.generate.batch import generate_rows, plan_rows
+        from opensora_cli.engine.generate.batch import generate_rows
+        from opensora_cli.engine.generate.dry_run import plan_rows
 
     result: Document | None
     if dry_run:

@@ -1,7 +1,7 @@
-"""How many threads compute: as many as there is work for, of the cores that are really to be had.
+"""Number of CPU threads: as many as there is work for, on the cores that are really free.
 
-Threads of OpenMP that wait for each other spin. On a core that another process uses too, a small model so takes many
-times longer than with one thread, and torch counts neither other processes nor the quota of a container.
+OpenMP threads that wait for each other spin. On a core that another process uses, too, a small model takes many times
+longer than with one thread. Torch counts neither other processes nor the quota of a container.
 """
 
 import math
@@ -21,59 +21,56 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""By which a user chooses; torch reads them."""
+"""Variables by which a user chooses the number of threads; torch reads them."""
 RANK_VARIABLE = "OSORA_RANK_THREADS"
-"""Set by our launcher: the OMP_NUM_THREADS of a rank that no user chose."""
+"""Variable that the launcher sets to the OMP_NUM_THREADS of a rank, unless a user chose it."""
 VALUES_PER_THREAD = 2**15
-"""Torch itself splits element-wise operations into pieces of at least so many values (`at::internal::GRAIN_SIZE`)."""
+"""Least number of values in a piece of an element-wise operation (`at::internal::GRAIN_SIZE` of torch)."""
 
 _computed_in: int | None = None
-"""The process that has computed with several threads; a forked one inherits its number."""
+"""ID of the process that has computed with several threads; a forked process inherits it."""
 
 _LOOK_S = 0.2
 _IDLE = 0.25
-"""What an idle machine keeps a core busy with at the most."""
+"""Most work, in cores, of an idle machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores:
-    """What of a machine's processors this process may use."""
+    """Cores that this process may use."""
 
     allowed: int
-    """Cores that it may run on (its affinity)."""
+    """Cores in the affinity of the process."""
     quota: float | None = None
-    """Cores' worth of time that its cgroups get; None: all of it."""
+    """Quota of its cgroups, in cores; None means no limit."""
     busy: float = 0.0
-    """Of the allowed cores, how many others keep busy."""
+    """Allowed cores that other processes keep busy."""
 
 
 class ThreadChoice(Document):
-    """How many threads compute, and why."""
+    """Number of threads, with the reason."""
 
     count: int
     reason: str
     is_free: bool = Field(default=False, exclude=True)
-    """Whether nobody named the number."""
+    """Whether neither a setting nor a variable named the number."""
 
     def line(self) -> str:
-        """Return it for people."""
+        """Return the choice as text."""
         return f"{self.count} ({self.reason})"
 
 
-def pick_threads(
-    *, asked: int | None, by: str | None = None, values: int | None = None, ranks: int = 1
-) -> ThreadChoice:
-    """Return how many threads this process is to compute with.
+def pick_threads(*, asked: int | None, values: int | None = None, ranks: int = 1) -> ThreadChoice:
+    """Return the number of threads of this process.
 
     Args:
-        asked: the number that a setting insists on.
-        by: where that setting was given, such as `--threads` or a file; None: not known.
-        values: in a layer of the work's main part; None: as many as any number of threads has work for.
-        ranks: processes on this machine that share it.
+        asked: number of the settings; None to choose it.
+        values: values in a layer of the main model; None means enough for any number of threads.
+        ranks: processes that share this machine.
     """
     import torch
 
-    named = named_threads(os.environ, asked=asked, by=by, now=torch.get_num_threads())
+    named = named_threads(os.environ, asked=asked, now=torch.get_num_threads())
     if named is not None:
         return named
     useful = None if values is None else useful_threads(values)
@@ -81,8 +78,9 @@ def pick_threads(
 
 
 def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -> ThreadChoice:
-    """Return the threads of each of `ranks` processes on these cores, of which each has work for `useful`.
-    None: for any number.
+    """Return the number of threads of each of `ranks` processes on these cores.
+
+    Each process has work for `useful` threads; None means for any number.
     """
     reasons = [f"{cores.allowed} {'core' if cores.allowed == 1 else 'cores'}"]
     free = float(cores.allowed)
@@ -103,15 +101,13 @@ def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -
     return ThreadChoice(count=count, reason=", ".join(reasons), is_free=True)
 
 
-def named_threads(
-    environment: Mapping[str, str], *, asked: int | None, by: str | None = None, now: int
-) -> ThreadChoice | None:
-    """Return the number that a user insists on: `asked` for, or the one `now`, which a variable has set; else None.
+def named_threads(environment: Mapping[str, str], *, asked: int | None, now: int) -> ThreadChoice | None:
+    """Return the number that a user has named: `asked`, or `now` if a variable has set it; None without either.
 
-    What `variables_of_ranks` returned was not the user's.
+    A variable of `variables_of_ranks` is not the user's.
     """
     if asked is not None:
-        return ThreadChoice(count=asked, reason="as set" if by is None else f"as set by {by}")
+        return ThreadChoice(count=asked, reason="as set")
     named = [name for name in VARIABLES if environment.get(name)]
     if named == ["OMP_NUM_THREADS"] and environment["OMP_NUM_THREADS"] == environment.get(RANK_VARIABLE):
         return None
@@ -119,9 +115,9 @@ def named_threads(
 
 
 def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[str, str]:
-    """Return what limits the threads of each of `ranks` processes on this machine until they choose for themselves.
+    """Return variables that limit the threads of each of `ranks` processes until they choose their number.
 
-    Several that each take all cores slow each other down. Empty where the user has chosen.
+    Processes that each take all cores slow each other down. The result is empty if the user has chosen.
     """
     if any(environment.get(name) for name in VARIABLES):
         return {}
@@ -130,14 +126,14 @@ def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[st
 
 
 def useful_threads(values: int) -> int:
-    """Return how many threads have work in layers of so many values."""
+    """Return the number of threads that have work in layers of so many values."""
     return max(1, values // VALUES_PER_THREAD)
 
 
 def read_cores(*, with_load: bool = True) -> Cores:
-    """Return what this machine has for this process now. With the load it takes a fifth of a second.
+    """Return the cores that this process may use now. Measuring the load takes a fifth of a second.
 
-    Processes that start together must not measure each other: of several ranks none looks at the load.
+    Processes that start together would measure each other: none of several ranks measures the load.
     """
     numbers = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     quota = read_quota(Path("/"))
@@ -150,7 +146,7 @@ def read_cores(*, with_load: bool = True) -> Cores:
 
 
 def read_quota(root: Path) -> float | None:
-    """Return the least quota of the cgroups, v2 or v1, that this process is in, in cores; None: none has one."""
+    """Return the least quota, in cores, of the cgroups of this process, v2 or v1; None without a quota."""
     quotas = []
     for folder, is_v2 in cgroup_folders(root, "cpu", folders_v1=("cpu",)):
         words = read_words(folder, *(("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")))
@@ -165,10 +161,10 @@ def read_quota(root: Path) -> float | None:
 
 @contextmanager
 def threads_used(choice: ThreadChoice, reporter: Reporter) -> Iterator[None]:
-    """Let torch compute with so many threads inside the block, and note how many and why.
+    """Let torch compute with so many threads inside the block, and note the number and the reason.
 
-    Raises RequestError if this process was forked from one that has computed with several: OpenMP would wait for ever
-    for threads that a fork does not copy.
+    Raises RequestError if this process was forked from a process that has computed with several threads: OpenMP would
+    wait forever for threads that a fork does not copy.
     """
     global _computed_in
     import torch

@@ -10,9 +10,9 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.generate.request import Resolved
 from opensora_cli.models.registry import AUTO, DEMO
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 
@@ -42,30 +42,39 @@ class FakeEngine:
     shortage: HardwareError | None = None
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
-    def generate_from_request(
+    def generate_or_launch(
         self,
-        request: GenerateRequest | Resolved,
+        settings: GenerateSettings,
         *,
         reporter: Reporter,
         context: RankContext | None,
         rank_flags: Sequence[str],
     ) -> FakeResult:
-        return self._run(request, reporter)
+        return self._run(settings, reporter)
 
-    def plan_from_request(
-        self, request: GenerateRequest | Resolved, *, reporter: Reporter, context: RankContext | None
+    def plan_generation(
+        self,
+        settings: GenerateSettings,
+        *,
+        reporter: Reporter,
+        on: PlannedMachine | None,
+        context: RankContext | None,
     ) -> FakeResult:
         self.planned = True
-        return self._run(request, reporter)
+        return self._run(settings, reporter)
 
-    def resolve(self, request: GenerateRequest, *, reporter: Reporter, loading: object = None) -> Resolved:
-        model = DEMO if request.model == AUTO else request.model
-        settings = load_generate_settings(request, model=model)
-        return Resolved(settings=settings, chooses_model=False, threads_source=None, on=request.on)
+    def resolve(
+        self,
+        request: GenerateRequest,
+        *,
+        reporter: Reporter,
+        context: RankContext | None = None,
+        loading: object = None,
+    ) -> GenerateSettings:
+        return load_generate_settings(request, model=DEMO if request.model == AUTO else request.model)
 
-    def _run(self, request: GenerateRequest | Resolved, reporter: Reporter) -> FakeResult:
-        resolved = request if isinstance(request, Resolved) else self.resolve(request, reporter=reporter)
-        self.settings = resolved.settings
+    def _run(self, settings: GenerateSettings, reporter: Reporter) -> FakeResult:
+        self.settings = settings
         self.reporter = reporter
         self.while_running(reporter)
         return FakeResult(settings=self.settings, shortage=self.shortage)

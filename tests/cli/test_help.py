@@ -16,7 +16,8 @@ from opensora_cli.cli.app import _wait_without_spinning, load_commands, main
 from opensora_cli.cli.group import unwrapped
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.solvers import Solver
-from opensora_cli.engine.generate.dry_run import PlanDocument, plan_from_request
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.listings import NEEDS
 from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
@@ -176,7 +177,8 @@ def test_needs_of_presets_are_those_of_their_plans(name: str) -> None:
             environment={},
             on=read_machine("1xH200"),
         )
-        return plan_from_request(request, reporter=SilentReporter())
+        reporter = SilentReporter()
+        return plan_generation(resolve(request, reporter=reporter), reporter=reporter, on=request.on)
 
     needs, whole = NEEDS[name], planned(memory__offload="none")
     least = planned(memory__offload="blocks", memory__resident_blocks="1")

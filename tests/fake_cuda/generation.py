@@ -119,7 +119,7 @@ def rehearse(
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
         ranks: Ranks | None = None
         if world.size == 1:
-            chain = generation_run.plan_here(generation_run.completed(settings, reporter), None)
+            chain = generation_run.plan_here(settings, LoadedModels(), reporter=reporter)
         else:
             settings, device = stack.enter_context(joined_ranks(settings, turn.context, reporter))
             chain = chain_of_rank(settings, device)
@@ -131,7 +131,7 @@ def rehearse(
 def _planned(settings: GenerateSettings, **options: Any) -> Chain:
     with _disable_current_modes():
         # On tensors without numbers no kernel can be tried.
-        return make_chain(settings, **options | {"tries_device": False}).with_threads(by=None)
+        return make_chain(settings, **options | {"tries_device": False}).with_threads()
 
 
 def _make(chain: Chain, ranks: Ranks | None, reporter: LoggedReporter, *, decodes: bool) -> None:

@@ -160,6 +160,9 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     made = (*_TINY, "--out", "made.mp4")
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
+    _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
+    table = inputs.folder / "clips.csv"
+    table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
     _add(sandbox, inputs, ("vae.yaml", *_CLIPS), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
     _add(sandbox, inputs, ("generate.yaml", "tiny"), (*_TINY, "--out", "many.png"))
     for kind, name in (("safetensors-shards", "shards"), ("torch-shards", "torch-shards")):
@@ -168,9 +171,6 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     for kind, name in (("dcp", "dcp"), ("colossalai", "colossal"), ("torch", "weights.pt")):
         arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind)
         _add(sandbox, inputs, ("weights.safetensors",), arguments)
-    _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
-    table = inputs.folder / "clips.csv"
-    table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
     reads = ("clips.yaml", "frozen", *_CLIPS)
     _add(sandbox, inputs, reads, ("data", "cache", "--config", "clips.yaml", "--out", "filled"))
     return inputs

@@ -27,8 +27,7 @@ from opensora_cli.engine.generate.plan import VIDEO, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain, require_fit, require_room, require_weights
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.request import Resolved, resolve
-from opensora_cli.engine.generate.run import completed
+from opensora_cli.engine.generate.run import plan_here
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.media.plots import new_figure
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
@@ -37,11 +36,9 @@ from opensora_cli.settings.bench_generate import (
     STANDARD,
     BenchGenerateSettings,
     Tries,
-    refuse_unfit,
     tried_settings,
 )
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest
 
 _NOTHING_KEPT: Mapping[str, object] = {
     # A cached prompt would not be encoded, and so not be timed.
@@ -54,7 +51,7 @@ _WARM_UP_STEPS = 2
 
 
 def bench_generate(
-    request: GenerateRequest | Resolved,
+    settings: GenerateSettings,
     tries: Tries,
     *,
     options: BenchGenerateSettings,
@@ -62,13 +59,13 @@ def bench_generate(
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
 ) -> BenchGenerateReport | None:
-    """Make the video of a request, the exact run, and the same video with each of `tries`; return their measurements.
+    """Make the video of `settings`, the exact run, and the same video with each of `tries`; return their measurements.
 
     No video is kept. Everything is planned before the first run. A few steps warm up before the first run, and before
     settings that differ in more than sampling. For several devices, ranks are started, and rank 0 prints the report.
 
     Args:
-        request: settings of the exact run, as they are given, or resolved.
+        settings: complete settings of the exact run.
         tries: changed settings by name. None means the standard set, without settings that the request does not allow
             or that need no fewer evaluations.
         options: number of timed runs of each row, and a file for a chart.
@@ -77,7 +74,7 @@ def bench_generate(
         rank_flags: options of the command line for ranks that are started here.
 
     Raises:
-        RequestError: the settings ask for more than one whole video, or contradict themselves.
+        RequestError: the settings contradict themselves.
         FileProblem: a reference or weights are missing or broken.
         OutputError: the chart cannot be written.
         HardwareError: there is no such device, not enough memory, or no matplotlib for the chart.
@@ -86,25 +83,22 @@ def bench_generate(
     if options.plot is not None:  # report a missing library, or a file with this name, before the work
         new_figure()
         require_writable(Path(options.plot), overwrite=options.overwrite)
-    resolved = resolve(request, reporter=reporter, context=context)
-    settings = resolved.settings
-    refuse_unfit(settings)
-    if (model_note := resolved.model_note()) is not None:
-        reporter.note(model_note)
     if context is None and settings.parallel.world_size > 1:
         generate_ranks.require_devices(settings)
         generate_ranks.start_ranks(refined(settings, reporter=reporter), "bench-generate", rank_flags)
         return None
     settings = settings.replace(_NOTHING_KEPT)
     with ExitStack() as stack:
+        models = stack.enter_context(LoadedModels(stay=True))
         device = None
         if context is None:
-            settings = completed(settings, reporter)
+            chain = plan_here(settings, models, reporter=reporter)
         else:
             reporter = generate_ranks.watched(reporter)
             settings, device = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
-        runner = _Runner(reporter, device, stack.enter_context(LoadedModels(stay=True)))
-        rows, skipped = _planned(settings, tries, runner)
+            chain = generate_ranks.chain_of_rank(settings, device)
+        runner = _Runner(reporter, device, models)
+        rows, skipped = _planned(chain, tries, runner)
         exact = rows[0].chain.video
         is_main = context is None or context.is_main
         if is_main:
@@ -159,9 +153,8 @@ class _Row:
         )
 
 
-def _planned(settings: GenerateSettings, tries: Tries, runner: "_Runner") -> tuple[list[_Row], dict[str, str]]:
+def _planned(exact: Chain, tries: Tries, runner: "_Runner") -> tuple[list[_Row], dict[str, str]]:
     """Return a row for each setting, the exact run first, and the reason for each skipped name of the standard set."""
-    exact = runner.plan(settings)
     require_weights(exact, runner.reporter)
     require_room(exact, runner.reporter)
     # Sums depend on the number of threads: all rows use the number of the exact run.

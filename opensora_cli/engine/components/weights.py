@@ -251,7 +251,7 @@ def choose_model(
     if device == "cpu":
         reasons.append("the CPU was asked for")
     elif found.complete or "torch" in sys.modules:
-        with loading():
+        with nullcontext() if "torch" in sys.modules else loading():
             import torch
 
         if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""How weights and activations are kept within a memory: what can be given up, and what is given up first."""
+"""Choose the offload of a generation: the least that makes every stage fit in the memory of the device."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,12 +10,12 @@ from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 ON_DEVICE = TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
-"""The stages that compute on the device."""
+"""Stages that compute on the device."""
 
 TEXT_ENCODERS, TRANSFORMER, AUTOENCODER = "text encoders", "transformer", "autoencoder"
 
 MODEL_OF = {TEXT: TEXT_ENCODERS, ENCODE: AUTOENCODER, DENOISE: TRANSFORMER, DECODE: AUTOENCODER}
-"""What each stage runs."""
+"""Model that each stage runs."""
 
 _KEPT_FIRST = (TRANSFORMER, AUTOENCODER, TEXT_ENCODERS)
 """The transformer takes longest to load; the autoencoder is small."""
@@ -23,14 +23,14 @@ _KEPT_FIRST = (TRANSFORMER, AUTOENCODER, TEXT_ENCODERS)
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 CHUNK_TOKENS = 8192
-"""Enough for matrix products to run at full speed. Always, and not only where memory is short: results differ by
-rounding between chunks of different sizes, and should not depend on what else is on the device."""
+"""Tokens that a block computes at a time. So many run at full speed, and the number is the same whatever memory is
+free: chunks of another size change the rounding of results."""
 _FEW_TOKENS = 2048
 
 _CHUNK_FRAMES = 4
 
 _CAST_BLOCKS = 2
-"""One computes while the next is cast."""
+"""Blocks on a CPU that casts them: one computes while the next is cast."""
 
 _WHOLE_MODELS = {
     OffloadMode.AUTO: (OffloadMode.NONE, OffloadMode.MODEL),
@@ -40,39 +40,39 @@ _WHOLE_MODELS = {
 }
 
 _HEADROOM = 0.05
-"""Part of the memory that is left free, for what kernels and libraries take for themselves, and allocators waste."""
+"""Part of the memory that stays free for kernels, libraries and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """What is kept where while a video is generated.
+    """Place and form of weights and activations while a video is generated.
 
-    Moving weights changes no bit of the result, the size of chunks no more than rounding; `fp8_storage` and
-    `linear` are not exact.
+    Moving weights keeps results bitwise identical, and chunks change only rounding; `fp8_storage` and `linear` are not
+    exact.
     """
 
     mode: OffloadMode = OffloadMode.NONE
-    """none: models stay on the device until they are of no more use; model: each is there in its stages alone; blocks:
-    and of the transformer only some blocks."""
+    """none: models stay on the device until their last stage; model: each model is there in its stages alone; blocks:
+    also, only some blocks of the transformer are there."""
     resident_blocks: int | None = None
-    """With `blocks`: how many blocks' weights are on the device at a time, those in transit included."""
+    """With `blocks`: blocks whose weights are on the device at a time, including blocks in transit."""
     host_weights: HostWeights = HostWeights.PINNED
-    """With `blocks`: where the others are kept."""
+    """With `blocks`: place of the other blocks."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens that a transformer block computes at a time outside its attention."""
     chunk_frames: int | None = None
-    """Frames that a layer of the decoder computes at a time; None: all."""
+    """Frames that a layer of the decoder computes at a time; None means all."""
     store_on_host: bool = False
-    """With `chunk_frames`: keep what waits between two layers of the decoder in the host's memory."""
+    """With `chunk_frames`: keep the activations between two layers of the decoder on the host."""
     stream_text: bool = False
-    """Bring T5 to the device layer by layer."""
+    """Stream T5 to the device layer by layer."""
     fp8_storage: bool = False
-    """Keep the blocks' weights in 8 bits, and dequantize them on each use: not exact."""
+    """Store the weights of the blocks in 8 bits, and dequantize them at each use."""
     linear: LinearProducts = LinearProducts.EXACT
-    """How the linear layers of the blocks are multiplied: in 8 bits, these weights are stored so, too."""
+    """Products of the linear layers in the blocks; products in 8 bits store the weights in 8 bits, too."""
     modulation_on_host: bool = False
-    """Keep the weights of modulation on the host, a quarter of the released transformer's: what it is at all steps is
-    computed before the first one. On a CPU: where they are mapped, neither cast nor streamed with the blocks."""
+    """Keep the weights of modulation on the host, a quarter of the released transformer; modulation of all steps is
+    computed before the first step. On a CPU these weights stay mapped, neither cast nor streamed with the blocks."""
 
     @property
     def in_8_bits(self) -> bool:
@@ -80,7 +80,7 @@ class OffloadPlan:
         return self.fp8_storage or self.linear is not LinearProducts.EXACT
 
     def lines(self) -> list[str]:
-        """Return one line for each thing that is given up; none if nothing is."""
+        """Return a line for each measure that saves memory."""
         found = []
         if self.mode is OffloadMode.BLOCKS:
             found.append(
@@ -104,83 +104,74 @@ class OffloadPlan:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """The memory of a device that one stage needs."""
+    """Device memory of one stage."""
 
     name: str
     weight_bytes: int
-    """Those of `kept` included; on a CPU those that are not computed with where they are mapped from their file."""
+    """Weights, including the models in `kept`; on a CPU without weights that are mapped from their file."""
     data_bytes: int
-    """What goes in and out."""
+    """Inputs and outputs."""
     activation_bytes: int = 0
-    """The most tensors that are computed on the way; what kernels take for themselves comes on top."""
+    """Largest size of all activations together, without the workspace of kernels."""
     mapped_bytes: int = 0
-    """On a CPU, of the weights' files: what is read from them each time that the model runs, unless the page cache has
-    it. It is no part of the memory that the stage takes for itself."""
+    """On a CPU: weights that are read from their files each time that the model runs, unless the page cache has them.
+    They are no part of the memory of the process."""
     kept: tuple[tuple[str, int], ...] = ()
-    """Models that the stage does not run and that stay loaded meanwhile, and their bytes."""
+    """Models that stay loaded although the stage does not run them, with their bytes."""
 
     @property
     def own_bytes(self) -> int:
-        """The weights of the model that the stage runs."""
+        """Weights of the model that the stage runs."""
         return self.weight_bytes - sum(size for _, size in self.kept)
 
     @property
     def total_bytes(self) -> int:
-        """What must be free: all but what is mapped."""
+        """Memory that must be free: everything except mapped weights."""
         return self.weight_bytes + self.data_bytes + self.activation_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Streamable:
-    """What takes less of the device if it comes to it piece by piece.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloadable:
+    """Parts of a run that can take less memory of the device.
 
-    On a CPU these are the weights that their file has in another dtype: cast as they are needed, and not all at once.
+    On a CPU, weights are streamed if their file has another dtype: they are cast when they are needed, not all at once.
     """
 
-    blocks: bool = True
-    """Of the transformer."""
+    num_blocks: int
+    """Blocks of the transformer that can be streamed; 0 if they are computed where they are mapped."""
+    host_weights: HostWeights = HostWeights.PINNED
+    """Place of offloaded blocks, unless the settings name one."""
     text: bool = True
-    """T5's layers."""
-    frames: bool = True
-    """Of a clip that is decoded, as far as the autoencoder `decodes_in_chunks`."""
-    from_page_cache: bool = False
-    """They come from a file that the page cache holds, in as much memory as resident blocks leave it: then only those
-    are resident that are needed for casting one while another computes."""
+    """Whether the layers of T5 can be streamed."""
     text_first: bool = False
-    """T5's layers are streamed wherever that is possible: casting them for each text costs little."""
+    """Whether the layers of T5 are always streamed: casting them for each text costs little."""
+    frames: bool = True
+    """Whether the autoencoder decodes in chunks of frames."""
+    from_page_cache: bool = False
+    """Whether blocks are streamed from a file in the page cache. Resident blocks would take memory from it, so that
+    only as many are resident as casting needs."""
+    linear: LinearProducts = LinearProducts.EXACT
+    """Products of the linear layers in the blocks."""
+    chunk_tokens: int = CHUNK_TOKENS
+    """Most tokens that a block computes at a time."""
+    modulation_first: bool = False
+    """Whether modulation is computed before the first step, so that its weights may stay on the host."""
+    host_is_device: bool = False
+    """Whether the device is the CPU."""
 
-
-_ALL = Streamable()
 
 Estimate = Callable[[OffloadPlan], tuple[StageMemory, ...]]
-"""What each stage needs under a plan."""
+"""Function from a plan to the memory of each stage."""
 
 
-def choose_offload(
-    memory: MemorySettings,
-    estimate: Estimate,
-    *,
-    budget: int,
-    num_blocks: int,
-    host_weights: HostWeights,
-    streamable: Streamable = _ALL,
-    linear: LinearProducts = LinearProducts.EXACT,
-    chunk_tokens: int = CHUNK_TOKENS,
-    modulation_first: bool = False,
-    host_is_device: bool = False,
-) -> OffloadPlan:
-    """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
-
-    `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
-    transformer computes `chunk_tokens` at a time, or fewer; its blocks multiply as `linear` says. With
-    `modulation_first` its weights may stay on the host, and do so where that is the device.
-    """
+def choose_offload(memory: MemorySettings, run: Offloadable, estimate: Estimate, *, budget: int) -> OffloadPlan:
+    """Return the plan with the least offload that fits in `budget` bytes; if nothing fits, with the least memory."""
     plan = OffloadPlan(
-        host_weights=memory.host_weights or host_weights,
+        host_weights=memory.host_weights or run.host_weights,
         fp8_storage=memory.fp8_storage,
-        linear=linear,
-        chunk_tokens=chunk_tokens,
-        modulation_on_host=modulation_first and host_is_device,
+        linear=run.linear,
+        chunk_tokens=run.chunk_tokens,
+        modulation_on_host=run.modulation_first and run.host_is_device,
     )
     most = int(budget * (1 - _HEADROOM))
 
@@ -194,21 +185,20 @@ def choose_offload(
         # Each takes less than the one before, and there may be thousands. The last is taken in any case.
         return plans[1 + bisect_left(plans[1:-1], True, key=fits)]
 
-    # Where latents are only decoded, nothing is said of a transformer.
+    # A run that decodes saved latents has no transformer.
     if any(stage.name == DENOISE for stage in estimate(plan)):
-        candidates = _denoise_plans(plan, memory, num_blocks, streamable, modulation_first=modulation_first)
-        plan = first_fitting(candidates, DENOISE)
-    whole = () if streamable.text_first else (plan,)
-    plan = first_fitting((*whole, replace(plan, stream_text=streamable.text)), TEXT)
-    return first_fitting(_decode_plans(plan) if streamable.frames else [plan], DECODE)
+        plan = first_fitting(_denoise_plans(plan, memory, run), DENOISE)
+    whole = () if run.text_first else (plan,)
+    plan = first_fitting((*whole, replace(plan, stream_text=run.text)), TEXT)
+    return first_fitting(_decode_plans(plan) if run.frames else [plan], DECODE)
 
 
 def keep_models(
     stages: Sequence[StageMemory], *, budget: int, loaded: Mapping[str, int] = _NOTHING
 ) -> tuple[StageMemory, ...]:
-    """Return the stages with every model kept beside each that has room there; `budget` as in `choose_offload`.
+    """Return the stages with the models that fit in `budget` bytes beside each.
 
-    `loaded` are the bytes of models that are there already, of which the stages may run none.
+    `loaded` has the bytes of models that are loaded already, whether or not a stage runs them.
     """
     sizes = {**loaded, **{MODEL_OF[stage.name]: stage.own_bytes for stage in stages}}
     most = int(budget * (1 - _HEADROOM))
@@ -224,57 +214,44 @@ def keep_models(
     return tuple(map(filled, stages))
 
 
-def stronger_offload(
-    plan: OffloadPlan,
-    stage: str,
-    *,
-    num_blocks: int,
-    streamable: Streamable = _ALL,
-    modulation_first: bool = False,
-) -> OffloadPlan | None:
-    """Return a plan under which `stage`, which ran out of memory under `plan`, needs much less; None: there is none."""
+def stronger_offload(plan: OffloadPlan, stage: str, run: Offloadable) -> OffloadPlan | None:
+    """Return a plan in which `stage`, which ran out of memory, needs much less; None without such a plan."""
     match stage:
-        case "text" if streamable.text and not plan.stream_text:
+        case "text" if run.text and not plan.stream_text:
             return replace(plan, stream_text=True)
-        case "denoise" if not streamable.blocks:
-            fewer_tokens = replace(plan, chunk_tokens=_FEW_TOKENS)
-            return fewer_tokens if fewer_tokens != plan else None
-        case "denoise" if num_blocks:
-            fewer = max((plan.resident_blocks or num_blocks) // 2, 1)
-            stronger = replace(
-                plan,
-                mode=OffloadMode.BLOCKS,
-                resident_blocks=fewer,
-                chunk_tokens=_FEW_TOKENS,
-                modulation_on_host=plan.modulation_on_host or modulation_first,
-            )
+        case "denoise":
+            stronger = replace(plan, chunk_tokens=_FEW_TOKENS)
+            if run.num_blocks:
+                stronger = replace(
+                    stronger,
+                    mode=OffloadMode.BLOCKS,
+                    resident_blocks=max((plan.resident_blocks or run.num_blocks) // 2, 1),
+                    modulation_on_host=plan.modulation_on_host or run.modulation_first,
+                )
             return stronger if stronger != plan else None
-        case "decode" if streamable.frames and (plan.chunk_frames != 1 or not plan.store_on_host):
+        case "decode" if run.frames and (plan.chunk_frames != 1 or not plan.store_on_host):
             fewer = 1 if plan.store_on_host else _CHUNK_FRAMES
             return replace(plan, chunk_frames=fewer, store_on_host=True)
         case _:
             return None
 
 
-def _denoise_plans(
-    plan: OffloadPlan, memory: MemorySettings, num_blocks: int, streamable: Streamable, *, modulation_first: bool
-) -> Iterator[OffloadPlan]:
-    """Yield plans, of which each takes less than those before it."""
-    num_blocks = num_blocks if streamable.blocks else 0
+def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, run: Offloadable) -> Iterator[OffloadPlan]:
+    """Yield plans, each of which takes less memory than the plan before."""
     choice = OffloadMode.BLOCKS if memory.resident_blocks is not None else memory.offload
-    whole = _WHOLE_MODELS[choice if num_blocks or choice is not OffloadMode.BLOCKS else OffloadMode.AUTO]
+    whole = _WHOLE_MODELS[choice if run.num_blocks or choice is not OffloadMode.BLOCKS else OffloadMode.AUTO]
     yield from (replace(plan, mode=mode) for mode in whole)
-    if modulation_first and choice is not OffloadMode.NONE:
+    if run.modulation_first and choice is not OffloadMode.NONE:
         plan = replace(plan, modulation_on_host=True)
         if whole:
             yield replace(plan, mode=whole[-1])
     if choice not in (OffloadMode.AUTO, OffloadMode.BLOCKS):
         return
-    if not num_blocks:
+    if not run.num_blocks:
         yield replace(plan, mode=whole[-1], chunk_tokens=_FEW_TOKENS)
         return
-    # Asked for by name, blocks are offloaded also where all would fit.
-    most = min(num_blocks - 1, _CAST_BLOCKS) if streamable.from_page_cache else num_blocks - 1
+    # Blocks that the settings name are offloaded also if all would fit.
+    most = min(run.num_blocks - 1, _CAST_BLOCKS) if run.from_page_cache else run.num_blocks - 1
     numbers = range(max(most, 1), 0, -1) if memory.resident_blocks is None else [memory.resident_blocks]
     for resident in numbers:
         yield (last := replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=resident))

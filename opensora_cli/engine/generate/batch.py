@@ -1,4 +1,7 @@
-"""`osora generate --prompts FILE`: many requests in one run, with the models loaded once."""
+"""`osora generate --prompts FILE`: many requests in one run, with the models loaded once.
+
+The first pass encodes prompts into the prompt cache, and the second makes each row. Sidecars say which rows are done.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,17 +22,14 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import require_weights_of
 from opensora_cli.engine.generate.documents import BatchResult, FailedRow
-from opensora_cli.engine.generate.dry_run import BatchPlan, PlanDocument, PlannedShape
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
-from opensora_cli.engine.generate.plan import Chain
 from opensora_cli.engine.generate.planning import require_fit, require_weights
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
-from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import request_of_rank, resolve
-from opensora_cli.engine.generate.run import completed, generate, plan_here
+from opensora_cli.engine.generate.run import generate, plan_here
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.explain import explain
@@ -47,29 +47,27 @@ class RowReporter(SilentReporter):
     """Reporter of warnings with the number of their row, and of notes about the machine, each once."""
 
     def __init__(self, reporter: Reporter) -> None:
-        self.shown = reporter
-        """Reporter of the run."""
         self.row = 0
+        self._reporter = reporter
         self._noted: set[str] = set()
 
     def note(self, text: str) -> None:
         """Show a note about the machine."""
         kind = text.partition(":")[0]
-        if kind in ("model", "attention", "threads", "memory", "weights") and text not in self._noted:
+        if kind in ("model", "attention", "threads", "memory", "weights", "refine") and text not in self._noted:
             self._noted.add(text)
-            self.shown.note(text)
+            self._reporter.note(text)
 
     def warn(self, text: str) -> None:
         """Show a warning with the number of its row."""
         if (line := f"row {self.row}: {text}") not in self._noted:
             self._noted.add(line)
-            self.shown.warn(line)
+            self._reporter.warn(line)
 
 
 class _Part(Document):
     """Rows of one process."""
 
-    rows: int
     made: int
     outputs: dict[int, tuple[Path, ...]]
     """Results of the finished rows, by row number."""
@@ -107,37 +105,33 @@ def generate_rows(
         RankFailure: a rank failed; finished rows are kept.
         KeyboardInterrupt: its argument says how many rows are finished.
     """
-    shown = RowReporter(reporter)
-    _refuse_one_file(request)
-    if context is not None:
-        request = request_of_rank(request, context)
-        shard = shard.part(context.rank, context.world_size)
+    refuse_one_file(request)
+    rows = shard.rows(rows)
     with LoadedModels(stay=True) as models:
-        own = _OwnRows(request, shard.rows(rows), models, shown)
-        first = own.first_settings()
         if context is None:
-            if first is None:
-                own.raise_common_error()
-            elif first.parallel.world_size > 1:
+            own = _OwnRows(request, rows, models, reporter)
+            first = own.first_settings()
+            if first is not None and first.parallel.world_size > 1:
                 require_devices(first)
                 start_ranks(first, "generate", rank_arguments, gives_settings=False)
                 return None
-            else:
+            if first is not None:
                 require_weights_of(first)
-            parts = [own.make(shown)]
-            if not parts[0].outputs:
-                own.raise_common_error()
+            parts = [own.make(own.shown)]
+            own.raise_common_error()
         else:
+            own_rows = shard.part(context.rank, context.world_size).rows(rows)
+            own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
             with joined_for_rows(context) as group:
-                if first is not None:
-                    own.device = device_for_rows(first, context)
-                part = own.make(watched(shown))
+                first = own.first_settings()
+                own.device = None if first is None else device_for_rows(first, context)
+                part = own.make(watched(own.shown))
                 beat("rows")  # The other ranks may take long.
                 parts = [_Part.model_validate(each) for each in all_gather_json(part.to_json(), group)]
     outputs = {number: paths for part in parts for number, paths in part.outputs.items()}
     made = sum(part.made for part in parts)
     return BatchResult(
-        rows=sum(part.rows for part in parts),
+        rows=len(rows),
         made=made,
         kept=len(outputs) - made,
         failed=tuple(sorted((row for part in parts for row in part.failed), key=lambda failed: failed.row)),
@@ -146,17 +140,11 @@ def generate_rows(
 
 
 class _OwnRows:
-    """Rows of this process.
+    """Rows of this process, with models that stay loaded."""
 
-    Args:
-        request: settings that all rows share.
-        rows: rows of this process.
-        models: models that stay loaded.
-        shown: shows the number of the current row.
-    """
-
-    def __init__(self, request: GenerateRequest, rows: Sequence[Row], models: LoadedModels, shown: RowReporter) -> None:
-        self._request, self._rows, self._models, self._shown = request, rows, models, shown
+    def __init__(self, request: GenerateRequest, rows: Sequence[Row], models: LoadedModels, reporter: Reporter) -> None:
+        self._request, self._rows, self._models = request, rows, models
+        self._reporter, self.shown = reporter, RowReporter(reporter)
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
         self._threads: dict[object, ThreadChoice | None] = {}
@@ -168,21 +156,20 @@ class _OwnRows:
         """Return the settings of the first valid row; None if there is none."""
         for row in self._rows:
             try:
-                return settings_of(row, self._request, self._shown)
-            except OsoraError as error:
-                self._errors.append((row, error))
+                return settings_of(row, self._request, SilentReporter())
+            except OsoraError:
+                continue
         return None
 
     def raise_common_error(self) -> None:
         """Raise the error that all rows share: an error of the request."""
-        if len({error.message for _, error in self._errors}) == 1:
+        if not self._outputs and len({error.message for _, error in self._errors}) == 1:
             raise self._errors[0][1]
 
     def make(self, reporter: Reporter) -> _Part:
-        """Make the rows that are not finished; `reporter` gets the stages of each row."""
-        self._errors.clear()
+        """Make the rows that are not finished; `reporter` is that of each row."""
         in_use: list[tuple[Row, GenerateSettings]] = []
-        with self._shown.shown.stage("rows", total=len(self._rows), unit="rows") as progress:
+        with self._reporter.stage("rows", total=len(self._rows), unit="rows") as progress:
             try:
                 for start in range(0, len(self._rows), _ROWS_AHEAD):
                     rows = self._rows[start : start + _ROWS_AHEAD]
@@ -194,47 +181,39 @@ class _OwnRows:
             except KeyboardInterrupt as interrupt:
                 finished = f"{len(self._outputs)} of {len(self._rows)} rows are finished: the same command goes on"
                 raise KeyboardInterrupt(finished) from interrupt
-        return _Part(rows=len(self._rows), made=self._made, outputs=self._outputs, failed=_failed_rows(self._errors))
+        failed = tuple(failed_row(row, error) for row, error in self._errors)
+        return _Part(made=self._made, outputs=self._outputs, failed=failed)
 
     def _encode_row(self, row: Row, reporter: Reporter, progress: StageProgress) -> tuple[Row, GenerateSettings] | None:
         """Encode the prompts of a row into the prompt cache; return its settings, None if it is finished or failed."""
         with self._failing(row, progress):
-            settings = completed(settings_of(row, self._request, self._shown), self._shown)
-            chain = plan_here(settings, self._models, device=self.device, threads=self._threads.get(row.shape))
+            settings = settings_of(row, self._request, self.shown)
+            threads = self._threads.get(row.shape)
+            chain = plan_here(settings, self._models, reporter=self.shown, device=self.device, threads=threads)
             chain = chain.with_threads()
             # Embeddings depend on the number of threads on a CPU.
-            self._threads[row.shape] = chain.video.threads
+            plan, self._threads[row.shape] = chain.video, chain.video.threads
             files = choose_outputs(chain)
             if all(sample.made_before for sample in files):
                 # A run that was killed right after the result may have left temporary files.
                 remove_left(files[0].media.parent)
                 self._finish(row, [sample.media for sample in files], progress)
                 return None
-            self._encode(chain, reporter)
-            return row, settings
+            if plan.settings.runtime.prompt_cache and self._models.prompts.is_writable and not plan.decodes_only:
+                require_weights(chain, reporter)
+                require_fit(chain)
+                with computing(plan, reporter):
+                    for each in dict(chain.jobs).values():
+                        text_embeds(each, self._models, Events(reporter, keeps_results=False))
+            return row, chain.settings
         return None
-
-    def _encode(self, chain: Chain, reporter: Reporter) -> None:
-        plan = chain.video
-        if not plan.settings.runtime.prompt_cache or not self._models.prompts.is_writable or plan.decodes_only:
-            return
-        require_weights(chain, reporter)
-        require_fit(chain)
-        with computing(plan, reporter):
-            for each in dict(chain.jobs).values():
-                text_embeds(each, self._models, Events(reporter, keeps_results=False))
 
     def _make_row(self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress) -> bool:
         """Make a row; return False if another process makes it now."""
         with self._failing(row, progress):
+            threads = self._threads[row.shape]
             try:
-                result = generate(
-                    settings,
-                    reporter=reporter,
-                    models=self._models,
-                    device=self.device,
-                    threads=self._threads[row.shape],
-                )
+                result = generate(settings, reporter=reporter, models=self._models, device=self.device, threads=threads)
             except InUseError:
                 return False
             self._made += not all(video.made_before for video in result.videos)
@@ -248,7 +227,7 @@ class _OwnRows:
     @contextmanager
     def _failing(self, row: Row, progress: StageProgress) -> Iterator[None]:
         """Record an error of the block as the failure of a row."""
-        self._shown.row = row.number
+        self.shown.row = row.number
         try:
             yield
         except OsoraError as error:
@@ -266,7 +245,7 @@ def settings_of(row: Row, request: GenerateRequest, reporter: Reporter) -> Gener
     if row.problem is not None:
         raise RequestError(row.problem)
     request = replace(request, overrides={**request.overrides, **row.given})
-    settings = resolve(request, reporter=reporter, is_row=True).settings
+    settings = resolve(request, reporter=reporter, is_row=True)
     if settings.output.explore:
         raise RequestError("output.explore=true leaves no videos, and --prompts makes them: drop one of them")
     parallel = settings.parallel
@@ -289,7 +268,7 @@ def settings_of(row: Row, request: GenerateRequest, reporter: Reporter) -> Gener
         raise RequestError("; ".join(explain(error))) from error
 
 
-def _refuse_one_file(request: GenerateRequest) -> None:
+def refuse_one_file(request: GenerateRequest) -> None:
     """Raise RequestError if the request names one file for the results of all rows."""
     given = request.find("output.path")
     output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
@@ -297,28 +276,6 @@ def _refuse_one_file(request: GenerateRequest) -> None:
         raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
 
 
-def _failed_rows(errors: Sequence[tuple[Row, OsoraError]]) -> tuple[FailedRow, ...]:
-    ordered = sorted(errors, key=lambda failure: failure[0].number)
-    return tuple(FailedRow(row=row.number, prompt=row.prompt, error=error.message) for row, error in ordered)
-
-
-def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
-    """Return a plan for each group of rows with the same shape, without making any; errors as `generate_rows`."""
-    _refuse_one_file(request)
-    chosen, shown = shard.rows(rows), RowReporter(reporter)
-    errors: list[tuple[Row, OsoraError]] = []
-    shapes: dict[object, PlanDocument] = {}
-    counts: dict[object, int] = {}
-    for row in chosen:
-        if row.problem is None and row.shape in shapes:
-            counts[row.shape] += 1
-            continue
-        shown.row = row.number
-        try:
-            # Without `completed`, which asks the server that refines prompts.
-            chain = plan_here(with_mode(settings_of(row, request, shown), shown), None).with_threads()
-            shapes[row.shape], counts[row.shape] = PlanDocument.of(chain), 1
-        except OsoraError as error:
-            errors.append((row, error))
-    planned = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in shapes.items())
-    return BatchPlan(rows=len(chosen), failed=_failed_rows(errors), shapes=planned)
+def failed_row(row: Row, error: OsoraError) -> FailedRow:
+    """Return the document of a row that failed."""
+    return FailedRow(row=row.number, prompt=row.prompt, error=error.message)

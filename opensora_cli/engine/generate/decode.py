@@ -295,7 +295,7 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
             f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
         )
     stop = plan.settings.sampling.stop_at
-    record.complete(sample.media, sample.latents if stop is None else None)
+    record.complete(sample, keeps_latents=stop is not None)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {plan.num_steps}"
         record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -74,26 +74,27 @@ def denoise_samples(
         ):
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
             for sample in left:
-                start, saver = time.perf_counter(), _Saver(sample, plan, events, ranks)
-                with saver.saving_last_step():
-                    latents_CTHW = sample_latents(
-                        plan,
-                        evaluate,
-                        embeds[0],
-                        sample.reference_latents,
-                        seed=sample.files.noise_seed,
-                        begun=sample.begun,
-                        draft_CTHW=sample.draft_CTHW,
-                        steps_done=sample.steps_done,
-                        ranks=ranks,
-                        on_evaluation=progress.advance,
-                        on_step=saver.step,
-                        on_predicted=partial(previews.step, sample.files),
-                    ).cpu()
-                sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
-                if plan.settings.sampling.stop_at is None:
-                    with held_back():
+                with ExitStack() as finishing:
+                    start, saver = time.perf_counter(), _Saver(sample, plan, events, ranks, finishing)
+                    with saver.saving_last_step():
+                        latents_CTHW = sample_latents(
+                            plan,
+                            evaluate,
+                            embeds[0],
+                            sample.reference_latents,
+                            seed=sample.files.noise_seed,
+                            begun=sample.begun,
+                            draft_CTHW=sample.draft_CTHW,
+                            steps_done=sample.steps_done,
+                            ranks=ranks,
+                            on_evaluation=progress.advance,
+                            on_step=saver.step,
+                            on_predicted=partial(previews.step, sample.files),
+                        ).cpu()
+                    sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
+                    if plan.settings.sampling.stop_at is None:
                         saver.save(latents_CTHW)
+                events.check_cancelled()
 
     retried(attempt, plan, DENOISE, models, events)
 
@@ -114,14 +115,18 @@ def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: 
 class _Saver:
     """Saver of the latents of a sample, complete or after a step from which a later run continues."""
 
-    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks | None) -> None:
+    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks | None, finishing: ExitStack) -> None:
         self._sample, self._plan, self._events = sample, plan, events
+        self._finishing = finishing
+        """Holds back Ctrl-C from the last step until the complete latents are saved."""
         self._path = sample.files.latents if ranks is None or ranks.is_main else None
         self._has_others = ranks is not None
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
     def step(self, step: Step) -> None:
         """Remember the state after a step, and save the state if it is due; then end the run if it is cancelled."""
+        if is_last := step.steps_done == self._plan.num_steps:
+            self._finishing.enter_context(held_back())
         if self._path is not None:
             past = [step.past[key].value_BND for key in self._plan.past_times(step.steps_done)]
             state = [step.packed_latents_BND, *past]
@@ -131,7 +136,8 @@ class _Saver:
             every = settings.output.save_state_every
             if step.steps_done == settings.sampling.stop_at or (every is not None and not step.steps_done % every):
                 self._save_last()
-        self._events.check_cancelled()
+        if not is_last:
+            self._events.check_cancelled()
 
     @contextmanager
     def saving_last_step(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Plan a generation without running it: the documents that `--dry-run` prints."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,31 +9,34 @@ from typing import Any, Self
 from pydantic import AliasPath, ConfigDict, Field, InstanceOf
 
 from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import OsoraError, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.parallelize import PlannedExchange, describe_mesh
 from opensora_cli.engine.components.weights import Component, require_weights_of, warn_of_missing
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
+from opensora_cli.engine.generate.batch import RowReporter, failed_row, refuse_one_file, settings_of
 from opensora_cli.engine.generate.documents import FailedRow, failed_lines
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, gib_or_less
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, note_ignored_offload, require_fit
 from opensora_cli.engine.generate.predicted import predict_time
 from opensora_cli.engine.generate.previews import known_map
+from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
-from opensora_cli.engine.generate.request import Resolved, picture_settings, resolve
-from opensora_cli.engine.generate.sidecar import picture_files, planned_outputs
+from opensora_cli.engine.generate.request import picture_settings
+from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
 from opensora_cli.engine.generate.text import warn_about_planned_prompts, without_cached_text
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
 
 _LISTED_FILES = 5
@@ -124,9 +128,9 @@ class PlannedFile(Document):
     """Whether an earlier run of the same request made the file; the run keeps it."""
 
     @classmethod
-    def of(cls, sample: SampleFiles, *, explores: bool = False) -> Self:
+    def of(cls, sample: SampleFiles) -> Self:
         """Return the file of a sample: a result, or the latents of an explored seed."""
-        if explores and sample.latents is not None and not sample.made_before:
+        if sample.settings.output.explore and sample.latents is not None and not sample.made_before:
             return cls(path=sample.latents, sidecar=None, made_before=False)
         return cls(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
 
@@ -168,13 +172,10 @@ class PlanDocument(Document):
     chain: InstanceOf[Chain] = Field(exclude=True, repr=False)
 
     @classmethod
-    def of(cls, chain: Chain, *, predicted: PredictedTime | None = None) -> Self:
-        """Return the document of a request."""
-        plan, output = chain.video, chain.settings.output
-        hardware, budget = plan.hardware, plan.budget_bytes
+    def of(cls, chain: Chain, files: Sequence[SampleFiles] = (), *, predicted: PredictedTime | None = None) -> Self:
+        """Return the document of a request that writes these files."""
+        plan, hardware = chain.video, chain.video.hardware
         is_known = hardware.memory_is_known or plan.settings.memory.limit is not None
-        files, _ = planned_outputs(chain)
-        pictures = picture_files(chain, files) if plan.settings.picture.save else []
         return cls(
             device=str(hardware.device),
             device_name=hardware.device_name,
@@ -184,11 +185,11 @@ class PlanDocument(Document):
             jobs=chain.jobs,  # type: ignore[arg-type]  # pydantic reads the attributes of each job
             peak_bytes=chain.peak_bytes,
             free_bytes=hardware.free_bytes if hardware.memory_is_known else None,
-            budget_bytes=budget if is_known else None,
+            budget_bytes=plan.budget_bytes if is_known else None,
             fits=chain.fits if is_known else None,
-            outputs=tuple(PlannedFile.of(sample, explores=output.explore) for sample in files),
-            pictures=tuple(map(PlannedFile.of, pictures)),
-            sheet=sheet_path(files[0].target) if output.explore and files else None,
+            outputs=tuple(map(PlannedFile.of, files)),
+            pictures=tuple(map(PlannedFile.of, picture_files(chain, files) if plan.settings.picture.save else ())),
+            sheet=sheet_path(files[0].target) if plan.settings.output.explore and files else None,
             predicted=predicted,
             settings=plan.settings,
             chain=chain,
@@ -288,44 +289,37 @@ class BatchPlan(Document):
             shape.plan.raise_for_problems()
 
 
-def plan_from_request(
-    request: GenerateRequest | Resolved, *, reporter: Reporter, context: RankContext | None = None
+def plan_generation(
+    settings: GenerateSettings,
+    *,
+    reporter: Reporter,
+    on: PlannedMachine | None = None,
+    context: RankContext | None = None,
 ) -> PlanDocument:
-    """Return the plan of a request, with the predicted time on the machine of `--on`.
+    """Return the plan of a request, after the checks that need neither weights nor enough memory.
 
-    Errors are those of `resolve` and `plan_generation`.
+    Args:
+        settings: complete settings.
+        reporter: gets the warnings and notes of a run.
+        on: machine to plan for, with the predicted time; None for this machine.
+        context: set in one of several ranks.
+
+    Errors are those of `run.generate`, except missing weights and too little memory.
     """
-    resolved = resolve(request, reporter=reporter, context=context)
-    settings, machine = resolved.settings, resolved.on
     note_plan(settings, reporter)
-    parallel = settings.parallel
-    if machine is not None:
+    hardware, parallel = None, settings.parallel
+    if on is not None:
         device = settings.runtime.device
-        machine.require(device=device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
-        hardware: Hardware | None = hardware_of_ranks(settings, gpu=machine.gpu)
+        on.require(device=device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
+        hardware = hardware_of_ranks(settings, gpu=on.gpu)
     else:
         for part in filter(None, (picture_settings(settings), settings)):
             warn_of_missing(partial(require_weights_of, part), reporter)
         hardware = planned_hardware(settings, reporter) if context is None else None
-    chain = plan_generation(settings, reporter=reporter, hardware=hardware)
-    if machine is not None:
-        return PlanDocument.of(chain, predicted=predict_time(chain, machine.gpu))
-    if (model_note := resolved.model_note()) is not None:
-        reporter.note(model_note)
-    return PlanDocument.of(chain)
-
-
-def plan_generation(settings: GenerateSettings, *, reporter: Reporter, hardware: Hardware | None = None) -> Chain:
-    """Return the jobs that `run.generate` would run, after the checks that need neither weights nor enough memory.
-
-    `hardware` is a device of another machine; None means the device of `settings`. Errors are those of
-    `run.generate`, except missing weights and too little memory.
-    """
     chain = make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
-    plan = chain.video
-    if plan.hardware.is_here:
+    if chain.video.hardware.is_here:
         chain = without_cached_text(chain, PromptCache.of_user())
-    _note_names(chain, reporter)
+    plan, files = chain.video, _planned_files(chain, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)
     if plan.size_note is not None:
@@ -333,20 +327,44 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter, hardware:
     note_ignored_offload(plan, reporter)
     if settings.output.makes_previews and plan.weights.complete:
         known_map(plan, reporter)
-    return chain
+    return PlanDocument.of(chain, files, predicted=None if on is None else predict_time(chain, on.gpu))
 
 
-def _note_names(chain: Chain, reporter: Reporter) -> None:
-    """Note existing results and the names of new ones; raise OutputError if no name is possible."""
-    first: Sequence[SampleFiles] = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
+def _planned_files(chain: Chain, reporter: Reporter) -> Sequence[SampleFiles]:
+    """Return the files that a run would write, with notes about existing ones; none if they would refuse the run.
+
+    Raises OutputError if no file can have such a name.
+    """
+    first = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
     check_outputs(first, chain, create=False)
-    if chain.settings.output.overwrite or all(sample.is_free for sample in first):
-        return
-    files, refused = planned_outputs(chain)
-    if refused is not None:
-        reporter.note(f"{refused.message}; {refused.hint}")
-    for sample, named in zip(files, first, strict=refused is None):
+    some_exist = not (chain.settings.output.overwrite or all(sample.is_free for sample in first))
+    try:
+        files = choose_outputs(chain)
+    except OutputError as error:
+        reporter.note(f"{error.message}; {error.hint}")
+        return ()
+    for sample, named in zip(files, first, strict=True) if some_exist else ():
         if sample.made_before:
             reporter.note(f"made before by the same request: {sample.media}")
         elif sample.media != named.media:
             reporter.note(f"{named.media} exists already: the result would be {sample.media.name}")
+    return files
+
+
+def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
+    """Return a plan for each group of rows with the same shape, without making any; errors as `generate_rows`."""
+    refuse_one_file(request)
+    chosen, shown = shard.rows(rows), RowReporter(reporter)
+    failed: list[FailedRow] = []
+    plans: dict[object, PlanDocument] = {}
+    counts: Counter[object] = Counter()
+    for row in chosen:
+        shown.row = row.number
+        try:
+            if row.problem is not None or row.shape not in plans:
+                plans[row.shape] = plan_generation(settings_of(row, request, shown), reporter=shown)
+            counts[row.shape] += 1
+        except OsoraError as error:
+            failed.append(failed_row(row, error))
+    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
+    return BatchPlan(rows=len(chosen), failed=tuple(failed), shapes=shapes)

@@ -49,6 +49,7 @@ class Events:
         self._can_repeat = False
         self._finished: list[Path] = []
         self._latents: dict[Path, tuple[SampleFiles, bool]] = {}
+        """Saved latents in order, with their sample and whether steps are missing."""
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -101,13 +102,15 @@ class Events:
         report_left(self._left)
         self._on_saved(latents)
 
-    def complete(self, result: Path, latents: Path | None) -> None:
-        """List a finished result, and remove the latents that were saved for it."""
+    def complete(self, sample: SampleFiles, *, keeps_latents: bool) -> None:
+        """List a finished result, and remove the latents that were saved for it unless a run can continue them."""
         if self.keeps_results:
-            self._finished.append(result)
-        if latents is not None:
-            remove_latents(latents)
-            self._latents.pop(latents, None)
+            self._finished.append(sample.media)
+        if not keeps_latents:
+            if sample.latents is not None:
+                remove_latents(sample.latents)
+            # Latents from another place stay there.
+            self._latents = {path: saved for path, saved in self._latents.items() if saved[0].index != sample.index}
         report_left(self._left)
 
     @contextmanager
@@ -146,13 +149,17 @@ class Events:
 
     def _left(self) -> list[str]:
         finished = [f"finished: {path}" for path in self._finished]
-        # A file that was being saved when the run ended may not exist.
-        there = {path: kept for path, kept in self._latents.items() if path.is_file()}
-        saved = [f"go on with: {sample.command(path, is_begun=is_begun)}" for path, (sample, is_begun) in there.items()]
+        # The last file of each sample. A file that was being saved when the run ended may not exist.
+        there = {
+            sample.index: (path, sample, is_begun)
+            for path, (sample, is_begun) in self._latents.items()
+            if path.is_file()
+        }
+        saved = [f"go on with: {sample.command(path, is_begun=is_begun)}" for path, sample, is_begun in there.values()]
         rest = len(self._files) - len(finished) - len(there)
         if not (finished or saved) or rest <= 0:
             return [*finished, *saved]
-        begun = sum(is_begun for _, is_begun in there.values())
+        begun = sum(is_begun for *_, is_begun in there.values())
         counts = {"finished": len(finished), "with saved latents": len(there) - begun, "begun": begun}
         states = [f"{count} {state}" for state, count in counts.items() if count or state == "finished"]
         line = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"

@@ -22,9 +22,9 @@ from opensora_cli.engine.estimate.generation import GenerationSizes, computes_mo
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
     TEXT,
+    Offloadable,
     OffloadPlan,
     StageMemory,
-    Streamable,
     choose_offload,
     stronger_offload,
 )
@@ -246,19 +246,36 @@ class Plan:
         return any(stage.name == TEXT for stage in self.stages)
 
     @property
-    def streamable(self) -> Streamable:
-        """Weights and activations that can be streamed to the device."""
-        settings, dtype, frames = self.settings, self.hardware.dtype, decodes_in_chunks(self.settings.vae)
+    def offloadable(self) -> Offloadable:
+        """Parts of the job that can take less memory of the device."""
+        settings, dtype, ranks = self.settings, self.hardware.dtype, self.mesh.size
+        host_bytes = read_private_memory().free_bytes if self.hardware.is_here else self.hardware.host_bytes
+        transformer_bytes = self.parameters[Component.TRANSFORMER] * dtype.itemsize
+        # Each of several ranks would make a copy of its own; they share the mapped file.
+        has_room = ranks == 1 and 1.25 * transformer_bytes < (host_bytes or 0)
+        run = Offloadable(
+            num_blocks=settings.model.depth + settings.model.depth_single_blocks,
+            host_weights=HostWeights.PINNED if has_room and self.files is None else HostWeights.MAPPED,
+            frames=decodes_in_chunks(settings.vae),
+            linear=settings.precision.linear,
+            # Compiled blocks compute all tokens at once.
+            chunk_tokens=max(CHUNK_TOKENS, self.video_tokens + settings.text.t5_max_length)
+            if settings.compile
+            else CHUNK_TOKENS,
+            modulation_first=computes_modulation_first(settings),
+            host_is_device=self.hardware.device.type == "cpu",
+        )
         if self.files is None:
-            return Streamable(frames=frames)
+            return run
+        casts_blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype)
         in_8_bits = settings.memory.fp8_storage or settings.precision.linear is not LinearProducts.EXACT
-        return Streamable(
-            blocks=can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not in_8_bits,
+        return replace(
+            run,
+            num_blocks=run.num_blocks if casts_blocks and not in_8_bits else 0,
             text=can_be_cast_later(self.files[Component.T5], dtype, is_text=True),
-            frames=frames,
-            from_page_cache=True,
             # Ranks that share the layers of T5 compute a part of each layer; ranks that stream them compute all.
-            text_first=self.mesh.size == 1,
+            text_first=ranks == 1,
+            from_page_cache=True,
         )
 
     def with_offload(self, offload: OffloadPlan) -> "Plan":
@@ -267,40 +284,17 @@ class Plan:
 
     def with_best_offload(self, budget_bytes: int) -> "Plan":
         """Return the plan with the least offload that fits; if nothing fits, with the least memory."""
-        settings, hardware = self.settings, self.hardware
-        memory = settings.memory
+        memory = self.settings.memory
         if self.files is not None:  # A copy gains nothing over the mapped file.
             memory = memory.replace({"host_weights": None})
-        # Compiled blocks compute all tokens at once.
-        all_tokens = self.video_tokens + settings.text.t5_max_length if settings.compile else 0
-        offload = choose_offload(
-            memory,
-            self._estimate,
-            budget=budget_bytes,
-            num_blocks=self._num_blocks,
-            host_weights=self._host_weights(),
-            streamable=self.streamable,
-            linear=settings.precision.linear,
-            chunk_tokens=max(CHUNK_TOKENS, all_tokens),
-            modulation_first=computes_modulation_first(settings),
-            host_is_device=hardware.device.type == "cpu",
-        )
-        return self.with_offload(offload)
+        return self.with_offload(choose_offload(memory, self.offloadable, self._estimate, budget=budget_bytes))
 
     def with_stronger_offload(self, stage: str) -> "Plan | None":
         """Return a plan in which `stage` needs much less memory; None without such a plan, or if several ranks run.
 
         A rank that changed its plan alone would leave the other ranks waiting.
         """
-        if self.mesh.size > 1:
-            return None
-        stronger = stronger_offload(
-            self.offload,
-            stage,
-            num_blocks=self._num_blocks,
-            streamable=self.streamable,
-            modulation_first=computes_modulation_first(self.settings),
-        )
+        stronger = stronger_offload(self.offload, stage, self.offloadable) if self.mesh.size == 1 else None
         return None if stronger is None else self.with_offload(stronger)
 
     def _estimate(self, offload: OffloadPlan) -> tuple[StageMemory, ...]:
@@ -316,21 +310,6 @@ class Plan:
             files=self.files,
         )
         return tuple(replace(stage, data_bytes=stage.data_bytes + on_cpu * self.held_bytes) for stage in stages)
-
-    @property
-    def _num_blocks(self) -> int:
-        return self.settings.model.depth + self.settings.model.depth_single_blocks
-
-    def _host_weights(self) -> HostWeights:
-        """Return where offloaded blocks are kept: pinned for one GPU if the host has room for a copy, else mapped.
-
-        Each of several ranks would make a copy; they share the mapped file.
-        """
-        if self.mesh.size > 1 or self.files is not None:
-            return HostWeights.MAPPED
-        transformer_bytes = self.parameters[Component.TRANSFORMER] * self.hardware.dtype.itemsize
-        host_bytes = read_private_memory().free_bytes if self.hardware.is_here else self.hardware.host_bytes
-        return HostWeights.PINNED if 1.25 * transformer_bytes < (host_bytes or 0) else HostWeights.MAPPED
 
 
 class Job(NamedTuple):
@@ -428,10 +407,10 @@ class Chain:
             tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
         )
 
-    def with_threads(self, by: str | None = None) -> "Chain":
+    def with_threads(self) -> "Chain":
         """Return the chain with the CPU threads of all jobs chosen for the video.
 
-        On a CPU the settings record the number, since sums depend on it. `by` is the source of the setting.
+        On a CPU the settings record the number, since sums depend on it.
         """
         plan, settings = self.video, self.settings
         if plan.threads is not None:
@@ -443,7 +422,7 @@ class Chain:
                 evaluations = max(1, plan.model_evaluations // plan.num_steps)
                 values = (plan.video_tokens + settings.text.t5_max_length) * settings.model.hidden_size * evaluations
             ranks = settings.parallel.ranks_per_node
-            threads = pick_threads(asked=settings.runtime.threads, by=by, values=values, ranks=ranks)
+            threads = pick_threads(asked=settings.runtime.threads, values=values, ranks=ranks)
 
         def change(plan: Plan) -> Plan:
             recorded = plan.settings.runtime.threads

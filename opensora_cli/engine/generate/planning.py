@@ -276,7 +276,7 @@ def note_ignored_offload(plan: Plan, reporter: Reporter) -> None:
     asked: dict[str, object] = {}
     if plan.files is not None and memory.host_weights is HostWeights.PINNED:
         asked = {"memory.host_weights": memory.host_weights}
-    if not (plan.decodes_only or plan.streamable.blocks):
+    if not (plan.decodes_only or plan.offloadable.num_blocks):
         offload = memory.offload if memory.offload is OffloadMode.BLOCKS else None
         asked = {
             "memory.offload": offload,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,14 +22,11 @@ from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
 from opensora_cli.settings.saved import saved_format
 
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
-
-Loading = Callable[[], AbstractContextManager[object]]
 
 _GPUS_PER_NODE = 8
 """GPUs of a machine with H100s."""
@@ -46,39 +43,18 @@ _VIDEO_ONLY: Mapping[str, object] = {
 """Changes for the picture or draft that is made before a video: options that concern the video alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """A request whose settings are resolved."""
-
-    settings: GenerateSettings
-    chooses_model: bool
-    """Whether the request leaves the model to the weights and the device."""
-    threads_source: str | None
-    """Source of the number of threads; None if it is not set."""
-    on: PlannedMachine | None
-    """Machine that a dry run plans for; None means this machine."""
-
-    def model_note(self) -> str | None:
-        """Return a note about the chosen model and the reason; None for a requested model. May import torch."""
-        if not self.chooses_model:
-            return None
-        runtime = self.settings.runtime
-        model, reason = choose_model(AUTO, weights=runtime.weights, device=runtime.device)
-        return f"model: {model} ({reason})"
-
-
 def resolve(
-    request: GenerateRequest | Resolved,
+    request: GenerateRequest,
     *,
     reporter: Reporter,
     context: RankContext | None = None,
     is_row: bool = False,
-    loading: Loading = nullcontext,
-) -> Resolved:
+    loading: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> GenerateSettings:
     """Return the settings that a request means on this machine, without torch unless the choice of the model needs it.
 
-    The model decides the preset, and saved latents bring the settings that made them. Settings of a `.py` file that
-    osora does not have are reported. A request that is resolved stays as it is.
+    The model decides the preset, and saved latents bring the settings that made them. A chosen model and its reason are
+    noted, and settings of a `.py` file that osora does not have.
 
     Args:
         request: settings as they are given.
@@ -91,13 +67,10 @@ def resolve(
         RequestError: a key is unknown, or a value breaks a rule.
         FileProblem: a file of settings or the saved latents are missing or broken.
     """
-    if isinstance(request, Resolved):
-        return request
     if context is not None:
         request = request_of_rank(request, context)
     request = _with_saved_latents(request)
-    choice, weights = request.model, request.text("runtime.weights")
-    device = request.text("runtime.device") or "auto"
+    choice, weights, device = request.model, request.text("runtime.weights"), request.text("runtime.device") or "auto"
 
     @contextmanager
     def loading_torch() -> Iterator[None]:
@@ -105,7 +78,7 @@ def resolve(
         with loading():
             yield
 
-    model, _ = choose_model(choice, weights=weights, device=device, loading=loading_torch)
+    model, reason = choose_model(choice, weights=weights, device=device, loading=loading_torch)
     for line in request.notes:
         reporter.note(line)
     settings = load_generate_settings(request, model=model)
@@ -115,14 +88,9 @@ def resolve(
             f"parallel.data_parallel_degree={degree} spreads the rows of --prompts, and this is one request",
             hint="drop it: the devices share the video",
         )
-    # A rank has its settings from a temporary file, which is no useful source.
-    threads = request.find("runtime.threads") if context is None else None
-    return Resolved(
-        settings=settings,
-        chooses_model=choice == AUTO,
-        threads_source=None if threads is None else threads.source,
-        on=request.on,
-    )
+    if choice == AUTO:
+        reporter.note(f"model: {model} ({reason})")
+    return settings
 
 
 def _refuse_for_every_model(request: GenerateRequest) -> None:

@@ -47,7 +47,7 @@ from opensora_cli.engine.generate.ranks import (
 )
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.request import Resolved, resolve
+from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.sample import Sample, read_saved
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
@@ -60,42 +60,32 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
 
 
-def generate_from_request(
-    request: GenerateRequest | Resolved,
+def generate_or_launch(
+    settings: GenerateSettings,
     *,
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
 ) -> GenerateResult | None:
-    """Resolve the settings of a request and generate, in ranks that are started here if it asks for several devices.
+    """Generate here, or in ranks that are started for a request of several devices.
 
     Args:
-        request: settings as they are given, or resolved.
+        settings: complete settings.
         reporter: shows progress.
         context: set in one of several ranks.
         rank_flags: options of the command line for ranks that are started here.
 
     Returns None if ranks were started; rank 0 prints the result. Raises RankFailure if a rank failed. Other errors are
-    those of `generate` and `resolve`.
+    those of `generate`.
     """
-    resolved = resolve(request, reporter=reporter, context=context)
-    settings, model_note = resolved.settings, resolved.model_note()
-    if context is None and settings.parallel.world_size > 1:
-        require_devices(settings)
-        settings = refined(settings, reporter=reporter)
-        result = _check_before_ranks(settings, reporter)
-        if result is None:
-            if model_note is not None:
-                reporter.note(model_note)
-            start_ranks(settings, "generate", rank_flags)
-        return result
-    return generate(
-        settings,
-        reporter=reporter,
-        context=context,
-        model_note=model_note,
-        threads_source=resolved.threads_source,
-    )
+    if context is not None or settings.parallel.world_size == 1:
+        return generate(settings, reporter=reporter, context=context)
+    require_devices(settings)
+    settings = refined(settings, reporter=reporter)
+    result = _check_before_ranks(settings, reporter)
+    if result is None:
+        start_ranks(settings, "generate", rank_flags)
+    return result
 
 
 def generate(
@@ -106,8 +96,6 @@ def generate(
     models: LoadedModels | None = None,
     device: str | None = None,
     threads: ThreadChoice | None = None,
-    threads_source: str | None = None,
-    model_note: str | None = None,
 ) -> GenerateResult:
     """Make the videos that `settings` describe, and write them to files.
 
@@ -122,8 +110,6 @@ def generate(
         models: models that stay loaded after the run; None to load models for this run.
         device: device of a process that makes videos beside others; None for the device of the settings.
         threads: threads of an earlier plan; None to choose their number.
-        threads_source: source of the number of threads; None if not known.
-        model_note: note about a model that was chosen automatically.
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
@@ -134,17 +120,18 @@ def generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
-    ranks: Ranks | None = None
     reporter = reporter or SilentReporter()
     with ExitStack() as stack:
+        ranks: Ranks | None = None
         if context is None:
-            settings = completed(settings, reporter)
-            chain = plan_here(settings, models, device=device, by=threads_source, threads=threads)
+            models = models or stack.enter_context(LoadedModels())
+            chain = plan_here(settings, models, reporter=reporter, device=device, threads=threads)
         else:
             reporter = watched(reporter)
             settings, own_device = stack.enter_context(joined_ranks(settings, context, reporter))
             chain = chain_of_rank(settings, own_device)
             ranks = Ranks(chain.video.mesh, own_device, chain.video.exchange)
+            models = stack.enter_context(ranks.models())
         is_main = ranks is None or ranks.is_main
         require_weights(chain, reporter)
         chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain))
@@ -157,29 +144,23 @@ def generate(
         files = [sample for sample in chosen if not sample.made_before]
         if not files:  # another run has finished them since the first look
             return _earlier_result(chain, chosen, reporter)
-        _note_earlier_work(chosen, model_note, reporter)
+        _note_earlier_work(chosen, reporter)
         if is_main:
             refuse_pictures(chain, files)
         saved = [read_saved(chain, sample, ranks) for sample in files]
-        chain = _with_attention_before(chain.with_threads(by=threads_source), files, ranks)
+        chain = _with_attention_before(chain.with_threads(), files, ranks)
         samples = [
             Sample(chain, chain.video, sample, references, latents)
             for sample, latents in zip(files, saved, strict=True)
         ]
-        events = Events(reporter)
+        events, output = Events(reporter), chain.settings.output
         stack.enter_context(computing(chain.video, reporter))
-        if ranks is not None or models is None:
-            models = stack.enter_context(LoadedModels() if ranks is None else ranks.models())
-        output = chain.settings.output
         if is_main:
             # Without a sidecar no later run can tell which request has made a result.
             stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
         if output.explore:
             samples = [sample for sample in samples if not _is_explored(sample.files)]
-            make(chain, samples, models, events, finish=None, ranks=ranks)
-            videos: tuple[GeneratedVideo, ...] = ()
-        else:
-            videos = make(chain, samples, models, events, finish=save, ranks=ranks)
+        videos = make(chain, samples, models, events, finish=None if output.explore else save, ranks=ranks)
         kept = [GeneratedVideo.of_earlier_run(chain, sample) for sample in chosen if sample.made_before]
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
@@ -201,6 +182,43 @@ def generate(
         )
 
 
+def plan_here(
+    settings: GenerateSettings,
+    models: LoadedModels,
+    *,
+    reporter: Reporter,
+    device: str | None = None,
+    threads: ThreadChoice | None = None,
+) -> Chain:
+    """Return the jobs of a request for a process that shares no video with others; see `make_chain`.
+
+    The prompt is refined if requested, and the condition mode is chosen.
+
+    Args:
+        settings: complete settings.
+        models: loaded models, which the plan may keep or release.
+        reporter: gets the notes.
+        device: device of one of several ranks; None means the device of `settings`.
+        threads: threads of an earlier plan; None to choose them.
+
+    Raises RequestError if the settings ask for several devices. Other errors are those of `with_mode` and `make_chain`.
+    """
+    parallel = settings.parallel
+    if parallel.world_size > (parallel.data_parallel_degree or 1):
+        raise RequestError(
+            f"{parallel.world_size} devices are asked for, and this is one process",
+            hint="start with osora generate --gpus N, torchrun or srun",
+        )
+    settings = with_mode(refined(settings, reporter=reporter), reporter)
+    hardware = rank_hardware(settings, device=device)
+    # The memory of loaded models can be released.
+    free = hardware.free_bytes + models.bytes_on(hardware.device)
+    chain = make_chain(settings, hardware=replace(hardware, free_bytes=free))
+    if threads is not None:
+        chain = chain.change(lambda plan: replace(plan, threads=threads))
+    return without_cached_text(chain, models.prompts).change(models.planned, only=VIDEO)
+
+
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> GenerateResult | None:
     """Refuse a request that rank 0 would refuse, except for memory, which each rank checks on its own device.
 
@@ -215,6 +233,7 @@ def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> Gener
         return _earlier_result(chain, files, reporter)
     check_outputs(files, chain, create=False)
     references_of(chain.video, SilentReporter())
+    refuse_pictures(chain, [sample for sample in files if not sample.made_before])
     return None
 
 
@@ -264,10 +283,8 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
     )
 
 
-def _note_earlier_work(files: Sequence[SampleFiles], model_note: str | None, reporter: Reporter) -> None:
+def _note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None:
     """Note the samples that are finished or begun, before the others are made."""
-    if model_note is not None:
-        reporter.note(model_note)
     for sample in files:
         if sample.made_before:
             _note_made(sample, reporter)
@@ -340,69 +357,24 @@ def hold_from_request(
 ) -> tuple[HeldVideo, Callable[[int, str], str]]:
     """Resolve the settings of a request, and return its first sample in memory, and its `request_hashes` at that time.
 
-    Errors are those of `generate_from_request`, except OutputError.
+    Errors are those of `resolve` and `generate`, except OutputError.
     """
-    resolved = resolve(request, reporter=reporter)
-    settings, model_note, source = resolved.settings, resolved.model_note(), resolved.threads_source
+    settings = resolve(request, reporter=reporter)
     if settings.resume is not None:
         raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
-    settings = completed(settings.replace({"picture.save": False}), reporter)
-    chain = plan_here(settings, models, by=source)
+    chain = plan_here(settings.replace({"picture.save": False}), models, reporter=reporter)
     require_weights(chain, reporter)
     require_room(chain, reporter)
     references = references_of(chain.video, reporter)
     hashes = request_hashes(chain)
     files = replace(sample_files(chain.settings, 0), latents=None)
     saved = read_saved(chain, files, None)
-    if model_note is not None:
-        reporter.note(model_note)
-    chain = chain.with_threads(by=source)
+    chain = chain.with_threads()
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter, keeps_results=False), finish=hold)
     made_first = chain.find(PICTURE) is not None
     report_given_frames(video.figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
     return video, hashes
-
-
-def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
-    """Return settings for a single process, with a refined prompt if requested, and with a condition mode.
-
-    Raises RequestError if they ask for several devices, or no mode suits the references, and MediaError as `with_mode`.
-    """
-    parallel = settings.parallel
-    if parallel.world_size > (parallel.data_parallel_degree or 1):
-        raise RequestError(
-            f"{parallel.world_size} devices are asked for, and this is one process",
-            hint="start with osora generate --gpus N, torchrun or srun",
-        )
-    return with_mode(refined(settings, reporter=reporter), reporter)
-
-
-def plan_here(
-    settings: GenerateSettings,
-    models: LoadedModels | None,
-    *,
-    device: str | None = None,
-    by: str | None = None,
-    threads: ThreadChoice | None = None,
-) -> Chain:
-    """Return the jobs of a request for a process that shares no video with others; see `make_chain`.
-
-    Args:
-        settings: settings with a condition mode.
-        models: loaded models, which the plan may keep or release.
-        device: device of one of several ranks; None means the device of `settings`.
-        by: source of the number of threads.
-        threads: threads of an earlier plan; None to choose them.
-    """
-    models = LoadedModels() if models is None else models
-    hardware = rank_hardware(settings, device=device)
-    # The memory of loaded models can be released.
-    free = hardware.free_bytes + models.bytes_on(hardware.device)
-    chain = make_chain(settings, hardware=replace(hardware, free_bytes=free))
-    if threads is not None:
-        chain = chain.change(lambda plan: replace(plan, threads=threads))
-    return without_cached_text(chain, models.prompts, by=by).change(models.planned, only=VIDEO)

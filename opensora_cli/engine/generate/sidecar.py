@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.weights import stamp_of
@@ -42,14 +42,6 @@ def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[Sampl
         find_target(settings, index, request(settings.sampling.seed + index, settings.output_format), claims=claims)
         for index in range(chain.num_samples)
     )
-
-
-def planned_outputs(chain: Chain) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
-    """Return the files that a run would write, or no files and the error that would refuse the run."""
-    try:
-        return choose_outputs(chain), None
-    except OutputError as error:
-        return (), error
 
 
 def request_hashes(chain: Chain) -> Callable[[int, str], str]:

@@ -199,10 +199,10 @@ def _cache_key(plan: Plan, text: str, models: LoadedModels) -> str:
     return name_in_cache(plan, text, threads=torch.get_num_threads(), ranks=ranks)
 
 
-def without_cached_text(chain: Chain, cache: PromptCache, *, by: str | None = None) -> Chain:
+def without_cached_text(chain: Chain, cache: PromptCache) -> Chain:
     """Return the chain of one process without the text stages whose prompts are all in the cache.
 
-    On a CPU this chooses the threads, since embeddings depend on them; `by` is the source of their number.
+    On a CPU this chooses the threads, since embeddings depend on them.
     """
     plan = chain.video
     if not plan.settings.runtime.prompt_cache or plan.mesh.size > 1 or plan.decodes_only or cache.folder is None:
@@ -210,7 +210,7 @@ def without_cached_text(chain: Chain, cache: PromptCache, *, by: str | None = No
     if any(part not in plan.weights.paths for part in (Component.T5, Component.CLIP)):
         return chain
     if plan.hardware.device.type == "cpu":
-        chain = chain.with_threads(by)
+        chain = chain.with_threads()
 
     def change(plan: Plan) -> Plan:
         count = plan.threads.count if plan.threads is not None else 0

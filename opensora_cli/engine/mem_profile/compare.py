@@ -131,7 +131,7 @@ def _generation_rows(plan: Plan) -> Rows:
     for name, (stage, change) in changes.items():
         if name == "block streaming" and plan.hardware.device.type == "cpu":
             yield Technique(name=name, reason=_HOST_IS_DEVICE)
-        elif stage == DECODE and not plan.streamable.frames:
+        elif stage == DECODE and not plan.offloadable.frames:
             yield Technique(name=name, reason=_WHOLE_TILES)
         elif stage in too_large:
             yield Technique(name=name, reason=too_large[stage])

@@ -64,10 +64,7 @@ def mem_profile(
     if settings.plot is not None:
         new_figure()  # without matplotlib, now and not after the measurement
     if isinstance(what, GenerateRequest):
-        resolved = resolve(what, reporter=reporter)
-        what = resolved.settings
-        if (model_note := resolved.model_note()) is not None:
-            reporter.note(model_note)
+        what = resolve(what, reporter=reporter)
     with out_of_memory_reported(
         hint="profile fewer frames or a smaller batch with --set, or close what else uses the device"
     ):

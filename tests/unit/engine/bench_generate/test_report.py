@@ -63,13 +63,6 @@ def test_the_chart_has_every_setting_at_its_evaluations(tmp_path: Path) -> None:
     assert "x=$1$ (1.00 times as fast)" in text
 
 
-def test_the_document_has_all_of_it() -> None:
-    document = report(row("exact"), TRIED).to_json()
-    assert document["schema"] == "osora.bench-generate/2"
-    assert document["settings"][1]["stages_s"]["load"] == {"mean": 9.0, "deviation": 0.125}
-    assert document["skipped"].keys() == {"euler-30"}
-
-
 def test_times_have_the_deviation_of_a_sample() -> None:
     assert RunTime.over([1.0, 2.0, 3.0]) == RunTime(mean=2.0, deviation=1.0)
     assert RunTime.over([1.5]) == RunTime(mean=1.5, deviation=0.0)

@@ -15,13 +15,11 @@ from tiny_world import (
     released_settings,
 )
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.bench_generate.run import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
 from opensora_cli.settings.bench_generate import BenchGenerateSettings, read_tries
-from opensora_cli.settings.load import GenerateRequest, SavedSettings
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -36,10 +34,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def compared(settings, *tries, reporter=None, repeats=1):
-    saved = SavedSettings(source="the test", values=settings.model_dump(mode="json"), is_own=True)
-    request = GenerateRequest(saved=saved)
     options = BenchGenerateSettings(repeats=repeats)
-    return bench_generate(request, read_tries(tries), options=options, reporter=reporter or RecordingReporter())
+    return bench_generate(settings, read_tries(tries), options=options, reporter=reporter or RecordingReporter())
 
 
 def video(latents, frames_THWC):
@@ -151,17 +147,3 @@ def test_an_interrupted_comparison_says_what_was_finished(world, tmp_path, monke
     stop_after(monkeypatch, 5)
     with pytest.raises(KeyboardInterrupt, match="1 of 2 runs were finished; there is no table"):
         compared(demo_settings(world, tmp_path, video__num_frames="5"), "sampling.solver=ab2")
-
-
-@pytest.mark.parametrize(
-    ("changes", "tried", "message"),
-    [
-        ({}, "sampling.num_inference_steps=0", r"num_inference_steps=0 must be at least 1 \(from --try "),
-        ({"sampling__num_samples": "2"}, FEWER, "sampling.num_samples=2 cannot be compared"),
-    ],
-)
-def test_wrong_settings_end_it_before_anything_is_loaded(world, tmp_path, changes, tried, message):
-    reporter = RecordingReporter()
-    with pytest.raises(RequestError, match=message):
-        compared(demo_settings(world, tmp_path, **changes), tried, reporter=reporter)
-    assert reporter.stages == []

@@ -143,7 +143,9 @@ def test_missing_demo_says_how_to_get_it(world, tmp_path, monkeypatch):
 def test_auto_needs_weights_and_cuda(world, monkeypatch, has_weights, has_cuda, device, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     weights_folder = str(world.released) if has_weights else None
-    name, found = choose_model(AUTO, weights=weights_folder, device=device)
+    name, found = choose_model(
+        AUTO, weights=weights_folder, device=device, loading=lambda: pytest.fail("torch is imported already")
+    )
     assert name == (OPEN_SORA_V2 if reason is None else DEMO)
     assert found == reason or (reason is None and str(world.released) in found)
 

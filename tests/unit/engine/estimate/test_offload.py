@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from opensora_cli.engine.estimate.offload import (
+    Offloadable,
     OffloadPlan,
     StageMemory,
-    Streamable,
     choose_offload,
     keep_models,
     stronger_offload,
@@ -16,6 +16,8 @@ from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 BLOCKS = 10
+ALL = Offloadable(num_blocks=BLOCKS)
+MAPPED = replace(ALL, host_weights=HostWeights.MAPPED)
 
 
 def estimate(plan):
@@ -32,8 +34,7 @@ def estimate(plan):
 
 
 def choose(budget, **memory):
-    settings = MemorySettings(**memory)
-    return choose_offload(settings, estimate, budget=budget, num_blocks=BLOCKS, host_weights=HostWeights.PINNED)
+    return choose_offload(MemorySettings(**memory), ALL, estimate, budget=budget)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +85,9 @@ def test_where_nothing_fits_the_least_is_taken():
 def test_without_a_transformer_none_is_offloaded():
     plan = choose_offload(
         MemorySettings(offload="blocks"),
+        ALL,
         lambda plan: tuple(stage for stage in estimate(plan) if stage.name == "decode"),
         budget=1000,
-        num_blocks=BLOCKS,
-        host_weights=HostWeights.PINNED,
     )
     assert plan == OffloadPlan()
 
@@ -108,31 +108,22 @@ def test_numbers_by_name():
 
 @pytest.mark.parametrize(("budget", "resident"), [(140, None), (120, 2), (40, 1)])
 def test_blocks_that_are_cast_leave_the_memory_to_the_page_cache(budget, resident):
-    cast = Streamable(from_page_cache=True)
-    plan = choose_offload(
-        MemorySettings(), estimate, budget=budget, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED, streamable=cast
-    )
+    plan = choose_offload(MemorySettings(), replace(MAPPED, from_page_cache=True), estimate, budget=budget)
     assert plan.resident_blocks == resident
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_text_that_is_streamed_at_no_cost_is_streamed_where_all_would_fit(first):
-    cast = Streamable(text_first=first)
-    plan = choose_offload(
-        MemorySettings(), estimate, budget=1000, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED, streamable=cast
-    )
+    plan = choose_offload(MemorySettings(), replace(MAPPED, text_first=first), estimate, budget=1000)
     assert plan == OffloadPlan(host_weights=HostWeights.MAPPED, stream_text=first)
 
 
 def test_what_is_computed_with_where_it_is_mapped_is_not_offloaded():
-    mapped = Streamable(blocks=False, text=False, text_first=True)
-    plan = choose_offload(
-        MemorySettings(offload="blocks"), estimate, budget=25, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED,
-        streamable=mapped,
-    )  # fmt: skip
+    mapped = replace(MAPPED, num_blocks=0, text=False, text_first=True)
+    plan = choose_offload(MemorySettings(offload="blocks"), mapped, estimate, budget=25)
     assert (plan.mode, plan.resident_blocks, plan.stream_text) == (OffloadMode.MODEL, None, False)
-    assert stronger_offload(plan, "text", num_blocks=BLOCKS, streamable=mapped) is None
-    assert stronger_offload(plan, "denoise", num_blocks=BLOCKS, streamable=mapped) is None
+    assert stronger_offload(plan, "text", mapped) is None
+    assert stronger_offload(plan, "denoise", mapped) is None
 
 
 def test_stronger_is_less_until_there_is_nothing_left():
@@ -140,24 +131,22 @@ def test_stronger_is_less_until_there_is_nothing_left():
         plan, needs = OffloadPlan(), []
         while plan is not None:
             needs += [each.total_bytes for each in estimate(plan) if each.name == stage]
-            plan = stronger_offload(plan, stage, num_blocks=BLOCKS)
+            plan = stronger_offload(plan, stage, ALL)
         assert len(needs) > 1
         assert needs == sorted(set(needs), reverse=True)
-    assert stronger_offload(OffloadPlan(), "encode", num_blocks=BLOCKS) is None
+    assert stronger_offload(OffloadPlan(), "encode", ALL) is None
 
 
 def test_what_decodes_whole_tiles_decodes_no_chunks():
-    whole = Streamable(frames=False)
-    plan = choose_offload(
-        MemorySettings(), estimate, budget=25, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED, streamable=whole
-    )
+    whole = replace(MAPPED, frames=False)
+    plan = choose_offload(MemorySettings(), whole, estimate, budget=25)
     assert plan.chunk_frames is None
-    assert stronger_offload(plan, "decode", num_blocks=BLOCKS, streamable=whole) is None
+    assert stronger_offload(plan, "decode", whole) is None
 
 
 def test_stronger_keeps_the_rest():
     plan = OffloadPlan(fp8_storage=True, stream_text=True)
-    assert stronger_offload(plan, "denoise", num_blocks=BLOCKS) == replace(
+    assert stronger_offload(plan, "denoise", ALL) == replace(
         plan, mode=OffloadMode.BLOCKS, resident_blocks=5, chunk_tokens=2048
     )
 

@@ -9,10 +9,11 @@ from tiny_world import DEMO_SIZES, demo_settings
 
 from opensora_cli.core import folder_lock
 from opensora_cli.core.exceptions import BatchError, CheckpointError, InUseError, RequestError
-from opensora_cli.engine.generate import batch, denoise
+from opensora_cli.engine.generate import batch, denoise, dry_run
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
-from opensora_cli.engine.generate.batch import generate_rows, plan_rows
+from opensora_cli.engine.generate.batch import generate_rows
+from opensora_cli.engine.generate.dry_run import plan_rows
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
@@ -133,12 +134,18 @@ def test_10_000_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, 
     path = tmp_path / "p.csv"
     path.write_text("prompt,seed,num_frames\n" + "".join(f"sea,{seed},{5 + seed % 2 * 12}\n" for seed in range(10**4)))
     planned = []
-    plan = batch.plan_here
-    monkeypatch.setattr(batch, "plan_here", lambda *a, **k: planned.append(a) or plan(*a, **k))
+    plan = dry_run.plan_generation
+    monkeypatch.setattr(dry_run, "plan_generation", lambda *a, **k: planned.append(a) or plan(*a, **k))
     result = plan_rows(asked(), read_prompts(path), shard=Shard.of("2/4"), reporter=reporter)
     assert len(planned) == 1  # odd seeds alone
     assert [(shape.rows, shape.plan.jobs[0].num_frames) for shape in result.shapes] == [(2500, 17)]
     assert result.lines()[0] == "rows      2500 of 1 shape, and 0 that would be refused"
+
+
+def test_a_plan_says_that_the_server_for_prompts_is_missing(asked, rows_of, reporter, monkeypatch):
+    monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
+    plan_rows(asked(refine__prompt=True), rows_of("sea", kind="txt"), shard=Shard(), reporter=reporter)
+    assert reporter.warnings[0].startswith("row 1: a run would be refused: OSORA_REFINE_URL is not set")
 
 
 def test_shards_make_different_rows(asked, rows_of, reporter, monkeypatch):

@@ -6,9 +6,10 @@ from tiny_world import RecordingReporter, demo_settings, picture_first_settings,
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import previews
 from opensora_cli.engine.generate.documents import ExploredSeed
-from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset
@@ -39,7 +40,8 @@ def names(folder):
 
 def resume(state, reporter=None):
     request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **weights_of(state)})
-    return generate_from_request(request, reporter=reporter or RecordingReporter())
+    reporter = reporter or RecordingReporter()
+    return generate(resolve(request, reporter=reporter), reporter=reporter)
 
 
 def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
@@ -122,8 +124,7 @@ def test_a_sheet_that_cannot_be_written_loses_no_seed(world, tmp_path):
 
 
 def test_a_plan_counts_the_steps_of_explored_seeds(world, tmp_path):
-    plan = plan_generation(demo_settings(world, tmp_path, **EXPLORED), reporter=RecordingReporter())
-    document = PlanDocument.of(plan)
+    document = plan_generation(demo_settings(world, tmp_path, **EXPLORED), reporter=RecordingReporter())
     assert document.model_evaluations == 2 * 2 * BEGUN
     assert document.lines()[-3:] == [
         *(f"writes    {tmp_path / name}.latents.safetensors" for name in NAMES),

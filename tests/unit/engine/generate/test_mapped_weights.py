@@ -91,7 +91,7 @@ class TestOfTheFilesDtype:
         made = make_plan(large(**BF16))
         assert made.offload.mode is OffloadMode.MODEL
         assert made.offload.resident_blocks is None
-        assert not made.offload.stream_text or made.streamable.text
+        assert not made.offload.stream_text or made.offloadable.text
 
     @pytest.mark.parametrize("asked", [{"memory__offload": "blocks"}, {"memory__resident_blocks": "2"}], ids=str)
     def test_asking_for_offloaded_blocks_has_no_effect(self, world, tmp_path, reporter, asked):

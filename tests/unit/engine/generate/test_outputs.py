@@ -18,7 +18,8 @@ from opensora_cli.engine.generate import decode, models
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
@@ -42,7 +43,7 @@ def again_from(sidecar, world, folder, environment=None):
         "runtime.weights": Given(str(world.released), "--weights"),
     }
     request = read_request(overrides=overrides, saved=read_sidecar(sidecar), environment=environment or {})
-    [video] = generate_from_request(request, reporter=SilentReporter()).videos
+    [video] = generate(resolve(request, reporter=SilentReporter()), reporter=SilentReporter()).videos
     return video
 
 

@@ -10,13 +10,13 @@ from tiny_world import demo_settings, flux_settings, picture_first_settings, rel
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
-from opensora_cli.engine.generate import decode, pipeline
+from opensora_cli.engine.generate import decode, pipeline, run
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.plan import PICTURE
 from opensora_cli.engine.generate.planning import make_chain, require_fit
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture
-from opensora_cli.engine.generate.run import generate
+from opensora_cli.engine.generate.run import generate, generate_or_launch
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
 
@@ -112,7 +112,7 @@ def test_missing_weights_of_the_picture_are_named(world, tmp_path, reporter):
     overrides = {"prompt": "sea", "picture.first": True, "runtime.weights": str(tmp_path), "model.name": "open-sora-v2"}
     request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in overrides.items()})
     with pytest.raises(CheckpointError, match="of the flux1-dev model are missing") as caught:
-        refuse_early(resolve(request, reporter=reporter).settings, dry_run=False)
+        refuse_early(resolve(request, reporter=reporter), dry_run=False)
     assert caught.value.hint.endswith("; --set picture.first=false makes no picture first")
 
 
@@ -165,16 +165,19 @@ class TestMade:
             overrides = {"output.path": Given(str(tmp_path / "again"), "--out")}
             overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
             request = GenerateRequest(saved=read_sidecar(sidecar), overrides=overrides)
-            made = resolve(request, reporter=reporter).settings
+            made = resolve(request, reporter=reporter)
             [same] = generate(made).videos
             original = video.path if sidecar == video.sidecar else video.picture.file
             assert same.path.read_bytes() == original.read_bytes()
 
-    def test_another_file_of_its_name_is_kept(self, world, tmp_path, reporter):
+    def test_another_file_of_its_name_is_kept(self, world, tmp_path, monkeypatch, reporter):
         settings = picture_first_settings(world, tmp_path / "boat.mp4", picture__save="true")
         (tmp_path / "boat.picture.png").write_bytes(b"mine")
         with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
             generate(settings, reporter=reporter)
+        monkeypatch.setattr(run, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+        with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
+            generate_or_launch(settings.replace({"parallel.gpus": 2, "runtime.device": "cpu"}), reporter=reporter)
         assert not reporter.stages
         [video] = generate(settings.replace({"output.overwrite": True})).videos
         assert video.picture.file.read_bytes() != b"mine"
@@ -206,7 +209,7 @@ class TestMade:
         latents = tmp_path / "raining-sea_seed42.latents.safetensors"
         overrides = {"from_latents": Given(str(latents), "x"), "output.path": Given(str(tmp_path / "decoded"), "x")}
         overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
-        decoded = resolve(GenerateRequest(overrides=overrides), reporter=reporter).settings
+        decoded = resolve(GenerateRequest(overrides=overrides), reporter=reporter)
         [video] = generate(decoded).videos
         assert (video.path.read_bytes(), video.picture) == (whole, None)
         [video] = generate(ended, reporter=reporter).videos
@@ -214,6 +217,6 @@ class TestMade:
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
 
     def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):
-        chain = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter)
+        chain = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter).chain
         assert "pictures of 32px have no size of 32x16: the nearest is 64x16, that of 2.39:1" in reporter.notes
         assert chain.find(PICTURE).latent_shape == (4, 1, 8, 32)

@@ -15,7 +15,8 @@ from opensora_cli.engine.components import attention
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
@@ -39,7 +40,7 @@ def go_on(state, **overrides):
     given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
     request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **weights_of(state), **given})
     reporter = RecordingReporter()
-    return generate_from_request(request, reporter=reporter), reporter
+    return generate(resolve(request, reporter=reporter), reporter=reporter), reporter
 
 
 def names(folder):
@@ -249,7 +250,7 @@ def test_a_state_is_no_finished_latents(state, reporter):
     overrides = {"from_latents": Given(str(state), "--from-latents"), **weights_of(state)}
     request = GenerateRequest(overrides=overrides)
     with pytest.raises(RequestError, match=f"was saved after step 2 of {STEPS}") as caught:
-        generate_from_request(request, reporter=reporter)
+        generate(resolve(request, reporter=reporter), reporter=reporter)
     assert caught.value.hint == f"go on with osora generate --resume {state}"
     with pytest.raises((RequestError, ValueError), match="drop one of them"):
         go_on(state, from_latents=str(state))

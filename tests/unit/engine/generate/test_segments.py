@@ -13,6 +13,7 @@ from tiny_world import RecordingReporter, demo_settings, weights_of
 
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import text
 from opensora_cli.engine.generate.decode import HeldVideo
@@ -23,7 +24,8 @@ from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import generate, generate_from_request, hold_from_request
+from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.run import generate, hold_from_request
 from opensora_cli.engine.generate.sample import read_saved
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents, segment_path
 from opensora_cli.media.read import read_video
@@ -118,7 +120,7 @@ def test_the_sidecar_has_every_segment_and_makes_the_same_again(world, tmp_path)
     assert "segment 3 of 3, seed 43" in reporter.notes
     overrides = {"output.path": Given(str(tmp_path / "two"), "--out"), "runtime.weights": Given(str(world.demo), "x")}
     request = GenerateRequest(overrides=overrides, saved=read_sidecar(result.videos[1].sidecar))
-    made = generate_from_request(request, reporter=RecordingReporter())
+    made = generate(resolve(request, reporter=SilentReporter()))
     assert made.videos[0].path.read_bytes() == result.videos[1].path.read_bytes()
     assert generate(settings).videos[0].made_before
 
@@ -144,7 +146,7 @@ def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path,
     else:
         overrides = {"resume": Given(str(tmp_path / STATE), "--resume"), **weights_of(tmp_path / STATE)}
         request = GenerateRequest(overrides=overrides)
-        result = generate_from_request(request, reporter=RecordingReporter())
+        result = generate(resolve(request, reporter=SilentReporter()))
     assert result.model_evaluations == 2 * (3 * STEPS - steps)
     assert result.videos[0].path.read_bytes() == whole
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".mp4"]
@@ -173,12 +175,12 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
             generate(demo_settings(world, tmp_path, **EXTENDED))
     overrides = {"from_latents": Given(str(tmp_path / STATE), "--from-latents"), **weights_of(tmp_path / STATE)}
     overrides["output.path"] = Given(str(tmp_path / "out.mp4"), "--out")
-    result = generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
+    result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
     assert result.model_evaluations == 0
     assert result.videos[0].path.read_bytes() == whole
     overrides["video.extend"] = Given("1", "--extend")
     with pytest.raises(RequestError, match="--extend 1 has no effect with --from-latents"):
-        generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
+        generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
 
 
 def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
@@ -208,11 +210,11 @@ def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, STEPS)
         with pytest.raises(KeyboardInterrupt):
-            generate_from_request(request, reporter=RecordingReporter())
+            generate(resolve(request, reporter=SilentReporter()))
     shutil.rmtree(tmp_path / "a")
     moved = out.with_name("clip.latents.safetensors")
     overrides = {"resume": Given(str(moved), "--resume"), **weights_of(moved)}
-    result = generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
+    result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
     assert result.model_evaluations < 2 * (2 * STEPS - 1)
     assert result.videos[0].path.read_bytes() == whole
     assert sorted(path.name for path in out.parent.iterdir()) == ["clip.mp4", "clip.mp4.json"]

@@ -13,7 +13,7 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
-from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import PICTURE, alone
@@ -81,16 +81,15 @@ def test_a_second_run_loads_no_encoder_and_makes_the_same(world, tmp_path, repor
 def test_a_plan_says_that_prompts_are_read_and_counts_no_encoder(world, tmp_path, reporter, plan):
     settings = demo_settings(world, tmp_path)
     before = plan_generation(settings, reporter=reporter)
-    assert before.video.encodes_text
+    assert before.chain.video.encodes_text
     encoded(plan, reporter)
     after = plan_generation(settings, reporter=reporter)
-    assert after.video.stages == tuple(stage for stage in before.video.stages if stage.name != "text")
-    for chain, shown in ((before, []), (after, [f"prompts   {CACHED_TEXT_LINE}"])):
-        document = PlanDocument.of(chain)
+    assert after.chain.video.stages == tuple(stage for stage in before.chain.video.stages if stage.name != "text")
+    for document, shown in ((before, []), (after, [f"prompts   {CACHED_TEXT_LINE}"])):
         assert document.jobs[0].encodes_text is (shown == [])
         assert [line for line in document.lines() if line.startswith("prompts ")] == shown
     for changes in ({"prompt": "snow"}, {"negative_prompt": "snow"}, {"runtime.prompt_cache": False}):
-        assert plan_generation(settings.replace(changes), reporter=reporter).video.encodes_text
+        assert plan_generation(settings.replace(changes), reporter=reporter).chain.video.encodes_text
     # Ranks share the encoder, and rank 0 alone looks.
     cached = without_cached_text(alone(plan), PromptCache.of_user())
     assert not cached.video.encodes_text
