@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from plain_loop import PlainLoop
-from torch.nn.functional import interpolate
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
@@ -131,14 +130,6 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
         cached = tuple(CachedClip(encode_for_cache(clip, {})) for clip in clips)
         batches.append(replace(batch, pixels_BTHWC=None, cached=cached))
     return batches, encoders.empty_prompt
-
-
-def color_field(num_frames: int, size: int, number: int) -> torch.Tensor:
-    """Return a clip of smooth random colors that change over time: uint8 RGB (num_frames, size, size, 3)."""
-    corners_13THW = torch.rand(1, 3, 2, 5, 5, generator=torch.Generator().manual_seed(number))
-    shape = (num_frames, size, size)
-    levels_13THW = interpolate(corners_13THW, size=shape, mode="trilinear", align_corners=True) * 255
-    return levels_13THW[0].round().to(torch.uint8).permute(1, 2, 3, 0)
 
 
 def make_trainer(
