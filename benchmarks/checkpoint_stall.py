@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
-from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
-from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, OptimizerSettings
 
 SCHEMA = "osora.bench.checkpoint-stall/1"
 _WIDTH = 1024
@@ -82,7 +81,7 @@ def make_trainer(mib: int, device: torch.device) -> Trainer[Numbered]:
         SampledBatches(lambda rng, number: Numbered(number=number), seed=0),
         loop=LoopSettings(steps=10**6),
         optimizer=OptimizerSettings(),
-        precision=Precision(PrecisionSettings(compute="fp32"), distribution.device),
+        compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
         reporter=SilentReporter(),

@@ -40,7 +40,6 @@ from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.objectives.task import BatchSource
-from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
@@ -140,7 +139,7 @@ def make_trainer(
         batches,
         loop=settings.loop,
         optimizer=settings.optimizer,
-        precision=Precision(settings.precision, device),
+        compute=settings.precision.compute,
         distribution=distribution,
         clock=watching.clock,
         observers=watching.observers,

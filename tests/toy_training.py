@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
-from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
-from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
 MUON = OptimizerSettings(name="muon", warmup_steps=2, decay_steps=2, muon_learning_rate=1e-2)
@@ -140,7 +139,6 @@ def toy_trainer(
     optimizer: OptimizerSettings = ADAMW,
     distribution: Distribution | None = None,
     reporter: SilentReporter | None = None,
-    precision: str = "fp32",
     observers: tuple[Any, ...] = (),
     **loop: object,
 ) -> Trainer[ToyBatch]:
@@ -156,7 +154,7 @@ def toy_trainer(
         batches,
         loop=settings,
         optimizer=optimizer,
-        precision=Precision(PrecisionSettings(compute=precision), distribution.device),
+        compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
         observers=observers,

@@ -24,7 +24,12 @@ Copies = Annotated[int, Field(ge=1, le=1024 * 65_536)]
 Blocks = Annotated[int, Field(ge=1, le=10_000)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 _Device = Annotated[int, Field(ge=0, le=1023)]
-_RETIRED_KEYS = {"parallel": ("node_rank", "rdzv_endpoint"), "sampling": ("batch_size",)}
+_RETIRED_KEYS = {
+    "parallel": ("node_rank", "rdzv_endpoint"),
+    "sampling": ("batch_size",),
+    "precision": ("fp8_linears", "initial_loss_scale", "loss_scale_window"),
+    "memory": ("activation_offload", "offload_above"),
+}
 
 
 DeviceName = Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N, as in cuda:1")]

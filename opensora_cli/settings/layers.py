@@ -128,7 +128,14 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
         raise RequestError("\n".join(lines) or "some text is not valid Unicode") from error
 
 
-_REMOVED = {"sampling.batch_size": "drop it: every video is made alone"}
+_REMOVED = {
+    "sampling.batch_size": "drop it: every video is made alone",
+    "precision.fp8_linears": "drop it: matrices are multiplied in precision.compute",
+    "precision.initial_loss_scale": "drop it: precision.compute=bf16 needs no loss scale",
+    "precision.loss_scale_window": "drop it: precision.compute=bf16 needs no loss scale",
+    "memory.activation_offload": "use memory.checkpointing=offload",
+    "memory.offload_above": "use memory.checkpointing=offload, which keeps all inputs of blocks on the host",
+}
 """Settings of earlier versions, with the hint for users who still set them."""
 
 

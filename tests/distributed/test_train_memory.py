@@ -28,12 +28,12 @@ STRATEGIES: list[tuple[int, dict[str, object]]] = [
     (4, {"strategy": "hybrid", "parallel.tensor_parallel_degree": 2, "parallel.ulysses_degree": 2}),
     (4, {"strategy": "hybrid", "parallel.ulysses_degree": 2, "parallel.ring_degree": 2}),
 ]
-CHECKPOINTED = {"memory.checkpointing": True, "memory.checkpoint_single_blocks": 1}
+CHECKPOINTED = {"memory.checkpointing": "full", "memory.checkpoint_single_blocks": 1}
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
     "fp32 without average": {"precision.compute": "fp32", "loop.ema_decay": None},
     "checkpointed": CHECKPOINTED,
-    "activations offloaded": {"memory.checkpointing": True, "memory.activation_offload": "all"},
+    "activations offloaded": {"memory.checkpointing": "offload"},
     "moments offloaded": {"optimizer.offload_states": True},
     "two micro-batches": {"loop.micro_batches": 8},
     # Its file is not read: the weights are random.

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from opensora_cli.engine.train.fp8_linear import use_fp8_linears
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
 from opensora_cli.engine.train.optimizer import build_optimizers
-from opensora_cli.engine.train.precision import Precision
-from opensora_cli.settings.train_loop import OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 _STEPS = 3
 _RATE = {"learning_rate": 1e-2, "weight_decay": 0.1, "eps": 1e-15}
@@ -87,39 +85,6 @@ def _resumes_from_a_whole_state(offload: bool) -> tuple[dict[str, Tensor], dict[
     return _state(plain, plain_optimizers), _state(model, optimizers)
 
 
-def _unscaled_gradients() -> tuple[list[Tensor], list[Tensor]]:
-    scaled = Precision(PrecisionSettings(compute="fp16", initial_loss_scale=1024), torch.device("cpu"))
-    model, plain = _model(), _model()
-    for layer in model[:2]:
-        fully_shard(layer)
-    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    # Sums of powers of two times the same numbers have the same bits.
-    scaled.scale(model(batch).sum()).backward()
-    scaled.unscale(model)
-    plain(batch).sum().backward()
-    return [_whole(weight.grad) for weight in model.parameters()], [weight.grad for weight in plain.parameters()]
-
-
-def _products_of_8_bits() -> tuple[list[Tensor], list[Tensor], int]:
-    """Gradients of layers whose gathered weights are given back between forward and backward, and of plain ones."""
-
-    def layers() -> nn.Sequential:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-        use_fp8_linears(model, ["0", "1"])
-        return model
-
-    model, plain = layers(), layers()
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=True)
-    fully_shard(model)
-    batch = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    for network in (model, plain):
-        network(batch).square().mean().backward()
-    sharded = sum(isinstance(weight, DTensor) for weight in model.parameters())
-    return [_whole(weight.grad) for weight in model.parameters()], [w.grad for w in plain.parameters()], sharded
-
-
 @pytest.mark.parametrize(
     ("offload", "shard_last"),
     [
@@ -144,18 +109,3 @@ def test_sharded_ranks_resume_from_the_state_of_one_process(pool: Callable[[int]
         assert len(expected) == 4 * 3
         for name, value in expected.items():
             assert_close(found[name], value, tolerance=1e-6, what=name)
-
-
-def test_sharded_gradients_are_unscaled(pool: Callable[[int], Any]) -> None:
-    for found, expected in pool(2).run(_unscaled_gradients):
-        assert all(gradient.any() for gradient in expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other, tolerance=1e-6)
-
-
-def test_products_of_8_bits_over_sharded_weights(pool: Callable[[int], Any]) -> None:
-    for found, expected, sharded in pool(2).run(_products_of_8_bits):
-        assert sharded == len(expected) == 4
-        for one, other in zip(found, expected, strict=True):
-            assert other.any()
-            assert_close(one, other, tolerance=1e-6)

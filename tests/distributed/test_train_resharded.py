@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_strategies import Case, micro_batch, precision_of, tiny_transformer
+from tiny_strategies import Case, micro_batch, tiny_transformer
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
@@ -21,7 +21,7 @@ from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.lora import LoraSettings
-from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings
+from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, OptimizerSettings
 
 Pool = Callable[[int], Any]
 _LOOP = LoopSettings(steps=5, micro_batches=4, ema_decay=0.9)
@@ -89,7 +89,7 @@ def _trainer(
         SampledBatches(_draw, seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks),
         loop=_LOOP,
         optimizer=_OPTIMIZER,
-        precision=precision_of("fp32"),
+        compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
         reporter=SilentReporter(),

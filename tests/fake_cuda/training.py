@@ -29,7 +29,7 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
 from opensora_cli.engine.train import build, estimate, ranks, stand_ins
-from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
+from opensora_cli.engine.train.activations import plan_activations, saved_activations
 from opensora_cli.engine.train.fake_ranks import FakeReplicated
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
 from opensora_cli.engine.train.objectives import mmdit
@@ -83,19 +83,15 @@ def rehearse(
     rank: int = 0,
     *,
     gpu: GPU | None = None,
-    activations: ActivationPlan | None = None,
 ) -> Turn:
-    """Be one rank of a training for a step of two micro-batches of the largest shape, with moments of earlier steps.
-
-    `activations` None: as `plan_activations` has it.
-    """
+    """Be one rank of a training for a step of two micro-batches of the largest shape, with moments of earlier steps."""
     world = world or World()
     if rank and not world.said:
         # What it is told by rank 0, which is not looked at otherwise.
         with rehearsal(world, gpu=gpu) as first, ranks.joined_ranks(settings, first.context):
             pass
     with _disable_current_modes():
-        activations, frozen = activations or plan_activations(settings), plan_frozen_weights(settings)
+        activations, frozen = plan_activations(settings), plan_frozen_weights(settings)
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
         stack.enter_context(mock.patch.object(alone, "_moved", partial(moved, leaves_frozen=True)))

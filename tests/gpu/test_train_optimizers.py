@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, require_fp8
 from torch import nn
 
-from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, require_fp8
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 
 CHOICES = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-15, "weight_decay": 0.1}

@@ -17,7 +17,6 @@ from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
 from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_settings
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.files import first_weights_of
-from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import BatchSource, SampledBatches, Task
@@ -27,7 +26,6 @@ from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.models.attention import attention_backend
-from opensora_cli.models.mmdit.blocks import linears_of_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 
@@ -155,9 +153,6 @@ def _build(
             transformer = (
                 empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
             )
-            if settings.precision.fp8_linears:
-                require_fp8(device)
-                use_fp8_linears(transformer, linears_of_blocks(transformer.config))
             transformer.set_attention(attention_backend(plan_attention(settings, device=device).backend))
             if settings.compile:
                 compile_blocks(transformer, warn=reporter.warn)

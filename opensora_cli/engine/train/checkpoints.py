@@ -249,7 +249,6 @@ def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: 
         "ranks": trainer.distribution.ranks,
         "threads": torch.get_num_threads(),
         "skipped_in_a_row": trainer.skipped_in_a_row,
-        "precision": trainer.precision.state_dict(),
         DONE: list(done),
         **scored,
     }

@@ -31,7 +31,6 @@ from opensora_cli.engine.train.frozen_weights import (
 from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.optimizer import kept_tensors
-from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.stand_ins import bare_task, fresh_task, largest_batches
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
@@ -237,7 +236,7 @@ def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distributio
         largest_batches(settings),
         loop=settings.loop.replace({"micro_batches": on_a_rank * distribution.data_ranks}),
         optimizer=settings.optimizer,
-        precision=Precision(settings.precision, distribution.device),
+        compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock(),
         reporter=SilentReporter(),

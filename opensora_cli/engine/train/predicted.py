@@ -45,6 +45,7 @@ from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train_loop import Checkpointing
 
 ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weights and gradients", "update"
 
@@ -60,20 +61,17 @@ _DEQUANTIZED_BYTES = 3
 """A weight in 8 bits is read, and written in 16."""
 
 
-def predict_step(
-    settings: TrainSettings, gpu: GpuSettings, *, activations: ActivationPlan | None = None
-) -> PredictedTime | None:
+def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | None:
     """Return the seconds of a step, all of whose micro-batches are the largest, on GPUs of this kind.
 
-    `activations`: what is held and what is computed again; None: as `plan_activations` has it. It is None for
-    autoencoders and text encoders, whose times are not predicted.
+    It is None for autoencoders and text encoders, whose times are not predicted.
     """
     if settings.target is not TrainTarget.MMDIT:
         return None
     shape = largest_batch_shape(settings)
     data_ranks = settings.parallel.data_ranks(settings.strategy)
     rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
-    passes = _passes(settings, gpu, activations or plan_activations(settings))
+    passes = _passes(settings, gpu, plan_activations(settings))
     stages = {
         ENCODE: times(_encoding(settings, gpu), rounds),
         PASSES: times(passes, rounds),
@@ -109,18 +107,12 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         double, single = plan.checkpointed_blocks.values()
         checkpointed = config.replace({"depth": double, "depth_single_blocks": single})
         again = _forward(settings, checkpointed)
-        if plan.recomputed is not None:
-            share = plan.recomputed
-            again = replace(
-                again,
-                product_flops=share.products * forward.product_flops,
-                product_bytes=share.products * forward.product_bytes,
-                attention_flops=share.attention * forward.attention_flops,
-            )
+        if plan.checkpointing is Checkpointing.SELECTIVE:
+            again = replace(again, attention_flops=0.0)
         passes.append((checkpointed, again, 1.0))
     found: Seconds = {}
     for blocks, work, keys_and_values in passes:
-        seconds = kernel_seconds(work, gpu, dtype, in_fp8=settings.precision.fp8_linears)
+        seconds = kernel_seconds(work, gpu, dtype)
         exchanged = _exchanged(settings, gpu, blocks)
         waited = exchanged.seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
         found = added(found, seconds, {COLLECTIVES: waited})

@@ -39,16 +39,15 @@ from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
-from opensora_cli.engine.train.precision import Precision, multiplies_bf16
+from opensora_cli.engine.train.precision import multiplies_bf16
+from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
-from opensora_cli.engine.train.recomputing import Choice, agreed_choice, choose_here
 from opensora_cli.engine.train.resuming import (
     choose_checkpoint,
     set_aside_newer,
     with_recorded_micro_batches,
     with_recorded_threads,
 )
-from opensora_cli.engine.train.room import STEP, Room, first_step_bytes
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -58,7 +57,7 @@ from opensora_cli.engine.train.watching.watching import open_watching, remove_re
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 
-_SMALLER = "take smaller batches or sizes: --dry-run has what each rank needs"
+_SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of each rank"
 
 
 class TrainResult(Document):
@@ -111,31 +110,18 @@ def train(
     """
     reporter = reporter or SilentReporter()
     if context is not None:
-        own = settings_of_ranks(settings, context)
-        choice = choose_here(own, context=context, reporter=reporter)
-        taken = _first_step_bytes(own, choice, rank=context.rank, has_moments=resume is not None, reporter=reporter)
+        refuse_lack_of_memory(settings_of_ranks(settings, context), rank=context.rank, reporter=reporter)
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
             plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite)
-            plan = plan.holding(agreed_choice(choice, ranks=distribution.ranks))
-            return _Run(plan, distribution, watched, first_step_bytes=taken).run()
+            return _Run(plan, distribution, watched).run()
     plan = _checked_plan(settings, resume=resume, overwrite=overwrite)
     if settings.parallel.world_size > 1:
         refuse_before_ranks(settings)
         start_ranks(settings, flags=rank_flags)
         return None
-    distribution = Distribution(training_device(settings))
-    choice = choose_here(settings, reporter=reporter)
-    taken = _first_step_bytes(settings, choice, has_moments=resume is not None, reporter=reporter)
-    plan = plan.holding(agreed_choice(choice, ranks=1))
-    return _Run(plan, distribution, reporter, first_step_bytes=taken).run()
-
-
-def _first_step_bytes(
-    settings: TrainSettings, choice: Choice | None, *, rank: int = 0, has_moments: bool, reporter: Reporter
-) -> int:
-    activations = None if choice is None else choice.plan
-    return first_step_bytes(settings, rank=rank, activations=activations, has_moments=has_moments, reporter=reporter)
+    refuse_lack_of_memory(settings, rank=0, reporter=reporter)
+    return _Run(plan, Distribution(training_device(settings)), reporter).run()
 
 
 def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> TrainPlan:
@@ -146,9 +132,7 @@ def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: 
 class _Run:
     """One process's part of a run, whose plan is the same on all ranks."""
 
-    def __init__(
-        self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, *, first_step_bytes: int
-    ) -> None:
+    def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter) -> None:
         self._plan = plan
         self._distribution = distribution
         self._reporter = reporter
@@ -161,8 +145,6 @@ class _Run:
         self._samples: SampleVideos | None = None
         self._validation: HeldOutLoss | None = None
         self._attention: AttentionPlan | None = None
-        per_node = plan.settings.parallel.ranks_per_node
-        self._room = Room(distribution, ranks_per_node=per_node, first_step_bytes=first_step_bytes)
         self._validation_loss: float | None = None
         """Of the weights as they are now."""
         self._done: list[str] = []
@@ -267,7 +249,7 @@ class _Run:
             batches,
             loop=settings.loop,
             optimizer=settings.optimizer,
-            precision=Precision(settings.precision, distribution.device),
+            compute=settings.precision.compute,
             distribution=distribution,
             clock=self._watching.clock,
             observers=self._watching.observers,
@@ -355,28 +337,16 @@ class _Run:
                 progress.advance(trainer.step)
             do_what_is_due()
             while trainer.step < steps:
-                self._require_room(STEP, trainer)
                 self._done, self._validation_loss = [], None
                 trainer.do_step()
                 progress.advance()
                 self._writer.warn_of_failure()
                 do_what_is_due()
 
-    def _require_room(self, what: str, trainer: Trainer[Any]) -> None:
-        """Save, and raise OutOfMemoryError, if there is too little memory for what is done next."""
-        lack = self._room.lack(what)
-        if lack is None:
-            return
-        if trainer.step:
-            self._save(trainer)
-            self._writer.wait()
-        raise OutOfMemoryError(lack, hint=f"close what else takes memory, or {_SMALLER}")
-
     def _validate(self, trainer: Trainer[Any]) -> bool:
         """Validate if it is due; return whether it was."""
         is_due = self._validation is not None and self._validation.is_due(trainer.step)
         if self._validation is not None and is_due:
-            self._require_room("a validation", trainer)
             with self._watching.clock.part("validation"):
                 figures = self._validation.run(trainer.step, trainer)
             self._validation_loss = figures["loss"]
@@ -389,7 +359,6 @@ class _Run:
         """Make sample videos if they are due; return whether they were."""
         is_due = self._samples is not None and self._samples.is_due(trainer.step)
         if self._samples is not None and is_due:
-            self._require_room("sampling", trainer)
             with self._watching.clock.part("samples"):
                 self._samples.run(trainer.step, trainer)
         return is_due

@@ -30,7 +30,6 @@ class RunningStates(BaseModel):
 
     global_step: _Count
     skipped_in_a_row: _Count
-    precision: dict[str, _Finite]
     micro_batches: Annotated[int, Field(gt=0, le=_MAX_COUNT)] | None = None
     threads: Annotated[int, Field(gt=0, le=_MAX_THREADS)] | None = None
     done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []

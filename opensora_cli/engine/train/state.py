@@ -118,7 +118,6 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
         _restore_moments(trainer, folder)
         trainer.batches.load_state_dict(load_torch(folder / SAMPLER_FILE, max_bytes=_MAX_STATE_BYTES))
         restore_random_states(folder / RANDOM_FOLDER / f"rank{trainer.distribution.rank}.pt")
-        trainer.precision.load_state_dict(running.precision)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
     except _BROKEN as error:

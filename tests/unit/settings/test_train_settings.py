@@ -206,23 +206,15 @@ class TestFindRecipe:
         (
             "demo",
             {"memory__checkpoint_double_blocks": "1"},
-            "memory.checkpoint_double_blocks=1 has no effect without memory.checkpointing=true",
+            "memory.checkpoint_double_blocks=1 has no effect with memory.checkpointing=none: use full",
         ),
-        ("demo", {"memory__checkpointing": "some"}, "memory.checkpointing=some must be true, false or auto"),
-        (
-            "demo",
-            {"memory__activation_offload": "all"},
-            "memory.activation_offload=all has no effect without memory.checkpointing=true",
-        ),
-        (
-            "demo",
-            {"memory__checkpointing": "true", "memory__offload_above": "0.5", "memory__activation_offload": "all"},
-            "memory.offload_above=0.5 has no effect with memory.activation_offload=all: use dynamic",
-        ),
+        ("demo", {"memory__checkpointing": "some"}, "checkpointing=some must be one of none, full, selective, offload"),
+        ("demo", {"memory__checkpointing": "auto"}, "memory.checkpointing=auto was removed: use selective"),
+        ("demo", {"precision__compute": "fp16"}, "precision.compute=fp16 is not supported: use bf16"),
         (
             "demo",
             {"memory__checkpointing": "true", "memory__activation_buffer": "1GiB"},
-            "memory.activation_buffer=1073741824 has no effect with memory.activation_offload=none",
+            "memory.activation_buffer=1073741824 has no effect with memory.checkpointing=full: use offload",
         ),
         (
             "demo",
@@ -234,7 +226,6 @@ class TestFindRecipe:
             {"memory__host_weights": "mapped"},
             "memory.host_weights=mapped has no effect with memory.offload=none: use blocks",
         ),
-        ("demo", {"memory__activation_offload": "some"}, "activation_offload=some must be one of none, all, dynamic"),
         ("demo_vae", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
         ("demo", {"text__batch_size": "8"}, "text.batch_size=8 (from --set) has no effect with target=mmdit"),
         ("demo_vae", {"watching__peak_tflops": "8"}, "peak_tflops=8 (from --set) has no effect with target=vae"),

@@ -83,7 +83,7 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
             trainer.averaged(),
             trainer.distribution.evaluating(),
             torch.no_grad(),
-            trainer.precision.autocast(),
+            trainer.autocast(),
         ):
             yield
     finally:

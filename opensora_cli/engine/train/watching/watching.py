@@ -149,12 +149,12 @@ def _clock(settings: TrainSettings, device: torch.device) -> Clock:
 
 
 def _mfu(settings: TrainSettings, distribution: Distribution) -> ModelFlopsUtilisation | None:
-    """Return what measures the utilisation, or None where the peak is not known: on a CPU, in fp32, in 8 bits."""
+    """Return what measures the utilisation, or None where the peak is not known: on a CPU, in fp32."""
     if settings.target is not TrainTarget.MMDIT:
         return None
     peak, precision = settings.watching.peak_tflops, settings.precision
     if peak is None and distribution.device.type == "cuda":
-        is_half = precision.compute is not Compute.FP32 and not precision.fp8_linears
+        is_half = precision.compute is Compute.BF16
         peak = peak_tflops(torch.cuda.get_device_name(distribution.device)) if is_half else None
     if peak is None:
         return None

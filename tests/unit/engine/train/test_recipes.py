@@ -109,7 +109,7 @@ def test_stages_differ_as_in_the_reference() -> None:
     assert settings["image"].data.lengths() == (1,)
     assert settings["stage1"].data.lengths() == tuple(range(1, 130, 4))
     assert settings["high_compression"].vae.kind == "dc_ae"
-    assert settings["stage2_i2v"].memory.activation_offload == "all"
+    assert settings["stage2_i2v"].memory.checkpointing == "offload"
 
 
 def test_an_adapter_beside_the_released_model_streams_every_block() -> None:

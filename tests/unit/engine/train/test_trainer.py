@@ -191,16 +191,6 @@ class TestNotFinite:
         assert "learning_rate" in str(caught.value.hint)
         assert trainer.are_weights_finite()
 
-    def test_a_scale_of_the_loss_that_was_too_large_is_no_failure(self):
-        trainer = toy_trainer(ToyTask(steep=tuple(range(30))), precision="fp16", steps=30)
-        skipped = [trainer.do_step().skipped for _ in range(16)]
-        assert all(skipped)
-        assert trainer.skipped_in_a_row == 0
-        # The scale has come down to 1.
-        assert [trainer.do_step().skipped for _ in range(4)] == [True] * 4
-        with pytest.raises(TrainingError, match="5 steps in a row"):
-            trainer.do_step()
-
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
     def test_weights_and_averages_are_checked(self, value):
         for where in ("weights", "average"):
