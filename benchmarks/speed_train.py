@@ -16,7 +16,7 @@ from train import FixedBatches, demo_settings, encoded_batches, make_trainer
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.encoders import EmptyPrompt
-from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.watching import open_watching
 from opensora_cli.settings.train import TrainSettings

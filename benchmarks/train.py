@@ -39,8 +39,8 @@ from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_c
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.task import BatchSource
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.engine.train.watching.watching import Watching

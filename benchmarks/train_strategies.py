@@ -23,8 +23,9 @@ from torch.multiprocessing.spawn import spawn
 from wire_formulas import StepSizes, update_bytes
 
 from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.ranks import mesh_shape, open_distribution
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT

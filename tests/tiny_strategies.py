@@ -12,9 +12,10 @@ from wire_formulas import StepSizes
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.train.build import build_batches, build_task
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.precision import autocast
 from opensora_cli.engine.train.ranks import open_distribution
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.models.mmdit.model import MMDiT
@@ -49,9 +50,17 @@ class Case:
         """Of an update: fewer where ranks share each of them, since all of them are computed one after the other."""
         return 2 if self.strategy == "hybrid" else 4
 
-    def open(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Distribution:
+    def open(
+        self, dtype: torch.dtype | None = None, device: str = "cpu", *, offload_states: bool = False
+    ) -> Distribution:
         """Return the distribution of this process."""
-        return open_distribution(Strategy(self.strategy), self.parallel, device=torch.device(device), dtype=dtype)
+        return open_distribution(
+            Strategy(self.strategy),
+            self.parallel,
+            device=torch.device(device),
+            dtype=dtype,
+            offload_states=offload_states,
+        )
 
 
 def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer[Any]:

@@ -184,14 +184,12 @@ _NEEDS = (
     Pair("compile", "target=mmdit", "use false"),
     Pair("lora.rank", "target=mmdit", "use none"),
     Pair("lora.rank", "init", "name the weights that it is trained beside, as in init=demo"),
-    Pair("optimizer.offload_states", "optimizer.name=adamw", "use one of them"),
+    Pair("optimizer.offload_states", "strategy!=ddp", "use zero1, zero2, zero3 or hybrid, which divide the states"),
     Pair("parallel.ulysses_degree>1", "strategy=hybrid", "use hybrid"),
     Pair("parallel.ring_degree>1", "strategy=hybrid", "use hybrid"),
     Pair("parallel.tensor_parallel_degree>1", "strategy=hybrid", "use hybrid"),
     Pair("memory.offload=blocks", "lora.rank", _BESIDE_ADAPTER),
-    Pair(
-        "memory.offload=blocks", "memory.checkpointing!=none", "use full: a recomputed block copies its weights again"
-    ),
+    Pair("memory.offload=blocks", "memory.checkpointing!=none", "use full, since blocks are copied again for backward"),
     Pair("memory.fp8_storage", "lora.rank", _BESIDE_ADAPTER),
     Pair("train_vae.decoder_only", "init", "name trained weights, as in init=demo", "target=vae"),
     Pair("data.table", "validation.table", "validation needs clips that are not trained on", "validation.every"),

@@ -73,8 +73,8 @@ class OptimizerSettings(Section):
     final_learning_rate: Share = Field(default=0.0, description="Learning rate at the end of the decay.")
     offload_states: bool = Field(
         default=False,
-        description="Keep the moments of adamw in host memory and update there. It saves 8 bytes a weight on the "
-        "device and costs three transfers of the weights a step.",
+        description="Keep sharded weights, gradients and moments in host memory and update them there (FSDP2's "
+        "CPUOffloadPolicy). It saves up to 16 bytes a weight on the device.",
     )
 
     def rules(self) -> Iterator[str]:

@@ -22,11 +22,11 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingE
 from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
 from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import restore
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings

@@ -24,8 +24,9 @@ from wire_formulas import update_bytes
 
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.parallelize import shard_transformer
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.ranks import mesh_shape
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
@@ -287,6 +288,24 @@ def test_compiling_changes_no_loss(pool: Pool, case: Case, backend: str, checkpo
         assert losses == pytest.approx(_expected(case.micro_batches).losses[:3], rel=0, abs=1e-5)
         assert (copied > 0) == offload
         assert graphs >= 2
+
+
+def _with_states_on_the_host(case: Case) -> tuple[list[float], list[float], set[str]]:
+    run = Run(case.open(offload_states=True), tiny_transformer(), case.micro_batches)
+    run.step(3)
+    devices = {local(weight).device.type for weight in run.model.parameters()}
+    return run.losses, run.norms, devices
+
+
+@pytest.mark.parametrize(
+    "case", [Case("zero1", 2), pytest.param(HYBRID[6], marks=pytest.mark.slow), Case("zero3", 2)], ids=str
+)
+def test_states_on_the_host_change_no_loss(pool: Pool, case: Case) -> None:
+    expected = _expected(case.micro_batches)
+    for losses, norms, devices in pool(case.ranks).run(_with_states_on_the_host, case):
+        assert losses == pytest.approx(expected.losses[:3], rel=0, abs=1e-5)
+        assert norms == pytest.approx(expected.norms[:3], rel=1e-4)
+        assert devices == {"cpu"}
 
 
 def _in_half_precision(case: Case) -> tuple[list[float], set[torch.dtype]]:

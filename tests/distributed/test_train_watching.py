@@ -13,8 +13,8 @@ from tiny_strategies import Case, open_trainer
 from toy_training import ToyTask, draw, toy_trainer
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.watching.samples import open_samples
 from opensora_cli.engine.train.watching.validation import HeldOutLoss, open_validation
 from opensora_cli.media.read import read_video

@@ -1,4 +1,4 @@
-"""What the transformer holds between forward and backward: planned for the largest micro-batch, and kept to."""
+"""Activations of the transformer between forward and backward, planned for the largest micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,7 +148,7 @@ class ActivationPlan(Document):
 
 
 def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
-    """Return what is held where; None: everything on the device, as autograd does it.
+    """Return the plan; None: everything stays on the device, without checkpoints.
     Raises RequestError if the buffer is too small for a step, or sizes contradict each other.
     """
     memory = settings.memory
@@ -209,13 +209,13 @@ def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterato
 
 
 def _block_dtype(settings: TrainSettings) -> torch.dtype:
-    """Return the dtype of the blocks' inputs: that of the weights as they are used, under autocast too."""
+    """Return the dtype of the blocks' inputs: that of the weights in use, also under autocast."""
     are_gathered = settings.strategy.shards and settings.parallel.world_size > 1
     return DTYPES[settings.precision.compute] if are_gathered else weights_dtype(settings)
 
 
 def _needed_bytes(settings: TrainSettings, blocks: dict[str, int], dtype: torch.dtype) -> int:
-    """Run one step's forward pass on the meta device, and return what it puts into the buffer."""
+    """Return the bytes that a step puts into the buffer, from a forward pass on the meta device."""
     model, shape = settings.model, largest_batch_shape(settings)
     batch, axes = shape.batch_size, settings.parallel.axes(settings.strategy)
     # The largest part of the ranks that share a clip.

@@ -16,6 +16,7 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
 from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_settings
 from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
@@ -23,7 +24,6 @@ from opensora_cli.engine.train.objectives.task import BatchSource, SampledBatche
 from opensora_cli.engine.train.objectives.text import TextTask, sample_captions
 from opensora_cli.engine.train.objectives.vae import build_vae_task, freeze_encoder
 from opensora_cli.engine.train.precision import DTYPES
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.settings.train import TrainSettings, TrainTarget

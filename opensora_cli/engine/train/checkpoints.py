@@ -32,9 +32,9 @@ from opensora_cli.core.exceptions import FileProblem, OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.running_states import read_running_states
 from opensora_cli.engine.train.state import files_of, tensors_of
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings
 

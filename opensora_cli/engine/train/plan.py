@@ -7,7 +7,7 @@ from pydantic import Field
 
 from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
@@ -163,6 +163,11 @@ def plan_training(
             open_first_adapter(transformer_on_meta(settings.model), settings.lora)
     if settings.watching.tensorboard:
         require_tensorboard()
+    if settings.optimizer.offload_states and settings.parallel.world_size == 1:
+        raise RequestError(
+            "optimizer.offload_states=true needs several ranks, which divide the states, and there is one",
+            hint="use --gpus N, or train an adapter: lora.rank=16 and memory.offload=blocks",
+        )
     frozen = find_frozen_parts(settings)
     return TrainPlan(
         target=settings.target,

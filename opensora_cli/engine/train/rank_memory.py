@@ -25,8 +25,8 @@ from opensora_cli.engine.train.estimate import (
     estimate_training,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
+from opensora_cli.engine.train.parallelize import feature_cuts, row_sizes
 from opensora_cli.engine.train.ranks import mesh_shape
-from opensora_cli.engine.train.strategy.sharded import feature_cuts, row_sizes
 from opensora_cli.engine.train.transformer import empty_transformer
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.train import TrainSettings
@@ -59,7 +59,7 @@ class RankMemory(Document):
     peak_bytes: int
     """On a CPU, where offloaded memory counts too."""
     device_peak_bytes: int
-    """On a GPU: without offloaded moments and activations."""
+    """On a GPU: without offloaded weights, averages, moments and activations."""
 
     @classmethod
     def of(cls, rank: int, memory: TrainingMemory) -> "RankMemory":

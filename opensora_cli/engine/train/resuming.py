@@ -8,9 +8,9 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestEr
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
 from opensora_cli.engine.train.running_states import read_running_states
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
 
 _ASIDE = "aside-"

@@ -35,6 +35,7 @@ from opensora_cli.engine.train.build import (
     refuse_before_ranks,
 )
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.frozen_weights import streamed_weights
@@ -49,7 +50,6 @@ from opensora_cli.engine.train.resuming import (
     with_recorded_threads,
 )
 from opensora_cli.engine.train.state import restore, whole_weights
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.samples import SampleVideos, open_samples
 from opensora_cli.engine.train.watching.validation import HeldOutLoss, open_validation

@@ -25,8 +25,8 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.running_states import RunningStates, read_running_states
-from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.engine.train.trainer import Trainer
 
 ADVERSARY_FILE = "adversary.safetensors"

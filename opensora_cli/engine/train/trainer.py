@@ -13,12 +13,13 @@ from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
 from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.precision import autocast
 from opensora_cli.engine.train.schedules import Schedule
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.watching.clocks import Clock, Observer, StepReport
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
@@ -37,12 +38,12 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """Of the last update, in the first group of weights."""
+        """Learning rate of the last update in the first group of weights."""
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     @property
     def rates(self) -> list[float]:
-        """Of the last update, in all groups of weights."""
+        """Learning rates of the last update in all groups of weights."""
         return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
@@ -71,14 +72,14 @@ _NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """A micro-batch whose gradients are added, or will be when the device comes to it."""
+    """A micro-batch whose gradients are added, or queued on the device."""
 
     number: int
     paths: tuple[str, ...]
     samples: int
     tokens: int
     losses: Mapping[str, Tensor]
-    """Of each learner."""
+    """Loss of each learner."""
     figures: Mapping[str, Tensor]
 
 
@@ -146,7 +147,7 @@ class Trainer(Generic[BatchT]):
         self.step = 0
         self.skipped_in_a_row = 0
         self.losses: list[float] = []
-        """Of the steps since the last checkpoint, which clears them."""
+        """Losses since the last checkpoint, which clears them."""
         self._loop = loop
         self._compute = compute
         self._clock = clock

@@ -29,7 +29,7 @@ def test_broken_rules(section: str, given: dict[str, object], message: str) -> N
 @pytest.mark.parametrize(
     ("section", "given"),
     [
-        ("optimizer", {"learning_rate": "1e-5", "eps": "1e-15", "warmup_steps": "0", "offload_states": "true"}),
+        ("optimizer", {"learning_rate": "1e-5", "eps": "1e-15", "warmup_steps": "0"}),
         ("optimizer", {"schedule": "cosine", "final_learning_rate": "1e-6"}),
     ],
 )

@@ -28,7 +28,7 @@ from opensora_cli.engine.train.objectives.vae_losses import (
     reconstruction_error,
     with_gradient,
 )
-from opensora_cli.engine.train.strategy.distribution import local
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.data import SceneSettings

@@ -19,8 +19,8 @@ from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
 from opensora_cli.engine.encode.encoders import load_encoders
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.validation import evaluating
 from opensora_cli.media.resize import to_uint8

@@ -12,9 +12,9 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.engine.encode.datasets import open_dataset, pixel_multiple
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
 from opensora_cli.engine.train.objectives.text import sample_captions
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.watching import ValidationSettings

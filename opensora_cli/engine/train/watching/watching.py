@@ -13,8 +13,8 @@ from opensora_cli.core.files import atomic_path
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import peak_memory_gib
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.watching.clocks import Clock, Mark, Observer, StepReport
 from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops
 from opensora_cli.engine.train.watching.lines import LineSink, StepLines

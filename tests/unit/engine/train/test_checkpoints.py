@@ -15,9 +15,9 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestEr
 from opensora_cli.engine.ckpt.verify import verify
 from opensora_cli.engine.train import checkpoints as checkpoints_module
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_aside_newer
 from opensora_cli.engine.train.state import restore, tensors_of
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.ckpt import VerifySettings
 from opensora_cli.settings.train_loop import CheckpointSettings

@@ -50,7 +50,6 @@ def _sums(memory: TrainingMemory) -> list[int]:
         slow("two micro-batches", {**CHECKPOINTED, "loop.micro_batches": 2}),
         slow("selective", {**CHECKPOINTED, "memory.checkpointing": "selective"}),
         slow("offloaded activations", {**CHECKPOINTED, "memory.checkpointing": "offload"}),
-        slow("offloaded moments", {**CHECKPOINTED, "optimizer.offload_states": True}),
         slow("streamed", {**LORA, "memory.offload": "blocks"}),
         slow("in 8 bits", {**LORA, "memory.fp8_storage": True}),
         slow("ddp", {"strategy": "ddp", "parallel.gpus": 2, **CHECKPOINTED}),

@@ -15,11 +15,11 @@ from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given

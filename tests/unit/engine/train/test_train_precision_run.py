@@ -29,22 +29,6 @@ def log(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
 
-def test_offloaded_states_change_no_bit(tmp_path):
-    plain = run(tmp_path / "plain")
-    offloaded = run(tmp_path / "offloaded", **{"optimizer.offload_states": True})
-    assert len(plain) >= 2
-    assert offloaded == plain
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_with_and_without_offloaded_moments(tmp_path):
-    whole = run(tmp_path / "whole")
-    folder = tmp_path / "changing"
-    run(folder, **{"loop.steps": 2})
-    run(folder, resume=Resume(), **{"loop.steps": 3, "optimizer.offload_states": True})
-    assert run(folder, resume=Resume()) == whole
-
-
 def test_a_cosine_ends_low(tmp_path):
     run(tmp_path, **{"optimizer.schedule": "cosine", "optimizer.final_learning_rate": 1e-4})
     rates = [line["learning_rate"] for line in log(tmp_path)]

@@ -20,9 +20,9 @@ from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import build
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.watching import samples
 from opensora_cli.engine.train.watching.samples import open_samples
 from opensora_cli.media import write

@@ -11,10 +11,10 @@ import torch
 from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.watching import logs as json_log_module
 from opensora_cli.engine.train.watching.clocks import PARTS, Clock, StepReport
 from opensora_cli.engine.train.watching.lines import StepLines
