@@ -113,7 +113,6 @@ ENDED: tuple[Ended, ...] = (
     Ended(named("generate picture", "--steps", "1"), run_again, files_of("*.png")),
     Ended(named("train vae", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
     Ended(named("train mmdit", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
-    Ended(named("train text", *_EVERY_STEP), _train, files_of(_WEIGHTS)),
     Ended(named("cache"), run_again, _tensors("cache/*.safetensors"), 3.0),
     Ended(
         Base("scan deep", ("data", "scan", "clips", "--out", "table.csv", "--deep"), ("clips",)),
