@@ -157,6 +157,9 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     _write_clips(folder)
     _write_texts(folder)
     inputs = Inputs(folder)
+    _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
+    table = inputs.folder / "clips.csv"
+    table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
     made = (*_TINY, "--out", "made.mp4")
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
@@ -168,9 +171,6 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     for kind, name in (("dcp", "dcp"), ("colossalai", "colossal"), ("torch", "weights.pt")):
         arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind)
         _add(sandbox, inputs, ("weights.safetensors",), arguments)
-    _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
-    table = inputs.folder / "clips.csv"
-    table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
     reads = ("clips.yaml", "frozen", *_CLIPS)
     _add(sandbox, inputs, reads, ("data", "cache", "--config", "clips.yaml", "--out", "filled"))
     return inputs
