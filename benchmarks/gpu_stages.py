@@ -22,10 +22,9 @@ from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage
 from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations, saved_activations
 from opensora_cli.engine.train.clock import Clock
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
-from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.stand_ins import largest_batches
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.explain import Given
@@ -150,7 +149,7 @@ def training(bench: Bench) -> Iterator[Row]:
     its rate of operations: those of forward and backward, not of what is computed again.
     """
     bench.release()
-    for name, checkpointing in (("checkpointed", "true"), ("not checkpointed", "false")):
+    for name, checkpointing in (("checkpointed", "full"), ("not checkpointed", "none")):
         with torch.inference_mode(False), torch.enable_grad():
             yield tried(name, partial(_trained, bench, {"memory.checkpointing": checkpointing}))
         bench.release()
@@ -195,7 +194,7 @@ def _trained(bench: Bench, changes: Mapping[str, str]) -> Row:
         largest_batches(chosen),
         loop=chosen.loop,
         optimizer=chosen.optimizer,
-        precision=Precision(chosen.precision, bench.device),
+        compute=chosen.precision.compute,
         distribution=distribution,
         clock=Clock(),
         reporter=SilentReporter(),

@@ -266,9 +266,9 @@ def training_table() -> list[str]:
     return [_row(("command", "memory of a GPU", "a step, predicted", "most of it")), _row(["---"] * 4), *rows]
 
 
-def recomputing_row(recipe: str, machine: str, *, is_auto: bool) -> str:
-    """Return what a recipe computes again in backward, as it is or as `auto` chooses it, with the command."""
-    changes = {"memory.checkpointing": "auto", "memory.checkpoint_double_blocks": "none"} if is_auto else {}
+def recomputing_row(recipe: str, machine: str, *, is_selective: bool) -> str:
+    """Return the memory and the step of a recipe, as it is or with selective checkpointing, with the command."""
+    changes = {"memory.checkpointing": "selective"} if is_selective else {}
     given = "".join(f" --set {key}={value}" for key, value in changes.items())
     plan = train_plan(recipe, machine, {"train_mmdit.cache": "cache", **changes})
     plan = with_memory(plan, reporter=SilentReporter(), machine=read_machine(machine))
@@ -277,15 +277,15 @@ def recomputing_row(recipe: str, machine: str, *, is_auto: bool) -> str:
     assert time is not None
     peak, free = max(each.device_peak_bytes for each in plan.memory) / GIB, (plan.free_bytes or 0) / GIB
     again = " and ".join(f"{count} {path}" for path, count in held.checkpointed_blocks.items())
-    again = again if held.recomputed is None else f"{held.recomputed.operations:.0%} of the forward pass"
+    again += ", without attention" * is_selective
     command = f"`osora train --config {recipe} --set train_mmdit.cache=cache{given} --dry-run --on {machine}`"
     return _row((command, f"{peak:.1f} of {free:.1f} GiB", again, duration(time.seconds)))
 
 
 def recomputing_table() -> list[str]:
-    """Return the rows of recipes as they are, and with `memory.checkpointing=auto`."""
+    """Return the rows of recipes as they are, and with `memory.checkpointing=selective`."""
     head = _row(("command", "memory of a GPU", "computed again", "a step, predicted"))
-    rows = [recomputing_row(*each, is_auto=is_auto) for each in RECOMPUTING for is_auto in (False, True)]
+    rows = [recomputing_row(*each, is_selective=way) for each in RECOMPUTING for way in (False, True)]
     return [head, _row(["---"] * 4), *rows]
 
 

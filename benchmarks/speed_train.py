@@ -15,8 +15,8 @@ from speed_pairs import Row, compared
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.encoders import EmptyPrompt
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.metrics import Metrics
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
 from train import FixedBatches, demo_settings, encoded_batches, make_trainer

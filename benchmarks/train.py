@@ -38,10 +38,9 @@ from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.clock import Clock
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives.task import BatchSource
-from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
@@ -142,7 +141,7 @@ def make_trainer(
         batches,
         loop=settings.loop,
         optimizer=settings.optimizer,
-        precision=Precision(settings.precision, device),
+        compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock() if metrics is None else metrics.clock,
         on_step=(lambda report: None) if metrics is None else metrics.on_step,

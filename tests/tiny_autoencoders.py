@@ -9,15 +9,14 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.clock import Clock
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.objectives.vae import VAETask
-from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.components import VAESettings
-from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings
 
 VAES: Mapping[str, VAESettings] = {
@@ -140,7 +139,7 @@ def vae_trainer(
         batches,
         loop=LoopSettings(steps=steps, micro_batches=micro_batches, ema_decay=0.99),
         optimizer=optimizer,
-        precision=Precision(PrecisionSettings(compute="fp32"), device),
+        compute=Compute.FP32,
         distribution=distribution or Distribution(device),
         clock=Clock(),
         reporter=SilentReporter(),

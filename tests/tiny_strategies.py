@@ -13,14 +13,15 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.train.build import build_batches, build_task
 from opensora_cli.engine.train.clock import Clock
-from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.parallelize import local
+from opensora_cli.engine.train.precision import autocast
 from opensora_cli.engine.train.ranks import open_distribution
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import PrecisionSettings
+from opensora_cli.settings.train_loop import Compute
 
 MAX_NORM = 2.5
 LATENT_TOKENS, TEXT_TOKENS, BATCH = 7, 4, 2
@@ -49,9 +50,17 @@ class Case:
         """Of an update: fewer where ranks share each of them, since all of them are computed one after the other."""
         return 2 if self.strategy == "hybrid" else 4
 
-    def open(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Distribution:
+    def open(
+        self, dtype: torch.dtype | None = None, device: str = "cpu", *, offload_states: bool = False
+    ) -> Distribution:
         """Return the distribution of this process."""
-        return open_distribution(Strategy(self.strategy), self.parallel, device=torch.device(device), dtype=dtype)
+        return open_distribution(
+            Strategy(self.strategy),
+            self.parallel,
+            device=torch.device(device),
+            dtype=dtype,
+            offload_states=offload_states,
+        )
 
 
 def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer[Any]:
@@ -62,16 +71,11 @@ def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer
         build_batches(settings, distribution=distribution, reporter=reporter),
         loop=settings.loop,
         optimizer=settings.optimizer,
-        precision=Precision(settings.precision, distribution.device),
+        compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock(),
         reporter=reporter,
     )
-
-
-def precision_of(compute: str) -> Precision:
-    """Return what a run on the host computes with."""
-    return Precision(PrecisionSettings(compute=compute), torch.device("cpu"))
 
 
 def tiny_transformer(*, hidden: int = 40, heads: int = 5, mlp_ratio: float = 0.625) -> MMDiT:
@@ -98,7 +102,7 @@ class Run:
     distribution: Distribution
     model: MMDiT
     micro_batches: int
-    precision: Precision = field(default_factory=lambda: precision_of("fp32"))
+    compute: Compute = Compute.FP32
     latent_tokens: int = LATENT_TOKENS
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -121,11 +125,10 @@ class Run:
             given = {name: value.to(self.distribution.device) for name, value in given.items()}
             latents = given.pop("packed_latents_BND")
             with self.distribution.accumulating(last=number == own[-1]):
-                with self.precision.autocast():
+                with autocast(self.compute, self.distribution.device):
                     loss = (self.forward(latents, **given).float() - target.to(latents.device)).square().mean()
-                self.precision.scale(loss / len(own)).backward()
+                (loss / len(own)).backward()
             loss_of_rank += loss.item() / len(own)
-        self.precision.unscale(self.model)
         self.norms.append(self.distribution.clip_grad_norm(self.model, MAX_NORM).item())
         self.losses.append(self.distribution.mean({"loss": loss_of_rank})["loss"])
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.clock import Clock, StepReport
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
-from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
 MUON = OptimizerSettings(name="muon", warmup_steps=2, decay_steps=2, muon_learning_rate=1e-2)
@@ -139,7 +138,6 @@ def toy_trainer(
     optimizer: OptimizerSettings = ADAMW,
     distribution: Distribution | None = None,
     reporter: SilentReporter | None = None,
-    precision: str = "fp32",
     on_step: Callable[[StepReport], object] = lambda report: None,
     **loop: object,
 ) -> Trainer[ToyBatch]:
@@ -155,7 +153,7 @@ def toy_trainer(
         batches,
         loop=settings,
         optimizer=optimizer,
-        precision=Precision(PrecisionSettings(compute=precision), distribution.device),
+        compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
         on_step=on_step,

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from opensora_cli.engine.bench_comm.counting import Traffic
-from opensora_cli.engine.train.strategy.sharded import feature_cuts, norms_of_heads, row_sizes
+from opensora_cli.engine.train.parallelize import feature_cuts, norms_of_heads, row_sizes
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig

@@ -1,6 +1,7 @@
 """Memory: offloaded and recomputed activations, weights that are streamed, batches that fit."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,8 +13,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.memory import activations, checkpointing, dynamic_activations
+from opensora_cli.memory import activations, checkpointing
 from opensora_cli.memory.activations import OffloadedActivation
 from opensora_cli.memory.checkpointing import GradCheckpoint
 from opensora_cli.memory.checkpointing import auto_grad_checkpoint as auto_grad_checkpoint
@@ -92,21 +94,55 @@ class ActivationManager(activations.ActivationManager):
         return WeakTensorKeyDictionary()
 
 
-class DynamicActivationManager(ActivationManager, dynamic_activations.DynamicActivationManager):
-    """Offloads only where more than a share of the device's memory is in use."""
+def _used_and_total(device: torch.device) -> tuple[int, int]:
+    """Return the bytes in use of a device, and all of its bytes; on a CPU, of the memory that this process can have.
+
+    The reserve of torch's allocator on CUDA is not in use: the next tensors come out of it.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return total - free - reserve, total
+    memory = read_private_memory()
+    return memory.total_bytes - memory.free_bytes, memory.total_bytes
+
+
+class DynamicActivationManager(ActivationManager):
+    """Offloads only where more than a share of the device's memory is in use.
+
+    The share `threshold` is 0 to 1; 0 offloads everything, 1 nothing, and another raises ValueError.
+    """
+
+    def __init__(
+        self, threshold: float = 0.8, *, read_memory: Callable[[torch.device], tuple[int, int]] = _used_and_total
+    ) -> None:
+        super().__init__()
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold={threshold} must be a share of the device's memory: 0 to 1")
+        self.threshold = threshold
+        self._read_memory = read_memory
+        self._history: deque[int] = deque(maxlen=10_000)
+        self._peak = 0
 
     def adaptive_offload(self, x: Tensor) -> None:
         """Offload `x` if memory is short; `onload(x)` follows in any case."""
         self.offload(x)
 
-    def memory_profiling(self) -> dict[str, Any]:  # type: ignore[override]
+    def memory_profiling(self) -> dict[str, Any]:
         """Return the device's bytes at their peak and whenever a tensor was to move, and the buffer's share in use."""
-        profile = super().memory_profiling()
         return {
-            "peak_memory": profile.peak_bytes,
-            "allocation_history": [sample.used_bytes for sample in profile.history],
-            "buffer_utilization": profile.buffer_used_bytes / max(profile.buffer_bytes, 1),
+            "peak_memory": self._peak,
+            "allocation_history": list(self._history),
+            "buffer_utilization": self.used_bytes / max(self.buffer_bytes, 1),
         }
+
+    def _stays(self, x: Tensor) -> bool:
+        if super()._stays(x):
+            return True
+        used, total = self._read_memory(x.device)
+        self._history.append(used)
+        self._peak = max(self._peak, used)
+        return used <= self.threshold * total
 
 
 GLOBAL_ACTIVATION_MANAGER = ActivationManager()

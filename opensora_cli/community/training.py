@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from opensora_cli.checkpoint.sharding import own_piece
 from opensora_cli.core.conditions import ConditionMode, ReferencePart
@@ -16,12 +18,12 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clip_conditions import condition_clip, cut_part, sample_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
-from opensora_cli.engine.train.optimizer import create_optimizer as create_optimizer
-from opensora_cli.engine.train.schedules import LinearWarmupLR as LinearWarmupLR
-from opensora_cli.engine.train.schedules import create_lr_scheduler as create_lr_scheduler
+from opensora_cli.engine.train.optimizer import build_optimizers
+from opensora_cli.engine.train.schedules import Schedule, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.sampling import flow
+from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,39 @@ def set_eps(optimizer: torch.optim.Optimizer, eps: float | None = None) -> None:
         group["eps"] = eps
 
 
+def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, object]) -> torch.optim.Optimizer:
+    """Return AdamW for the weights of `model` that are trained.
+
+    The keys of `optimizer_config` are `cls` (`AdamW` or `HybridAdam`, which mean the same), `lr`, `betas`, `eps`,
+    `weight_decay`, and `adamw_mode`, which can only be true. Raises RequestError if there is another key, or a value
+    breaks a rule.
+    """
+    config: dict[str, Any] = {"cls": "HybridAdam", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    unknown = sorted(optimizer_config.keys() - config.keys() - {"adamw_mode"})
+    if unknown:
+        raise RequestError(f"optimizer_config has no {', '.join(unknown)}: use {', '.join(config)}")
+    config.update(optimizer_config)
+    if config["cls"] not in ("AdamW", "HybridAdam"):
+        raise RequestError(f"optimizer_config.cls={config['cls']} must be AdamW or HybridAdam")
+    if not config.get("adamw_mode", True):
+        raise RequestError("optimizer_config.adamw_mode=False is not supported: weight decay is AdamW's")
+    try:
+        beta1, beta2 = config["betas"]
+        settings = OptimizerSettings.model_validate(
+            {
+                "learning_rate": config["lr"],
+                "beta1": beta1,
+                "beta2": beta2,
+                "eps": config["eps"],
+                "weight_decay": config["weight_decay"],
+            }
+        )
+    except (TypeError, ValidationError, ValueError) as error:
+        raise RequestError(f"optimizer_config: {error}") from error
+    (optimizer,) = build_optimizers(model, settings)
+    return optimizer
+
+
 class HybridAdam(torch.optim.AdamW):
     """AdamW under the name of ColossalAI's; `bias_correction` and `adamw_mode` can only be true."""
 
@@ -187,3 +222,63 @@ class HybridAdam(torch.optim.AdamW):
         if not bias_correction or not adamw_mode:
             raise RequestError("HybridAdam is AdamW: bias_correction and adamw_mode can only be true")
         super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class LinearWarmupLR(LRScheduler):
+    """Raises each group's rate linearly, and leaves it at its full value; `last_epoch` is the steps done, less 1."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, initial_lr: float = 0, warmup_steps: int = 0, last_epoch: int = -1
+    ) -> None:
+        self.initial_lr = initial_lr
+        self.warmup_steps = warmup_steps
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the rates of the coming step."""
+        share = warmup_share(self.last_epoch, self.warmup_steps)
+        return [self.initial_lr + (full - self.initial_lr) * share for full in self.base_lrs]
+
+
+class _CosineWarmupLR(LRScheduler):
+    """Raises each group's rate linearly from 0, then lowers it along half a cosine to 0 at `total_steps`."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
+    ) -> None:
+        # Its attributes are what is saved: plain numbers can be read again safely.
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the rates of the coming step."""
+        schedule = Schedule(
+            shape=ScheduleName.COSINE,
+            steps=self.total_steps,
+            warmup_steps=self.warmup_steps,
+            decay_steps=max(self.total_steps - self.warmup_steps, 0),
+            initial=0.0,
+            final=0.0,
+        )
+        return [full * schedule.factor(self.last_epoch) for full in self.base_lrs]
+
+
+def create_lr_scheduler(
+    optimizer: torch.optim.Optimizer,
+    num_steps_per_epoch: int,
+    epochs: int = 1000,
+    warmup_steps: int | None = None,
+    use_cosine_scheduler: bool = False,
+    initial_lr: float = 1e-6,
+) -> LRScheduler | None:
+    """Return what changes an optimizer's rates, step by step; None without warm-up and cosine.
+
+    With `use_cosine_scheduler` the warm-up rises from 0, and the rate then falls to 0 along half a cosine, at the end
+    of `num_steps_per_epoch` x `epochs`. Without it, the warm-up rises from `initial_lr`.
+    """
+    if use_cosine_scheduler:
+        return _CosineWarmupLR(optimizer, total_steps=num_steps_per_epoch * epochs, warmup_steps=warmup_steps or 0)
+    if warmup_steps is None:
+        return None
+    return LinearWarmupLR(optimizer, initial_lr=initial_lr, warmup_steps=warmup_steps)

@@ -8,7 +8,7 @@ repeated), and it works inside DDP and FSDP2, whichever is applied first.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MethodType
@@ -17,13 +17,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from opensora_cli.memory.activations import ActivationManager
-from opensora_cli.memory.kept_results import keeping
 
 RECOMPUTING = "_recomputing"
 """An attribute of a module, if it has it: makes the context in which its checkpoint is computed again in backward."""
+_ATTENTION = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""Kept by selective checkpointing: attention takes most operations for each byte of its result."""
 # Of a module that is checkpointed: how.
 _POLICY = "_grad_checkpoint"
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
@@ -35,8 +41,7 @@ class _Policy:
 
     gc_step: int
     activations: ActivationManager | None
-    keep: float | None = None
-    """Results that cost so many operations a byte are kept; None: none are."""
+    keep_attention: bool
 
 
 class GradCheckpoint:
@@ -75,7 +80,7 @@ def set_grad_checkpoint(
     depth: Mapping[str, int | None] | None = None,
     others: Sequence[str] = (),
     activations: ActivationManager | None = None,
-    keep: Mapping[str, float] | None = None,
+    keep_attention: bool = False,
 ) -> GradCheckpoint:
     """Checkpoint the blocks of a model: the modules in its `ModuleList`s, called by any other.
 
@@ -91,8 +96,7 @@ def set_grad_checkpoint(
             by one have a checkpoint each.
         depth: path of a `ModuleList` -> how many of its blocks, from the first; None, or no entry: all. The last ones
             are the best to leave out: backward frees what they keep before it computes the others again.
-        keep: path of a block -> how many operations a byte of a product's or an attention's result must have taken for
-            it to be kept and not computed again; see `kept_results`.
+        keep_attention: keep the results of torch's own attention instead of recomputing them (selective checkpointing).
 
     Raises:
         ValueError: gc_step is under 1, a path is not there, a depth is not possible, no attention could be wrapped, or
@@ -101,7 +105,7 @@ def set_grad_checkpoint(
     if gc_step < 1:
         raise ValueError(f"gc_step={gc_step} must be at least 1")
     wrapped, left_out = _choose(model, depth or {}, others)
-    policy, kept = _Policy(gc_step, activations), keep or {}
+    policy = _Policy(gc_step, activations, keep_attention)
     done = GradCheckpoint(wrapped)
     attentions = 0
     for path, module in model.named_modules():
@@ -112,7 +116,7 @@ def set_grad_checkpoint(
             raise ValueError(f"{path or type(module).__name__} is wrapped already: undo that first, with remove()")
         # What only holds such blocks is no block itself.
         if path in wrapped or not any(_is_at_or_below(block, path) for block in wrapped):
-            done.replace(module, _POLICY, policy if path not in kept else replace(policy, keep=kept[path]))
+            done.replace(module, _POLICY, policy)
         if path in wrapped:
             done.replace(module, "forward", MethodType(_checkpointed_forward, module))
         if use_fp32_attention and callable(vars(module).get("attention")):
@@ -229,7 +233,9 @@ def _run(
             _inside_checkpoint.reset(token)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first, second = (nullcontext(), nullcontext()) if policy.keep is None else keeping(policy.keep)
+        first, second = nullcontext(), nullcontext()
+        if policy.keep_attention:
+            first, second = create_selective_checkpoint_contexts(_ATTENTION)  # type: ignore[no-untyped-call]
         return first, second if recomputing is None else _within(recomputing, second)
 
     with nullcontext() if policy.activations is None else policy.activations.offloading():

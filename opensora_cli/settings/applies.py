@@ -238,26 +238,16 @@ TRAIN = (
         lambda s: s.optimizer.decay_steps or s.optimizer.schedule == "cosine",
         "with optimizer.decay_steps=0: use 0, or more decay_steps",
     ),
-    Applies(
-        "precision.initial_loss_scale precision.loss_scale_window",
-        lambda s: s.precision.compute == "fp16",
-        "with precision.compute={s.precision.compute}: use fp16",
-    ),
     Applies("precision.tf32", lambda s: s.device != "cpu", "with device=cpu: use none"),
     Applies(
-        "memory.checkpoint_double_blocks memory.checkpoint_single_blocks memory.activation_offload",
-        lambda s: s.memory.checkpointing,
-        "without memory.checkpointing=true: set it, too",
-    ),
-    Applies(
-        "memory.offload_above",
-        lambda s: s.memory.activation_offload == "dynamic",
-        "with memory.activation_offload={s.memory.activation_offload}: use dynamic",
+        "memory.checkpoint_double_blocks memory.checkpoint_single_blocks",
+        lambda s: s.memory.checkpointing != "none",
+        "with memory.checkpointing=none: use full, selective or offload",
     ),
     Applies(
         "memory.activation_buffer",
-        lambda s: s.memory.activation_offload != "none",
-        "with memory.activation_offload=none: use all or dynamic",
+        lambda s: s.memory.checkpointing == "offload",
+        "with memory.checkpointing={s.memory.checkpointing}: use offload",
     ),
     Applies(
         "memory.resident_blocks memory.host_weights",

@@ -152,6 +152,11 @@ _REMOVED = {
     "sampling.batch_size": "drop it: every video is made alone",
     "parallel.node_rank": "drop it: torchrun and srun set it",
     "parallel.rdzv_endpoint": "drop it: torchrun and srun set it",
+    "precision.fp8_linears": "drop it: matrices are multiplied in precision.compute",
+    "precision.initial_loss_scale": "drop it: precision.compute=bf16 needs no loss scale",
+    "precision.loss_scale_window": "drop it: precision.compute=bf16 needs no loss scale",
+    "memory.activation_offload": "use memory.checkpointing=offload",
+    "memory.offload_above": "use memory.checkpointing=offload, which keeps all inputs of blocks on the host",
     **dict.fromkeys(_OF_THE_DEMO, MOVED_TO_DEMO),
 }
 """Settings and sections of earlier versions, with the hint for users who still set them."""

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Final, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from opensora_cli.core.section import ByteSize, Count, CountOrZero, FileName, Section, Share
 from opensora_cli.settings.components import Tf32Settings
@@ -71,7 +70,7 @@ class OptimizerSettings(Section):
     final_learning_rate: Share = Field(default=0.0, description="Learning rate at the end of the decay.")
     offload_states: bool = Field(
         default=False,
-        description="Keep and update the moments of adamw on the host, which saves 8 bytes a weight and is slower.",
+        description="Keep sharded weights, gradients and moments on the host and update there, which is slower.",
     )
 
     def rules(self) -> Iterator[str]:
@@ -85,27 +84,31 @@ class Compute(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
-    FP16 = "fp16"
 
 
 class PrecisionSettings(Tf32Settings):
     """Precision of training. The weights stay in fp32, as master weights of mixed precision."""
 
-    compute: Compute = Field(default=Compute.BF16, description="Floating point type of layers. fp16 scales the loss.")
-    fp8_linears: bool = Field(default=False, description="Multiply matrices of blocks in 8 bits (GPU from 8.9).")
-    initial_loss_scale: float = Field(
-        default=65536.0, ge=1, le=2.0**126, description="First scale of the loss in fp16."
-    )
-    loss_scale_window: Count = Field(default=2000, description="Updates without overflow that double the scale.")
+    compute: Compute = Field(default=Compute.BF16, description="Floating point type of layers: fp32 or bf16.")
+
+    @field_validator("compute", mode="before")
+    @classmethod
+    def _compute_is_not_fp16(cls, value: object) -> object:
+        if value == "fp16":
+            raise ValueError("precision.compute=fp16 is not supported: use bf16, whose gradients do not underflow")
+        return value
 
 
-class ActivationOffload(StrEnum):
-    """Inputs of checkpointed blocks that are in host memory between forward and backward."""
+class Checkpointing(StrEnum):
+    """Activation checkpointing of the transformer's blocks (Chen et al. 2016)."""
 
     NONE = "none"
-    ALL = "all"
-    DYNAMIC = "dynamic"
-    """Inputs that are computed while more than a share of the device's memory is in use."""
+    FULL = "full"
+    """Only the inputs of blocks are kept. Everything else is recomputed in backward."""
+    SELECTIVE = "selective"
+    """The results of attention are kept, too."""
+    OFFLOAD = "offload"
+    """Only the inputs of blocks are kept, in host memory."""
 
 
 class WeightOffload(StrEnum):
@@ -116,16 +119,12 @@ class WeightOffload(StrEnum):
     """Weights of the transformer's blocks. They are copied to the device for forward and again for backward."""
 
 
-AUTO: Final = "auto"
-"""`memory.checkpointing` that is chosen by the device's memory."""
-
-
 class TrainMemorySettings(Section):
     """Memory use of training. Only `fp8_storage` changes the trained weights."""
 
-    checkpointing: bool | Literal["auto"] = Field(
-        default=False,
-        description="Recompute blocks in backward. auto recomputes as little as the device's memory requires.",
+    checkpointing: Checkpointing = Field(
+        default=Checkpointing.NONE,
+        description="Recompute blocks in backward: full, selective (not attention), or offload (inputs on the host).",
     )
     checkpoint_double_blocks: int | None = Field(
         default=None, ge=0, le=10_000, description="First double-stream blocks to recompute. None: all."
@@ -133,26 +132,23 @@ class TrainMemorySettings(Section):
     checkpoint_single_blocks: int | None = Field(
         default=None, ge=0, le=10_000, description="First single-stream blocks to recompute. None: all."
     )
-    activation_offload: ActivationOffload = Field(
-        default=ActivationOffload.NONE,
-        description="Inputs of these blocks in host memory: none, all, or dynamic (while GPU memory is nearly full).",
-    )
-    offload_above: Share | None = Field(
-        default=None, description="Share of memory in use that starts dynamic offload. None: 0.8."
-    )
     activation_buffer: ByteSize | None = Field(default=None, description="Host buffer for activations, as in 8GiB.")
     offload: WeightOffload = Field(default=WeightOffload.NONE, description="Frozen weights that are kept on the host.")
     resident_blocks: Blocks | None = Field(default=None, description="Offloaded blocks on the device. None means 2.")
     host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(default=False, description="Store frozen blocks in 8 bits, which changes the weights.")
 
-    @field_validator("checkpointing", mode="wrap")
+    @field_validator("checkpointing", mode="before")
     @classmethod
-    def _checkpointing_is_auto_or_not(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
-        try:
-            return read(value)
-        except ValidationError:
-            raise ValueError(f"memory.checkpointing={value} must be true, false or auto") from None
+    def _read_earlier_values(cls, value: object) -> object:
+        match str(value).lower():
+            case "true":
+                return Checkpointing.FULL
+            case "false":
+                return Checkpointing.NONE
+            case "auto":
+                raise ValueError("memory.checkpointing=auto was removed: use selective, or full, which takes the least")
+        return value
 
 
 class LoraTarget(StrEnum):

@@ -45,7 +45,7 @@ def test_dry_run_touches_nothing(
     # It takes seconds, and would find the same.
     memory = tuple(map(plan.RankMemory.model_validate, document["memory"]))
     monkeypatch.setattr(plan, "estimate_ranks", lambda settings, reporter: memory)
-    assert document["schema"] == "osora.train-plan/2"
+    assert document["schema"] == "osora.train-plan/3"
     assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
     assert document["parameters"] > 1000
     [rank] = document["memory"]
@@ -71,7 +71,7 @@ def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_estimates")
 def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = (f"output={tmp_path}", "memory.checkpointing=true", "memory.activation_offload=all")
+    chosen = (f"output={tmp_path}", "memory.checkpointing=offload")
     demo = ["train", "--config", "demo_lora", "--dry-run", *(word for each in chosen for word in ("--set", each))]
     assert main([*demo, "--set", "memory.activation_buffer=512MB"]) == 0
     words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host, buffer 512.0 MB"

@@ -116,6 +116,10 @@ def test_only_where_memory_is_short_tensors_move():
     manager.onload(first)
     assert torch.equal(torch.cat([first, second]), torch.ones(7))
     assert DynamicActivationManager().threshold == 0.8
+    with pytest.raises(ValueError, match=r"threshold=80 must be a share"):
+        DynamicActivationManager(80)
+    used, total = DynamicActivationManager()._read_memory(torch.device("cpu"))
+    assert 0 < used < total
 
 
 Checkpoint = Callable[..., Tensor]

@@ -27,7 +27,9 @@ from opensora_cli.community.training import (
 )
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.train.schedules import Schedule
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -154,22 +156,6 @@ class TestOptimizersAndSchedules:
         with pytest.raises(RequestError, match="adamw_mode can only be true"):
             HybridAdam(model.parameters(), adamw_mode=False)
 
-    @pytest.mark.parametrize(
-        ("warmup", "cosine", "kind"),
-        [(None, False, "NoneType"), (4, False, "LinearWarmupLR"), (2, True, "CosineWarmupLR")],
-    )
-    def test_schedules_by_their_options(self, warmup, cosine, kind):
-        _, optimizer = model_and_optimizer()
-        made = create_lr_scheduler(
-            optimizer=optimizer,
-            num_steps_per_epoch=10,
-            epochs=2,
-            warmup_steps=warmup,
-            use_cosine_scheduler=cosine,
-            initial_lr=0.0,
-        )
-        assert type(made).__name__ == kind
-
     def test_rates_and_eps_change_in_place(self):
         _, optimizer = model_and_optimizer()
         scheduler = LinearWarmupLR(optimizer, initial_lr=0.0, warmup_steps=4)
@@ -184,3 +170,82 @@ class TestOptimizersAndSchedules:
         assert optimizer.param_groups[0]["eps"] == 1e-15
         set_eps(optimizer, 1e-8)
         assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (0.25, 1e-8)
+
+
+class TestCreateOptimizer:
+    def test_known_names(self):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module[0].requires_grad_(False)
+        config = {"cls": "HybridAdam", "lr": 1e-5, "eps": 1e-15, "weight_decay": 0.1, "adamw_mode": True}
+        adamw = create_optimizer(module, config)
+        group = adamw.param_groups[0]
+        assert type(adamw) is torch.optim.AdamW
+        assert [group[name] for name in ("lr", "betas", "eps", "weight_decay")] == [1e-5, (0.9, 0.999), 1e-15, 0.1]
+        assert len(group["params"]) == 2
+        assert config["cls"] == "HybridAdam"
+
+    @pytest.mark.parametrize(
+        ("config", "words"),
+        [
+            ({"cls": "Lion"}, "cls=Lion must be"),
+            ({"cls": "CPUAdam"}, "must be AdamW or HybridAdam"),
+            ({"learning_rate": 1.0}, "no learning_rate"),
+            ({"lr": -1.0}, "greater than 0"),
+            ({"betas": 0.9}, "optimizer_config"),
+            ({"adamw_mode": False}, "adamw_mode"),
+        ],
+    )
+    def test_what_it_does_not_know_is_refused(self, config, words):
+        with pytest.raises(RequestError, match=words):
+            create_optimizer(nn.Linear(2, 2), config)
+
+
+def factors(steps: int, **settings: object) -> list[float]:
+    schedule = Schedule.of(OptimizerSettings(learning_rate=1.0, **settings), steps=steps)
+    return [schedule.factor(update) for update in range(steps + 1)]
+
+
+def rates(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
+    seen = []
+    for _ in range(steps):
+        seen.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def sgd(rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+
+
+class TestSchedulers:
+    def test_linear_warmup_agrees_with_the_schedule(self):
+        optimizer = sgd(0.5)
+        expected = factors(6, warmup_steps=3, initial_learning_rate=0.2)
+        seen = rates(LinearWarmupLR(optimizer, 0.1, 3), 6)
+        assert seen == pytest.approx([0.5 * factor for factor in expected[:6]])
+
+    def test_linear_warmup_goes_on_where_it_was(self):
+        whole = rates(LinearWarmupLR(sgd(0.5), initial_lr=0.1, warmup_steps=5), 6)
+        optimizer = sgd(0.5)
+        first = LinearWarmupLR(optimizer, initial_lr=0.1, warmup_steps=5)
+        assert rates(first, 2) == whole[:2]
+        again = LinearWarmupLR(optimizer, initial_lr=0.1, warmup_steps=5, last_epoch=1)
+        assert rates(again, 4) == whole[2:]
+
+    def test_created_by_its_options(self):
+        assert create_lr_scheduler(sgd(0.5), 10) is None
+        warmup = create_lr_scheduler(sgd(0.5), 10, 2, 4)
+        assert isinstance(warmup, LinearWarmupLR)
+        assert rates(warmup, 5) == pytest.approx([1e-6 + (0.5 - 1e-6) * share for share in (0.2, 0.4, 0.6, 0.8, 1)])
+        cosine = create_lr_scheduler(
+            optimizer=sgd(0.5),
+            num_steps_per_epoch=4,
+            epochs=2,
+            warmup_steps=2,
+            use_cosine_scheduler=True,
+            initial_lr=0.0,
+        )
+        assert cosine is not None
+        expected = factors(8, schedule="cosine", warmup_steps=2)
+        assert rates(cosine, 8) == pytest.approx([0.5 * factor for factor in expected[:8]])

@@ -36,8 +36,7 @@ def test_the_buffer_is_as_large_as_needed(pool: Callable[[int], Any], case: Case
             "optimizer.name": "adamw",
             "precision.compute": "bf16",
             "loop.micro_batches": 2,
-            "memory.checkpointing": True,
-            "memory.activation_offload": "all",
+            "memory.checkpointing": "offload",
             "strategy": case.strategy,
             "parallel": case.parallel,
         }

@@ -11,8 +11,8 @@ import torch
 from tiny_world import RecordingReporter
 
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 
 _CLIPS = 8
@@ -27,7 +27,7 @@ def _losses(ranks: int, weights: Path, cache: Path | None) -> tuple[int, bool, d
     device, reporter = torch.device("cpu"), RecordingReporter()
     distribution = Distribution(device)
     if ranks > 1:
-        distribution = ReplicatedDistribution(device, ParallelMesh(MeshShape(replicate=ranks), device_type="cpu"))
+        distribution = Distribution(device, ParallelMesh(MeshShape(replicate=ranks), device_type="cpu"))
     clips = open_clips_cache(settings, distribution=distribution, reporter=reporter)
     task = build_task(settings, distribution=distribution, clips=clips, reporter=reporter)
     batches = build_batches(settings, distribution=distribution, clips=clips, reporter=reporter)

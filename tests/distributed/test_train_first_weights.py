@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT

@@ -9,8 +9,8 @@ import torch
 from tiny_strategies import Case, Run, tiny_transformer
 from torch import Tensor
 
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.model import MMDiT

@@ -1,4 +1,4 @@
-"""Optimizers over sharded weights: the same moments and weights as in one process, and scaled losses too."""
+"""Optimizers over sharded weights: the same moments and weights as in one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from closeness import assert_close
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from opensora_cli.engine.train.fp8_linear import use_fp8_linears
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
 from opensora_cli.engine.train.optimizer import build_optimizers
-from opensora_cli.engine.train.precision import Precision
-from opensora_cli.settings.train_loop import OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 _STEPS = 3
 _RATE = {"learning_rate": 1e-2, "weight_decay": 0.1, "eps": 1e-15}
@@ -46,14 +44,14 @@ def _state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[st
     return {**weights, **moments}
 
 
-def _sharded_learns_as_one(offload: bool, shard_last: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    settings = OptimizerSettings(**_RATE, offload_states=offload)
+def _sharded_learns_as_one(offload: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    settings = OptimizerSettings(**_RATE)
     plain = _model()
     plain_optimizers = build_optimizers(plain, settings)
     model = _model()
-    # Without the last layer, sharded and plain weights are side by side.
-    for layer in model if shard_last else model[:2]:
-        fully_shard(layer)
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    for layer in model:
+        fully_shard(layer, offload_policy=policy)
     optimizers = build_optimizers(model, settings)
     for network, its in ((plain, plain_optimizers), (model, optimizers)):
         _learn(network, its, range(_STEPS))
@@ -61,7 +59,7 @@ def _sharded_learns_as_one(offload: bool, shard_last: bool) -> tuple[dict[str, T
     return _state(plain, plain_optimizers), _state(model, optimizers), kinds
 
 
-def _resumes_from_a_whole_state(offload: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _resumes_from_a_whole_state() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Two updates in one process, whose state sharded ranks take up for the third."""
     plain = _model()
     plain_optimizers = build_optimizers(plain, OptimizerSettings(**_RATE))
@@ -73,7 +71,7 @@ def _resumes_from_a_whole_state(offload: bool) -> tuple[dict[str, Tensor], dict[
     for layer in model:
         fully_shard(layer)
     weights = dict(model.named_parameters())
-    optimizers = build_optimizers(model, OptimizerSettings(**_RATE, offload_states=offload))
+    optimizers = build_optimizers(model, OptimizerSettings(**_RATE))
 
     def part(parameter: str, name: str) -> Tensor:
         rows = saved[parameter, name].chunk(dist.get_world_size())
@@ -87,75 +85,18 @@ def _resumes_from_a_whole_state(offload: bool) -> tuple[dict[str, Tensor], dict[
     return _state(plain, plain_optimizers), _state(model, optimizers)
 
 
-def _unscaled_gradients() -> tuple[list[Tensor], list[Tensor]]:
-    scaled = Precision(PrecisionSettings(compute="fp16", initial_loss_scale=1024), torch.device("cpu"))
-    model, plain = _model(), _model()
-    for layer in model[:2]:
-        fully_shard(layer)
-    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    # Sums of powers of two times the same numbers have the same bits.
-    scaled.scale(model(batch).sum()).backward()
-    scaled.unscale(model)
-    plain(batch).sum().backward()
-    return [_whole(weight.grad) for weight in model.parameters()], [weight.grad for weight in plain.parameters()]
-
-
-def _products_of_8_bits() -> tuple[list[Tensor], list[Tensor], int]:
-    """Gradients of layers whose gathered weights are given back between forward and backward, and of plain ones."""
-
-    def layers() -> nn.Sequential:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-        use_fp8_linears(model, ["0", "1"])
-        return model
-
-    model, plain = layers(), layers()
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=True)
-    fully_shard(model)
-    batch = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    for network in (model, plain):
-        network(batch).square().mean().backward()
-    sharded = sum(isinstance(weight, DTensor) for weight in model.parameters())
-    return [_whole(weight.grad) for weight in model.parameters()], [w.grad for w in plain.parameters()], sharded
-
-
-@pytest.mark.parametrize(
-    ("offload", "shard_last"),
-    [
-        (False, True),
-        (True, False),
-        pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
-    ],
-)
-def test_sharded_weights_learn_as_in_one_process(pool: Callable[[int], Any], offload: bool, shard_last: bool) -> None:
-    for expected, found, kinds in pool(2).run(_sharded_learns_as_one, offload, shard_last):
+@pytest.mark.parametrize("offload", [False, True])
+def test_sharded_weights_learn_as_in_one_process(pool: Callable[[int], Any], offload: bool) -> None:
+    for expected, found, kinds in pool(2).run(_sharded_learns_as_one, offload):
         assert len(expected) == 4 * 3
         assert expected.keys() == found.keys()
         for name, value in expected.items():
             assert_close(found[name], value, tolerance=1e-6, what=name)
-        assert kinds.count("DTensor") == (8 if shard_last else 4)
+        assert kinds == ["DTensor"] * 8
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_sharded_ranks_resume_from_the_state_of_one_process(pool: Callable[[int], Any], offload: bool) -> None:
-    for expected, found in pool(2).run(_resumes_from_a_whole_state, offload):
+def test_sharded_ranks_resume_from_the_state_of_one_process(pool: Callable[[int], Any]) -> None:
+    for expected, found in pool(2).run(_resumes_from_a_whole_state):
         assert len(expected) == 4 * 3
         for name, value in expected.items():
             assert_close(found[name], value, tolerance=1e-6, what=name)
-
-
-def test_sharded_gradients_are_unscaled(pool: Callable[[int], Any]) -> None:
-    for found, expected in pool(2).run(_unscaled_gradients):
-        assert all(gradient.any() for gradient in expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other, tolerance=1e-6)
-
-
-def test_products_of_8_bits_over_sharded_weights(pool: Callable[[int], Any]) -> None:
-    for found, expected, sharded in pool(2).run(_products_of_8_bits):
-        assert sharded == len(expected) == 4
-        for one, other in zip(found, expected, strict=True):
-            assert other.any()
-            assert_close(one, other, tolerance=1e-6)

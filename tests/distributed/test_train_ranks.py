@@ -20,15 +20,13 @@ from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
-from opensora_cli.core.private_memory import PrivateMemory
-from opensora_cli.engine.train import checkpoints, room
+from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
-from opensora_cli.engine.train.room import STEP, Room
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import restore
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
@@ -264,23 +262,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(pool, tmp_path, failing, fun
     assert messages.pop(failing) == prefix + reason
     assert messages == [f"{prefix}rank {failing}: {reason}"]
     assert list(tmp_path.iterdir()) == []
-
-
-def _lacks(*frees: int) -> list[str | None]:
-    """Return what is missing for a step of which rank 0 needs 900 bytes and the others 50, with so much free."""
-    lacks = []
-    with pytest.MonkeyPatch.context() as patched:
-        for free in frees:
-            patched.setattr(room, "read_private_memory", lambda free=free: PrivateMemory(free, PLENTY))
-            needed = 50 if dist.get_rank() else 900
-            tried = Room(_distribution(), ranks_per_node=2, first_step_bytes=needed)
-            lacks.append(tried.lack(STEP))
-    return lacks
-
-
-def test_ranks_share_the_memory_of_their_machine(pool):
-    lack = "a step on 2 ranks needs 950 bytes more memory, and by now 949 bytes are free"
-    assert pool(2).run(_lacks, 950, 949) == [[None, lack]] * 2
 
 
 def _settings(output: Path, **changes: object) -> TrainSettings:

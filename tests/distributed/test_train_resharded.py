@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_strategies import Case, micro_batch, precision_of, tiny_transformer
+from tiny_strategies import Case, micro_batch, tiny_transformer
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.clock import Clock
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.state import restore
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, LoraSettings, OptimizerSettings
+from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, LoraSettings, OptimizerSettings
 
 Pool = Callable[[int], Any]
 _LOOP = LoopSettings(steps=5, micro_batches=4, ema_decay=0.9)
@@ -88,7 +88,7 @@ def _trainer(
         SampledBatches(_draw, seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks),
         loop=_LOOP,
         optimizer=_OPTIMIZER,
-        precision=precision_of("fp32"),
+        compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
         reporter=SilentReporter(),

@@ -15,7 +15,6 @@ from tiny_strategies import (
     Run,
     figures,
     micro_batch,
-    precision_of,
     step_sizes,
     tiny_transformer,
 )
@@ -25,14 +24,15 @@ from wire_formulas import update_bytes
 
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.parallelize import shard_transformer
-from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, use_fp8_linears
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.ranks import mesh_shape
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, linears_of_blocks
+from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy
+from opensora_cli.settings.train_loop import Compute
 
 Pool = Callable[[int], Any]
 Trained = Callable[[Case], Any]
@@ -290,52 +290,38 @@ def test_compiling_changes_no_loss(pool: Pool, case: Case, backend: str, checkpo
         assert graphs >= 2
 
 
-def _in_half_precision(case: Case, compute: str) -> tuple[list[float], set[torch.dtype]]:
-    precision = precision_of(compute)
-    run = Run(case.open(precision.dtype), tiny_transformer(), case.micro_batches, precision)
+def _with_states_on_the_host(case: Case) -> tuple[list[float], list[float], set[str]]:
+    run = Run(case.open(offload_states=True), tiny_transformer(), case.micro_batches)
+    run.step(3)
+    devices = {local(weight).device.type for weight in run.model.parameters()}
+    return run.losses, run.norms, devices
+
+
+@pytest.mark.parametrize(
+    "case", [Case("zero1", 2), pytest.param(HYBRID[6], marks=pytest.mark.slow), Case("zero3", 2)], ids=str
+)
+def test_states_on_the_host_change_no_loss(pool: Pool, case: Case) -> None:
+    expected = _expected(case.micro_batches)
+    for losses, norms, devices in pool(case.ranks).run(_with_states_on_the_host, case):
+        assert losses == pytest.approx(expected.losses[:3], rel=0, abs=1e-5)
+        assert norms == pytest.approx(expected.norms[:3], rel=1e-4)
+        assert devices == {"cpu"}
+
+
+def _in_half_precision(case: Case) -> tuple[list[float], set[torch.dtype]]:
+    run = Run(case.open(torch.bfloat16), tiny_transformer(), case.micro_batches, Compute.BF16)
     run.step(5)
     kept = [run.model.parameters(), (weight.grad for weight in run.model.parameters())]
     return run.losses, {tensor.dtype for tensors in kept for tensor in tensors}
 
 
 @_slow_but({Case("zero3", 2)})
-@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_half_precision_is_for_computing_alone(pool: Pool, case: Case, compute: str) -> None:
+def test_half_precision_is_for_computing_alone(pool: Pool, case: Case) -> None:
     expected = _expected(case.micro_batches).losses[:5]
-    for losses, kept in pool(case.ranks).run(_in_half_precision, case, compute):
-        assert losses == pytest.approx(expected, rel=0.04 if compute == "bf16" else 0.01)
+    for losses, kept in pool(case.ranks).run(_in_half_precision, case):
+        assert losses == pytest.approx(expected, rel=0.04)
         assert losses != pytest.approx(expected, rel=0, abs=1e-6)
         assert kept == {torch.float32}
-
-
-def _in_8_bits(case: Case, alone: bool, compiled: bool) -> tuple[list[float], int]:
-    """Return the losses with linear layers in 8 bits, and how many there are."""
-    model, precision = tiny_transformer(hidden=64, heads=4, mlp_ratio=1.0), precision_of("bf16")
-    use_fp8_linears(model, linears_of_blocks(model.config))
-    if compiled:
-        compile_blocks(model, warn=pytest.fail, backend="aot_eager")
-    run = Run(_alone() if alone else case.open(precision.dtype), model, case.micro_batches, precision)
-    with set_grad_checkpoint(model):
-        run.step(4)
-    return run.losses, sum(isinstance(module, Fp8TrainLinear) for module in model.modules())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "compiled"),
-    [
-        *((Case(strategy, 2), compiled) for strategy in ("ddp", "zero2", "zero3") for compiled in (False, True)),
-        *((case, False) for case in HYBRID[1:3]),
-    ],
-    ids=str,
-)
-def test_linear_layers_in_8_bits(pool: Pool, case: Case, compiled: bool) -> None:
-    expected, count = _in_8_bits(case, True, False)
-    assert count == 2 * 6 + 4
-    assert expected[-1] < 0.98 * expected[0]
-    for losses, ours in pool(case.ranks).run(_in_8_bits, case, False, compiled):
-        assert losses == pytest.approx(expected, rel=0.04)
-        assert ours == count
 
 
 def _with_frozen_weights(case: Case, alone: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from tiny_autoencoders import UNCLIPPED, mixed_batches, vae_task, vae_trainer
 from torch import Tensor
 
-from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 
 _STEPS = 3
@@ -27,7 +27,7 @@ def _trained(kind: str, ranks: int, micro_batches: int) -> tuple[list[dict[str, 
     device = torch.device("cpu")
     distribution = Distribution(device)
     if ranks > 1:
-        distribution = ReplicatedDistribution(device, ParallelMesh(MeshShape(replicate=ranks), device_type="cpu"))
+        distribution = Distribution(device, ParallelMesh(MeshShape(replicate=ranks), device_type="cpu"))
     task = vae_task(kind, optimizer=_OPTIMIZER, **_OBJECTIVE)
     assert task.adversary is not None
     task.forward = distribution.shard(task.module)
@@ -73,7 +73,7 @@ def test_two_processes_train_as_one(pool: Callable[[int], Any], kind: str, micro
 def _warned_of_layouts() -> list[str]:
     """Return what is warned of in the backward pass of a 1x1x1 convolution."""
     device = torch.device("cpu")
-    distribution = ReplicatedDistribution(device, ParallelMesh(MeshShape(replicate=2), device_type="cpu"))
+    distribution = Distribution(device, ParallelMesh(MeshShape(replicate=2), device_type="cpu"))
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings(record=True) as warned:

@@ -100,7 +100,6 @@ def test_a_command_is_understood_and_planned(
     monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
     monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: ())
     monkeypatch.setattr(train_plan, "plan_activations", lambda settings: None)
-    monkeypatch.setattr(train_plan, "chooses", lambda settings: False)
     monkeypatch.setattr(train_plan, "count_parameters", lambda settings: 1)
     monkeypatch.chdir(_sandbox(tmp_path))
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)

@@ -1,10 +1,11 @@
 """Training, rehearsed: a step of the engine's own trainer as one rank, at full size, without weights or clips.
 
 What is not the engine's own: captions are not encoded, and instead of the reducer of DistributedDataParallel, which is
-C++ and takes no fake tensors, there is `FakeReplicated`, which exchanges nothing: of `ddp` the gradients' sums are not
-rehearsed.
+C++ and takes no fake tensors, there is `FakeDistribution`, which exchanges nothing: the sums of gradients of `ddp` are
+not rehearsed.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,19 +30,18 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
 from opensora_cli.engine.train import build, estimate, ranks, stand_ins
-from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
-from opensora_cli.engine.train.fake_ranks import FakeReplicated
+from opensora_cli.engine.train import distribution as alone
+from opensora_cli.engine.train.activations import plan_activations, saved_activations
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.fake_ranks import FakeDistribution
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
 from opensora_cli.engine.train.objectives import mmdit
-from opensora_cli.engine.train.offloaded_adamw import _Stage
-from opensora_cli.engine.train.strategy import distribution as alone
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer, _Sums
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 STEP = "a step"
-MAY_WAIT = lines_of(_Sums.add) | lines_of(Trainer.do_step) | lines_of(_Stage.passing)
-"""Losses and norms, once an update, which depends on them; and the host updates the pieces that were copied there."""
+MAY_WAIT = lines_of(_Sums.add) | lines_of(Trainer.do_step)
+"""Losses and norms, once an update, which depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +83,22 @@ def rehearse(
     rank: int = 0,
     *,
     gpu: GPU | None = None,
-    activations: ActivationPlan | None = None,
 ) -> Turn:
-    """Be one rank of a training for a step of two micro-batches of the largest shape, with moments of earlier steps.
-
-    `activations` None: as `plan_activations` has it.
-    """
+    """Be one rank of a training for a step of two micro-batches of the largest shape, with moments of earlier steps."""
     world = world or World()
     if rank and not world.said:
         # What it is told by rank 0, which is not looked at otherwise.
         with rehearsal(world, gpu=gpu) as first, ranks.joined_ranks(settings, first.context):
             pass
     with _disable_current_modes():
-        activations, frozen = activations or plan_activations(settings), plan_frozen_weights(settings)
+        activations, frozen = plan_activations(settings), plan_frozen_weights(settings)
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
-        stack.enter_context(mock.patch.object(alone, "_moved", partial(moved, leaves_frozen=True)))
+        stack.enter_context(mock.patch.object(alone, "moved", partial(moved, leaves_frozen=True)))
         # One fake mode does not serve several threads.
         stack.enter_context(mock.patch.object(mmdit, "ThreadPoolExecutor", return_value=None))
-        replicated = partial(ranks.open_distribution, replicated=_Replicated)
-        stack.enter_context(mock.patch.object(ranks, "open_distribution", replicated))
+        rehearsed = partial(ranks.open_distribution, kind=_Rehearsed)
+        stack.enter_context(mock.patch.object(ranks, "open_distribution", rehearsed))
         distribution = Distribution(turn.device)
         if world.size > 1:
             settings, distribution = stack.enter_context(ranks.joined_ranks(settings, turn.context))
@@ -118,11 +114,17 @@ def rehearse(
         return Turn(turn, settings)
 
 
-class _Replicated(FakeReplicated):
-    """Brings modules to its device first, as `DistributedDataParallel` needs them."""
+class _Rehearsed(FakeDistribution):
+    """Exchanges nothing between whole copies of weights, and everything between divided ones."""
 
-    def shard(self, module: nn.Module) -> nn.Module:
-        return super().shard(moved(module, self.device, leaves_frozen=True))
+    def replicate(self, module: nn.Module) -> nn.Module:
+        return super().replicate(moved(module, self.device, leaves_frozen=True))
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        return Distribution.mean(self, values) if self.divides else super().mean(values)
+
+    def any(self, flag: bool) -> bool:
+        return Distribution.any(self, flag) if self.divides else super().any(flag)
 
 
 def _task(settings: TrainSettings, distribution: Distribution, reporter: LoggedReporter) -> Any:

@@ -8,9 +8,9 @@ import torch
 from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, loss_of, transformer
 from torch import Tensor, nn
 
+from opensora_cli.community.memory import DynamicActivationManager
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.memory.dynamic_activations import DynamicActivationManager, used_and_total
 from opensora_cli.models.attention.math import math
 
 
@@ -131,7 +131,7 @@ def test_an_error_on_the_way_leaves_the_buffer_sound() -> None:
 def test_dynamic() -> None:
     model, arguments = model_and_inputs(torch.float32)
     expected = gradients(model, arguments)
-    used, total = used_and_total(torch.device("cuda"))
+    used, total = DynamicActivationManager()._read_memory(torch.device("cuda"))
     assert torch.cuda.memory_allocated() <= used < total
     for threshold, moved in ((0.0, True), (1.0, False)):
         held = DynamicActivationManager(threshold)
@@ -139,4 +139,4 @@ def test_dynamic() -> None:
         with set_grad_checkpoint(model, activations=held):
             assert_same(gradients(model, arguments), expected)
         assert (held.copied_to_host > 0) is moved
-        assert held.memory_profiling().total_bytes == total
+        assert 0 < held.memory_profiling()["peak_memory"] < total

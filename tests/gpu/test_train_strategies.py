@@ -10,7 +10,7 @@ from rank_processes import run_as_ranks
 from tiny_strategies import Case, Run, tiny_transformer
 
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.parallel.mesh import backend_of
 
 STEPS = 10

@@ -157,6 +157,9 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     _write_clips(folder)
     _write_texts(folder)
     inputs = Inputs(folder)
+    _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
+    table = inputs.folder / "clips.csv"
+    table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
     made = (*_TINY, "--out", "made.mp4")
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")

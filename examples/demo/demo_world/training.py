@@ -23,13 +23,12 @@ from opensora_cli.core.ranks import find_context
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.train.clock import Clock
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.files import LOG_FILE, VAE_FILE
 from opensora_cli.engine.train.objectives.task import SampledBatches
-from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import whole_weights
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainTarget
 
@@ -84,7 +83,7 @@ def train_text_encoders(recipe: TextRecipe, *, overwrite: bool = False, reporter
             SampledBatches(partial(sample_captions, batch_size=sizes.batch_size), seed=loop.seed),
             loop=loop,
             optimizer=recipe.optimizer,
-            precision=Precision(recipe.precision, distribution.device),
+            compute=recipe.precision.compute,
             distribution=distribution,
             clock=Clock(),
             reporter=reporter,

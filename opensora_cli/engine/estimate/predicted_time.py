@@ -47,18 +47,16 @@ def kernel_seconds(
     gpu: GpuSettings,
     dtype: torch.dtype,
     *,
-    in_fp8: bool = False,
     eight_bit_tflops: float | None = None,
 ) -> Seconds:
-    """Return what a GPU takes for `work` in `dtype`; `in_fp8`: its products are in 8 bits.
+    """Return what a GPU takes for `work` in `dtype`.
 
     `eight_bit_tflops`: the peak of `work.eight_bit_flops`, which is known if there are any.
     """
     peak = _peak_flops(gpu, dtype)
-    of_products = gpu.fp8_tflops * 1e12 if in_fp8 and gpu.fp8_tflops is not None else peak
     found = {
         PRODUCTS: max(
-            work.product_flops / (of_products * gpu.product_efficiency),
+            work.product_flops / (peak * gpu.product_efficiency),
             gpu.memory_rate.seconds(work.product_bytes),
         ),
         ATTENTION: work.attention_flops / (peak * gpu.attention_efficiency),

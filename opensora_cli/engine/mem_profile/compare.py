@@ -77,9 +77,7 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
         return
     base = _training_cost(plain)
     if plain.target is TrainTarget.MMDIT:
-        checkpointed = plain.replace({"memory.checkpointing": True})
-        offloaded = checkpointed.replace({"memory.activation_offload": "all"})
-        without, outside = map(_training_cost, (checkpointed, offloaded))
+        without, outside = (_training_cost(plain.replace({"memory.checkpointing": how})) for how in ("full", "offload"))
         yield compared(_CHECKPOINTING, before=base.step, after=without.step, of=_STEP)
         yield compared(_CHECKPOINTING, before=base.held, after=without.held, of=_HELD)
         of = f"{_HELD} with checkpointing, outside the host buffer"

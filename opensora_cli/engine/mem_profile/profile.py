@@ -33,7 +33,6 @@ from opensora_cli.engine.train.estimate import (
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS
 from opensora_cli.engine.train.rank_memory import estimate_ranks
-from opensora_cli.engine.train.recomputing import chooses
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
@@ -113,11 +112,6 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
 
 def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     ranks = what.parallel.world_size
-    if chooses(what):
-        raise RequestError(
-            "memory.checkpointing=auto is chosen for the memory of a device: profile it with true or false",
-            hint="osora train --dry-run has what it chooses",
-        )
     warn_of_missing_inputs(what, reporter)
     for name, is_on in (("compare", settings.compare), ("adaptive_batch", settings.adaptive_batch)):
         if is_on and ranks > 1:

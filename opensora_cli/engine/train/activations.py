@@ -1,9 +1,9 @@
-"""What the transformer holds between forward and backward: planned for the largest micro-batch, and kept to."""
+"""Activations of the transformer between forward and backward, planned for the largest micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 
 import torch
 from pydantic import ConfigDict, Field
@@ -19,11 +19,10 @@ from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.memory.dynamic_activations import DynamicActivationManager
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, repeated_blocks
 from opensora_cli.sampling.sizes import training_sizes
 from opensora_cli.settings.train import TrainSettings, TrainTarget
-from opensora_cli.settings.train_loop import ActivationOffload
+from opensora_cli.settings.train_loop import Checkpointing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,106 +102,61 @@ def _largest(settings: TrainSettings) -> tuple[str, BatchShape]:
     return max(_shapes(settings), key=size)
 
 
-_OFFLOAD_ABOVE = 0.8
 _SMALLER = "smaller batches need less: data.buckets"
 
 
-class KeptResults(Document):
-    """Which results are kept of checkpointed blocks."""
-
-    operations_a_byte: float
-    """Those of products and attention that take as many, or more."""
-    blocks: dict[str, int]
-    """Path of each stack -> how many of its checkpointed blocks, the last ones."""
-
-
-class Recomputed(Document):
-    """What is computed again in backward, as shares of the blocks' forward pass."""
-
-    products: float
-    attention: float
-    operations: float
-    """Of both together."""
-
-
 class ActivationPlan(Document):
-    """Which blocks are checkpointed, and where their inputs are held."""
+    """Which blocks are checkpointed, and how."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
+    checkpointing: Checkpointing
     checkpointed_blocks: dict[str, int]
     """Path of each stack of blocks -> how many are checkpointed, from the first."""
-    kept: tuple[KeptResults, ...] = ()
-    """What these keep all the same; of a block in several, the lowest number holds."""
-    recomputed: Recomputed | None = None
-    """With `memory.checkpointing=auto`, as far as the cost is known."""
-    activation_offload: ActivationOffload
-    offload_above: float | None
-    """With `dynamic`: the share of the device's memory."""
     needed_bytes: int
-    """The most that one step puts into the buffer; 0 without offload."""
+    """The most that one step puts into the host buffer; 0 without offload."""
     buffer_bytes: int
     dtype: torch.dtype = Field(exclude=True)
-    """Of the activations that are offloaded; others stay on the device."""
+    """Dtype of the activations that are offloaded; others stay on the device."""
 
     def line(self) -> str:
         """Return the plan for people."""
-        blocks = " and ".join(f"{count} {path}" for path, count in self.checkpointed_blocks.items())
-        words = [f"checkpoints in {blocks}"]
-        if self.offload_above is not None:
-            words.append(f"their inputs on the host above {self.offload_above:.0%} of the memory")
-        elif self.activation_offload is ActivationOffload.ALL:
-            words.append("their inputs on the host")
-        if self.activation_offload is not ActivationOffload.NONE:
-            words.append(f"buffer {format_bytes(self.buffer_bytes)}")
-        for kept in self.kept:
-            of = " and ".join(f"the last {count} of {path}" for path, count in kept.blocks.items() if count)
-            words.append(f"{of} keep results of {kept.operations_a_byte:,.0f} operations a byte or more")
-        if self.recomputed is not None:
-            words.append(f"{self.recomputed.operations:.0%} of the blocks' forward pass is computed again")
-        return ", ".join(words)
-
-    def keep(self) -> dict[str, float]:
-        """Return path of a block -> from how many operations a byte on its results are kept; others keep none."""
-        found: dict[str, float] = {}
-        for kept in self.kept:
-            for path, count in kept.blocks.items():
-                last = self.checkpointed_blocks[path]
-                for index in range(last - count, last):
-                    block = f"{path}.{index}"
-                    found[block] = min(found.get(block, inf), kept.operations_a_byte)
-        return found
+        words = "checkpoints in " + " and ".join(f"{count} {path}" for path, count in self.checkpointed_blocks.items())
+        match self.checkpointing:
+            case Checkpointing.SELECTIVE:
+                words += ", results of attention are kept"
+            case Checkpointing.OFFLOAD:
+                words += f", their inputs on the host, buffer {format_bytes(self.buffer_bytes)}"
+        return words
 
 
 def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
-    """Return what is held where; None: everything on the device, as autograd does it.
-
-    With `memory.checkpointing=auto` it is what takes the least memory; `choose_activations` finds what fits.
+    """Return the plan; None: everything stays on the device, without checkpoints.
     Raises RequestError if the buffer is too small for a step, or sizes contradict each other.
     """
     memory = settings.memory
-    if settings.target is not TrainTarget.MMDIT or not memory.checkpointing:
+    if settings.target is not TrainTarget.MMDIT or memory.checkpointing is Checkpointing.NONE:
         return None
     chosen = (memory.checkpoint_double_blocks, memory.checkpoint_single_blocks)
     stacks = repeated_blocks(mmdit_config(settings.model))
     blocks = {
         stack.module_path: stack.count if count is None else count for stack, count in zip(stacks, chosen, strict=True)
     }
-    dtype = _block_dtype(settings)
-    needed = 0 if memory.activation_offload is ActivationOffload.NONE else _needed_bytes(settings, blocks, dtype)
-    if memory.activation_buffer is not None and memory.activation_buffer < needed:
+    needed, buffer, dtype = 0, 0, _block_dtype(settings)
+    if memory.checkpointing is Checkpointing.OFFLOAD:
+        needed = _needed_bytes(settings, blocks, dtype)
+        buffer = needed if memory.activation_buffer is None else memory.activation_buffer
+    if buffer < needed:
         raise RequestError(
-            f"memory.activation_buffer={memory.activation_buffer} is too small for a step of "
+            f"memory.activation_buffer={buffer} is too small for a step of "
             f"{largest_batch_shape(settings).batch_size} clips: use at least {needed}, or none",
             hint=_SMALLER,
         )
-    above = _OFFLOAD_ABOVE if memory.offload_above is None else memory.offload_above
     return ActivationPlan(
+        checkpointing=memory.checkpointing,
         checkpointed_blocks=blocks,
-        activation_offload=memory.activation_offload,
-        offload_above=above if memory.activation_offload is ActivationOffload.DYNAMIC else None,
         needed_bytes=needed,
-        buffer_bytes=needed if memory.activation_buffer is None else memory.activation_buffer,
+        buffer_bytes=buffer,
         dtype=dtype,
     )
 
@@ -217,40 +171,34 @@ def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterato
     if plan is None:
         yield None
         return
-    manager = _manager(plan)
+    manager = None
+    if plan.checkpointing is Checkpointing.OFFLOAD:
+        manager = ActivationManager()
+        try:
+            manager.setup_buffer(-(-plan.buffer_bytes // plan.dtype.itemsize), plan.dtype)
+        except RuntimeError as error:
+            raise HardwareError(
+                f"there is no host memory for a buffer of {format_bytes(plan.buffer_bytes)} (memory.activation_buffer)",
+                hint=f"use --set memory.checkpointing=full; {_SMALLER}",
+            ) from error
     with set_grad_checkpoint(
         module,
         depth=plan.checkpointed_blocks,
         others=(OUTPUT_LAYER,),
         activations=manager,
-        keep=plan.keep(),
+        keep_attention=plan.checkpointing is Checkpointing.SELECTIVE,
     ):
         yield manager
 
 
-def _manager(plan: ActivationPlan) -> ActivationManager | None:
-    if plan.activation_offload is ActivationOffload.NONE:
-        return None
-    above = plan.offload_above
-    manager = ActivationManager() if above is None else DynamicActivationManager(above)
-    try:
-        manager.setup_buffer(-(-plan.buffer_bytes // plan.dtype.itemsize), plan.dtype)
-    except RuntimeError as error:
-        raise HardwareError(
-            f"there is no host memory for a buffer of {format_bytes(plan.buffer_bytes)} (memory.activation_buffer)",
-            hint=f"use --set memory.activation_offload=none; {_SMALLER}",
-        ) from error
-    return manager
-
-
 def _block_dtype(settings: TrainSettings) -> torch.dtype:
-    """Return the dtype of the blocks' inputs: that of the weights as they are used, under autocast too."""
+    """Return the dtype of the blocks' inputs: that of the weights in use, also under autocast."""
     are_gathered = settings.strategy.shards and settings.parallel.world_size > 1
     return DTYPES[settings.precision.compute] if are_gathered else weights_dtype(settings)
 
 
 def _needed_bytes(settings: TrainSettings, blocks: dict[str, int], dtype: torch.dtype) -> int:
-    """Run one step's forward pass on the meta device, and return what it puts into the buffer."""
+    """Return the bytes that a step puts into the buffer, from a forward pass on the meta device."""
     model, shape = settings.model, largest_batch_shape(settings)
     batch, axes = shape.batch_size, settings.parallel.axes(settings.strategy)
     # The largest part of the ranks that share a clip.

@@ -16,17 +16,15 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_settings
 from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.files import first_weights_of
-from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import TokenWeights, build_mmdit_task
 from opensora_cli.engine.train.objectives.task import BatchSource, Task
 from opensora_cli.engine.train.objectives.vae import build_vae_task, freeze_encoder
 from opensora_cli.engine.train.precision import DTYPES
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.models.attention import attention_backend
-from opensora_cli.models.mmdit.blocks import linears_of_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 
@@ -165,9 +163,6 @@ def _build(
             transformer = (
                 empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
             )
-            if settings.precision.fp8_linears:
-                require_fp8(device)
-                use_fp8_linears(transformer, linears_of_blocks(transformer.config))
             transformer.set_attention(attention_backend(plan_attention(settings, device=device).backend))
             if settings.compile:
                 compile_blocks(transformer, warn=reporter.warn)

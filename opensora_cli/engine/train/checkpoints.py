@@ -202,7 +202,6 @@ def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: 
         "ranks": trainer.distribution.ranks,
         "threads": torch.get_num_threads(),
         "skipped_in_a_row": trainer.skipped_in_a_row,
-        "precision": trainer.precision.state_dict(),
         "sampler": trainer.batches.state_dict(),
         "done": list(done),
         **scored,

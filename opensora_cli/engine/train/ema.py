@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.engine.train.strategy.distribution import local
+from opensora_cli.engine.train.parallelize import local
 
 
 @torch.no_grad()
 def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
     """Move the averaged weights towards the current ones: ema = decay * ema + (1 - decay) * weight, in place.
 
-    `decay` is 0 to 1. `ema_model` is a module of the same structure, or what `averaged_copy` gives. A weight that a
+    `decay` is 0 to 1. `ema_model` is a module of the same structure, or the result of `averaged_copy`. A weight that a
     model uses in two places counts once. Where weights are sharded, each rank moves its parts.
     """
     averaged = module_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
@@ -25,7 +25,7 @@ def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *,
 
 
 def warmed_up(decay: float, step: int) -> float:
-    """Return the decay at a step: at first an average over fewer steps, to forget the first weights."""
+    """Return the decay at a step. The first steps average over fewer weights, to forget the first ones."""
     return min(decay, (1 + step) / (10 + step))
 
 
@@ -33,7 +33,7 @@ def warmed_up(decay: float, step: int) -> float:
 def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Return a copy of the weights to start an average from, by name, sharded like the model.
 
-    `trained_only` leaves out what needs no gradient: frozen weights, and buffers.
+    `trained_only` skips frozen weights and buffers.
     """
     state = module_state(model, trained_only=trained_only)
     return {name: value.clone() for name, value in state.items() if value.is_floating_point()}
@@ -53,9 +53,9 @@ def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[Non
 
 
 def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; what a module has in two places comes once.
+    """Return parameters and persistent buffers by name; a tensor that a module has in two places comes once.
 
-    `trained_only` leaves out what needs no gradient: frozen weights, and buffers.
+    `trained_only` skips frozen weights and buffers.
     """
     state: dict[str, Tensor] = {}
     seen: set[int] = set()

@@ -19,7 +19,8 @@ from opensora_cli.engine.train.activations import (
     saved_activations,
 )
 from opensora_cli.engine.train.clock import Clock
-from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeReplicated, fake_rank
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.frozen_weights import (
     FrozenWeights,
@@ -30,11 +31,9 @@ from opensora_cli.engine.train.frozen_weights import (
     waiting_weights,
 )
 from opensora_cli.engine.train.objectives.task import SampleRng, Task
-from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.optimizer import kept_tensors
-from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.stand_ins import bare_task, fresh_task, largest_batches
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
@@ -45,7 +44,7 @@ from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
 OFFLOADED = "offloaded"
-"""Buffers in the host's memory, beside a GPU: of activations, and of pieces of weights that are updated there."""
+"""Buffer of activations in the host's memory, beside a GPU."""
 ACTIVATIONS = "activations"
 """Everything else: what a forward pass keeps for the backward pass, and whatever is computed on the way."""
 _KEPT = (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)
@@ -63,7 +62,7 @@ class TrainingMemory:
     most: dict[str, int]
     """The most of each kind at any time."""
     device_peak_bytes: int
-    """The peak of what is on the device, where that is a GPU: without moments and activations that are offloaded."""
+    """The peak of what is on the device, where that is a GPU: without states and activations that are offloaded."""
     activations_by_module: dict[str, int]
     """Of the activations at the peak, those that a module's forward pass made, by its name; backward has no name."""
     by_weight: dict[str, tuple[int, int, int, int]]
@@ -204,8 +203,7 @@ def _steps(
             counter.add([tensor for tensor in held if id(tensor) not in waiting], WEIGHTS)
         counter.add(slots, WEIGHTS)
         counter.add(_kept(trainer), OPTIMIZER)
-        counter.add(_staging(trainer), OFFLOADED)
-        if isinstance(distribution, FakeReplicated):
+        if isinstance(distribution, FakeDistribution):
             counter.add(list(distribution.buckets.values()), GRADIENTS)
         for module in frozen:
             counter.add(module, FROZEN)
@@ -218,7 +216,6 @@ def _steps(
                 trainer.do_step()
                 counter.add(_gradients(trainer), GRADIENTS)
                 counter.add(_kept(trainer), OPTIMIZER)
-                counter.add(_staging(trainer), OFFLOADED)
     counted = few_blocks.counted() if times else counter
     return _memory(settings, counted, trainer, plan, manager, times=times or {})
 
@@ -237,7 +234,7 @@ def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distributio
         largest_batches(settings),
         loop=settings.loop.replace({"micro_batches": on_a_rank * distribution.data_ranks}),
         optimizer=settings.optimizer,
-        precision=Precision(settings.precision, distribution.device),
+        compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock(),
         reporter=SilentReporter(),
@@ -258,7 +255,8 @@ def _memory(
     kept = {name: owners.pop(name, 0) for name in _KEPT}
     buffers = owners.pop(BUFFERS, 0) + owners.pop(OFFLOADED, 0)
     before_backward = counter.owners_at(counter.marks[-1])
-    on_host = {OFFLOADED, *([OPTIMIZER] if settings.optimizer.offload_states else [])}
+    # Sharded gradients are on the host, too. They count, as do those of a block that are on their way.
+    on_host = {OFFLOADED, *([WEIGHTS, AVERAGE, OPTIMIZER] if settings.optimizer.offload_states else [])}
     return TrainingMemory(
         peak_bytes=counter.peak_bytes,
         at_peak={**kept, BUFFERS: buffers, ACTIVATIONS: sum(owners.values())},
@@ -321,11 +319,6 @@ def _make_moments(trainer: Trainer[Any]) -> None:
         learner.zero_grad()
 
 
-def _staging(trainer: Trainer[Any]) -> list[Tensor]:
-    offloaded = (optimizer for optimizer in _optimizers(trainer) if isinstance(optimizer, OffloadedAdamW))
-    return [tensor for optimizer in offloaded for tensor in optimizer.staging()]
-
-
 def _optimizers(trainer: Trainer[Any]) -> list[torch.optim.Optimizer]:
     return [optimizer for learner in trainer.learners.values() for optimizer in learner.optimizers]
 
@@ -339,7 +332,7 @@ def _kept_all_the_time(trainer: Trainer[Any], block: str) -> Iterator[Tensor]:
     yield from weights.values()
     for optimizer in _optimizers(trainer):
         yield from (tensor for weight, tensor in kept_tensors(optimizer) if id(weight) in weights)
-    if isinstance(trainer.distribution, FakeReplicated):
+    if isinstance(trainer.distribution, FakeDistribution):
         yield from (piece for weight, piece in trainer.distribution.buckets.items() if id(weight) in weights)
 
 

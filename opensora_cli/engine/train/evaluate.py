@@ -25,9 +25,9 @@ from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
@@ -58,7 +58,7 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
             trainer.averaged(),
             trainer.distribution.evaluating(),
             torch.no_grad(),
-            trainer.precision.autocast(),
+            trainer.autocast(),
         ):
             yield
     finally:

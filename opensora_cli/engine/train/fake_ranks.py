@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution, training_exchange
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
+from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.settings.train import TrainSettings
 
 GRADIENTS, BUFFERS = "gradients", "buffers"
@@ -50,16 +50,27 @@ def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
             device=device,
             dtype=gathered_dtype(settings),
             exchange=training_exchange(settings),
-            replicated=FakeReplicated,
-            sharded=_FakeSharded,
+            offload_states=settings.optimizer.offload_states,
+            kind=FakeDistribution,
         )
     finally:
         use_mesh(None)
         dist.destroy_process_group()
 
 
-class _Alone(Distribution):
-    """What the other ranks would say is what this one says: what arrives from them has no values."""
+class FakeDistribution(Distribution):
+    """One rank whose collectives fill nothing.
+
+    FSDP2's own code runs, which asks nothing of its collectives. The reducer of DistributedDataParallel takes no fake
+    tensors, so its buckets are tensors of their own, which exist from the beginning.
+    """
+
+    _is_last = True
+
+    @cached_property
+    def buckets(self) -> dict[nn.Parameter, Tensor]:
+        """Weight -> its piece of a bucket."""
+        return {}
 
     def mean(self, values: Mapping[str, float]) -> dict[str, float]:
         return dict(values)
@@ -67,24 +78,7 @@ class _Alone(Distribution):
     def any(self, flag: bool) -> bool:
         return flag
 
-
-class _FakeSharded(_Alone, ShardedDistribution):
-    """FSDP2's own code, which asks nothing of its collectives."""
-
-
-class FakeReplicated(_Alone):
-    """What DistributedDataParallel holds, whose reducer does not take fake tensors: gradients lie in its buckets.
-
-    `buckets` are there from the beginning, gradients or none.
-    """
-
-    def __init__(self, device: torch.device, mesh: ParallelMesh) -> None:
-        super().__init__(device, mesh)
-        self.buckets: dict[nn.Parameter, Tensor] = {}
-        """Weight -> its piece of a bucket."""
-        self._is_last = True
-
-    def shard(self, module: nn.Module) -> nn.Module:
+    def replicate(self, module: nn.Module) -> nn.Module:
         for weight in module.parameters():
             if weight.requires_grad:
                 self.buckets[weight] = torch.empty_like(weight, requires_grad=False)
@@ -94,7 +88,8 @@ class FakeReplicated(_Alone):
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
         self._is_last = last
-        yield
+        with super().accumulating(last=last):
+            yield
 
     def _move(self, weight: nn.Parameter) -> None:
         """Copy a gradient of an update's last micro-batch into its bucket, unless it lies there."""

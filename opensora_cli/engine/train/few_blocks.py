@@ -28,25 +28,21 @@ def with_few_blocks(
 ) -> tuple[TrainSettings, ActivationPlan | None, dict[str, int]]:
     """Return both with few blocks of each kind, and path of a block -> how many it stands for.
 
-    Checkpointed blocks are another kind than those behind them in their stack, and so are those that keep more.
+    Checkpointed blocks are another kind than those behind them in their stack.
     """
     if settings.target is not TrainTarget.MMDIT:
         return settings, plan, {}
     depths, checkpointed = [], {}
-    kept: list[dict[str, int]] = [{} for _ in (() if plan is None else plan.kept)]
     times: dict[str, int] = {}
     for stack in repeated_blocks(mmdit_config(settings.model)):
         path = stack.module_path
         first = 0 if plan is None else plan.checkpointed_blocks[path]
-        keeping = [first - each.blocks[path] for each in (() if plan is None else plan.kept)]
         place = {0: 0}
-        for start, stop in pairwise(sorted({0, first, stack.count, *keeping})):
+        for start, stop in pairwise(sorted({0, first, stack.count})):
             if stop - start > FEW:
                 times[f"{path}.{place[start] + 1}"] = stop - start - FEW + 1
             place[stop] = place[start] + min(stop - start, FEW)
         checkpointed[path] = place[first]
-        for found, start in zip(kept, keeping, strict=True):
-            found[path] = place[first] - place[start]
         depths.append(place[stack.count])
     changes = dict(zip(("model.depth", "model.depth_single_blocks"), depths, strict=True))
     if plan is None:
@@ -57,11 +53,7 @@ def with_few_blocks(
         # Without a number it is all of them, as streamed blocks need it.
         if getattr(settings.memory, name) is not None:
             changes[f"memory.{name}"] = count
-    few = {
-        "checkpointed_blocks": checkpointed,
-        "kept": tuple(each.model_copy(update={"blocks": blocks}) for each, blocks in zip(plan.kept, kept, strict=True)),
-    }
-    return settings.replace(changes), plan.model_copy(update=few), times
+    return settings.replace(changes), plan.model_copy(update={"checkpointed_blocks": checkpointed}), times
 
 
 class FewBlocks:

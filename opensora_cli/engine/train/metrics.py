@@ -23,10 +23,10 @@ from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.train.clock import Clock, StepReport
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.flops import peak_tflops, training_flops
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 
@@ -209,12 +209,12 @@ def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
 
 
 def _open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:
-    """Return the MFU as a function, or None where the peak is unknown: on a CPU, in fp32, in 8 bits."""
+    """Return the MFU as a function, or None where the peak is unknown: on a CPU, in fp32."""
     if settings.target is not TrainTarget.MMDIT:
         return None
     peak, precision = settings.watching.peak_tflops, settings.precision
     if peak is None and distribution.device.type == "cuda":
-        is_half = precision.compute is not Compute.FP32 and not precision.fp8_linears
+        is_half = precision.compute is Compute.BF16
         peak = peak_tflops(torch.cuda.get_device_name(distribution.device)) if is_half else None
     if peak is None:
         return None

@@ -1,51 +1,44 @@
-"""The moments of optimizers by the names of parameters, so that a checkpoint does not depend on the ranks."""
+"""Moments of optimizers by the names of parameters, so that a checkpoint does not depend on the ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW, fresh_state
 from opensora_cli.engine.train.optimizer import KernelMuon
-from opensora_cli.engine.train.strategy.distribution import local
+from opensora_cli.engine.train.parallelize import local
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One of the averages over past gradients that an optimizer keeps for a weight."""
+    """Average over past gradients that an optimizer keeps for a weight."""
 
     parameter: str
-    """The weight's name."""
+    """Name of the weight."""
     name: str
     """`exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of Muon."""
     tensor: Tensor
-    """Shaped as the weight, and sharded like it."""
+    """Shaped and sharded like the weight."""
 
 
 def named_moments(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[Moment]:
-    """Yield all moments, in the order of the module's parameters.
-
-    Those of a sharded weight are sharded alike, and on its device, wherever the optimizer keeps them.
-    """
-    for updated in _updated(module, optimizers):
-        state = updated.state()
-        yield from (
-            Moment(updated.name, name, _laid_out_as(updated.weight, state[name])) for name in _MOMENTS if name in state
-        )
+    """Yield all moments, in the order of the module's parameters."""
+    for parameter, weight, optimizer in _trained(module, optimizers):
+        state = optimizer.state[weight]
+        yield from (Moment(parameter, name, state[name]) for name in _MOMENTS if name in state)
 
 
 def update_counts(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
-    """Return the names of the parameters that have moments, and how many updates each has had.
+    """Return the names of the parameters that have moments, with the number of their updates.
 
     Muon does not count; there it is 0.
     """
-    states = ((updated.name, updated.state()) for updated in _updated(module, optimizers))
-    return {name: int(state["step"]) if "step" in state else 0 for name, state in states if state}
+    states = ((parameter, optimizer.state[weight]) for parameter, weight, optimizer in _trained(module, optimizers))
+    return {parameter: int(state.get("step", 0)) for parameter, state in states if state}
 
 
 @torch.no_grad()
@@ -55,51 +48,38 @@ def restore_moments(
     counts: Mapping[str, int],
     find: Callable[[str, str], Tensor],
 ) -> None:
-    """Give the optimizers the moments of a checkpoint. Rates, decays and the like stay as this run has them.
+    """Give the optimizers the moments of a checkpoint. Rates, decays and the like stay those of this run.
 
     `counts` are those of `update_counts`. `find(parameter, name)` returns a moment with the shape of this rank's part
     of the weight, sharded or plain; on any device, of any dtype. Raises CheckpointError if parameters or shapes are not
     those of the module.
     """
-    all_updated = list(_updated(module, optimizers))
-    unknown = sorted(counts.keys() - {updated.name for updated in all_updated})
+    trained = list(_trained(module, optimizers))
+    unknown = sorted(counts.keys() - {parameter for parameter, _, _ in trained})
     if unknown:
         raise CheckpointError(f"the checkpoint has moments of {unknown[0]}, which this run does not train")
-    for updated in all_updated:
-        updated.state().clear()
-        if updated.name in counts:
-            fresh = updated.fresh_state()
-            for name, value in fresh.items():
-                if name == "step":
-                    value.fill_(counts[updated.name])
-                else:
-                    _copy(find(updated.name, name), value, f"{name} of {updated.name}", updated.weight)
-            updated.state().update(fresh)
+    for parameter, weight, optimizer in trained:
+        state = optimizer.state[weight]
+        state.clear()
+        if parameter not in counts:
+            continue
+        names = ("momentum_buffer",) if isinstance(optimizer, KernelMuon) else ("exp_avg", "exp_avg_sq")
+        for name in names:
+            found, shape = local(find(parameter, name)), local(weight).shape
+            if found.shape != shape:
+                raise CheckpointError(
+                    f"{name} of {parameter} is {list(found.shape)} in the checkpoint, and the weight {list(shape)}"
+                )
+            state[name] = torch.zeros_like(weight)
+            local(state[name]).copy_(found)
+        if not isinstance(optimizer, KernelMuon):
+            # AdamW counts its updates beside the weight.
+            state["step"] = torch.full((), float(counts[parameter]), device=weight.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Updated:
-    """A weight, and what updates it."""
-
-    name: str
-    weight: nn.Parameter
-    optimizer: torch.optim.Optimizer
-
-    def state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.optimizer.state[self.weight]
-        return state
-
-    def fresh_state(self) -> dict[str, Tensor]:
-        """Return what the optimizer would keep before its first update of the weight."""
-        if isinstance(self.optimizer, KernelMuon):
-            return {"momentum_buffer": torch.zeros_like(self.weight)}
-        if isinstance(self.optimizer, OffloadedAdamW):
-            return fresh_state(self.weight)
-        step = torch.zeros((), device=self.weight.device)
-        return {"step": step, "exp_avg": torch.zeros_like(self.weight), "exp_avg_sq": torch.zeros_like(self.weight)}
-
-
-def _updated(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[_Updated]:
+def _trained(
+    module: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
     owners = {
         id(weight): optimizer
         for optimizer in optimizers
@@ -108,26 +88,4 @@ def _updated(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
     }
     for name, weight in module.named_parameters():
         if id(weight) in owners:
-            yield _Updated(name, weight, owners[id(weight)])
-
-
-def _laid_out_as(weight: nn.Parameter, moment: Tensor) -> Tensor:
-    if not isinstance(weight, DTensor):
-        return moment
-    if isinstance(moment, DTensor):
-        return moment
-    return DTensor.from_local(
-        moment.to(weight.device),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-
-
-def _copy(found: Tensor, target: Tensor, what: str, weight: nn.Parameter) -> None:
-    source, shape = local(found), local(weight).shape
-    if source.shape != shape:
-        raise CheckpointError(f"{what} is {list(source.shape)} in the checkpoint, and the weight {list(shape)}")
-    local(target).copy_(source)
+            yield name, weight, owners[id(weight)]

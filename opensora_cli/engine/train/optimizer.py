@@ -1,26 +1,22 @@
-"""How gradients become updates: AdamW, and Muon for convolutions."""
+"""Optimizers: AdamW, and Muon for convolutions."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.precision import multiplies_bf16
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
 
 _MOMENTUM = 0.95
-# Of the quintic iteration (Jordan et al. 2024): it grows small singular values fastest, and ends within 0.7 to 1.2.
+# Coefficients of the quintic iteration (Jordan et al. 2024). It grows small singular values fastest, and ends between
+# 0.7 and 1.2.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _SMALLEST_NORM = 1e-7
 _TOGETHER = 2**22
-"""Values of matrices that are orthogonalised together: many small products cost far more than their arithmetic."""
+"""Values of matrices that are orthogonalized together: many small products cost far more than their arithmetic."""
 
 
 class KernelMuon(torch.optim.Optimizer):
@@ -28,7 +24,7 @@ class KernelMuon(torch.optim.Optimizer):
 
     A kernel is a matrix of outputs by inputs x taps. The rate is scaled for each matrix so that its update is as large
     as one of AdamW (Liu et al. 2025, https://arxiv.org/abs/2502.16982). torch's own takes matrices alone, and
-    multiplies in bfloat16 on CPUs too, of which many do that twenty times slower than in float32.
+    multiplies in bfloat16 on CPUs, too, many of which are then twenty times slower than in float32.
     """
 
     def __init__(self, weights: list[nn.Parameter], *, learning_rate: float, weight_decay: float) -> None:
@@ -60,7 +56,7 @@ class KernelMuon(torch.optim.Optimizer):
 
 
 def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield weights that are orthogonalised together: small ones of one shape."""
+    """Yield weights that are orthogonalized together: small ones of one shape."""
     alike: dict[object, list[Tensor]] = {}
     for weight in weights:
         alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
@@ -72,7 +68,7 @@ def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return U·S'·Vᵀ of a matrix U·S·Vᵀ, with all of S' near 1, by Newton-Schulz iterations; or a batch of them.
 
-    They are in bfloat16, but in float32 on a CPU that has no products of it.
+    They are in bfloat16, or in float32 on a CPU without native bfloat16 matmul.
     """
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     wide = (matrix.mT if is_tall else matrix).to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
@@ -98,7 +94,18 @@ def build_optimizers(module: nn.Module, settings: OptimizerSettings) -> list[tor
         matrices = [weight for name, weight in trained if weight.ndim >= 2 and "block" in name]
     inner = {id(weight) for weight in matrices}
     outer = [weight for _, weight in trained if id(weight) not in inner]
-    optimizers: list[torch.optim.Optimizer] = [_adamw(outer, settings)] if outer else []
+    optimizers: list[torch.optim.Optimizer] = []
+    if outer:
+        optimizers.append(
+            torch.optim.AdamW(
+                outer,
+                lr=settings.learning_rate,
+                betas=(settings.beta1, settings.beta2),
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                fused=True,
+            )
+        )
     if matrices:
         optimizers.append(
             KernelMuon(matrices, learning_rate=settings.muon_learning_rate, weight_decay=settings.weight_decay)
@@ -109,54 +116,6 @@ def build_optimizers(module: nn.Module, settings: OptimizerSettings) -> list[tor
     return optimizers
 
 
-def _adamw(weights: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    # One call of torch updates a whole group, and sharded weights do not mix there with others.
-    alike: dict[object, list[nn.Parameter]] = {}
-    for weight in weights:
-        alike.setdefault(weight.device_mesh if isinstance(weight, DTensor) else None, []).append(weight)
-    groups: list[dict[str, object]] = [{"params": group} for group in alike.values()]
-    rate, betas = settings.learning_rate, (settings.beta1, settings.beta2)
-    if settings.offload_states:
-        return OffloadedAdamW(groups, lr=rate, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay)
-    return torch.optim.AdamW(
-        groups, lr=rate, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
-    )
-
-
-def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, object]) -> torch.optim.Optimizer:
-    """Return AdamW for the weights of `model` that are trained.
-
-    The keys of `optimizer_config` are `cls` (`AdamW` or `HybridAdam`, which mean the same; `CPUAdam` keeps its moments
-    on the host), `lr`, `betas`, `eps`, `weight_decay`, and `adamw_mode`, which can only be true. Raises RequestError if
-    there is another key, or a value breaks a rule.
-    """
-    config: dict[str, Any] = {"cls": "HybridAdam", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    unknown = sorted(optimizer_config.keys() - config.keys() - {"adamw_mode"})
-    if unknown:
-        raise RequestError(f"optimizer_config has no {', '.join(unknown)}: use {', '.join(config)}")
-    config.update(optimizer_config)
-    if config["cls"] not in ("AdamW", "HybridAdam", "CPUAdam"):
-        raise RequestError(f"optimizer_config.cls={config['cls']} must be AdamW, HybridAdam or CPUAdam")
-    if not config.get("adamw_mode", True):
-        raise RequestError("optimizer_config.adamw_mode=False is not supported: weight decay is AdamW's")
-    try:
-        beta1, beta2 = config["betas"]
-        settings = OptimizerSettings.model_validate(
-            {
-                "learning_rate": config["lr"],
-                "beta1": beta1,
-                "beta2": beta2,
-                "eps": config["eps"],
-                "weight_decay": config["weight_decay"],
-                "offload_states": config["cls"] == "CPUAdam",
-            }
-        )
-    except (TypeError, ValidationError, ValueError) as error:
-        raise RequestError(f"optimizer_config: {error}") from error
-    (optimizer,) = build_optimizers(model, settings)
-    return optimizer
-
-
 def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
     """Set every learning rate to `factor` times the full one."""
     for optimizer in optimizers:
@@ -165,7 +124,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
 
 
 def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield what an optimizer keeps from step to step, each tensor with the weight that it is for."""
+    """Yield the state tensors of an optimizer, each with its weight."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             state = optimizer.state.get(weight, {})

@@ -7,13 +7,13 @@ from pydantic import Field
 
 from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.hardware import GIB, pick_hardware
+from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
@@ -26,14 +26,12 @@ from opensora_cli.engine.train.early import (
     require_first_adapter,
 )
 from opensora_cli.engine.train.files import exports
-from opensora_cli.engine.train.fp8_linear import require_fp8
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
-from opensora_cli.engine.train.recomputing import choose_for_ranks, chooses
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -43,7 +41,7 @@ from opensora_cli.settings.train_loop import WeightOffload
 class TrainPlan(Document):
     """Everything that is decided before a run begins."""
 
-    SCHEMA = "osora.train-plan/2"
+    SCHEMA = "osora.train-plan/3"
 
     target: TrainTarget
     parameters: int
@@ -114,10 +112,6 @@ class TrainPlan(Document):
             *([f"predicted   no time: that of a step of {self.target} is not predicted"] if self._has_no_time else []),
         ]
 
-    def holding(self, activations: ActivationPlan | None) -> "TrainPlan":
-        """Return the plan with what was chosen to be held between forward and backward; None: nothing was."""
-        return self if activations is None else self.model_copy(update={"activations": activations})
-
     @property
     def _has_no_time(self) -> bool:
         return self.free_bytes is not None and self.predicted is None
@@ -169,9 +163,11 @@ def plan_training(
             open_first_adapter(transformer_on_meta(settings.model), settings.lora)
     if settings.watching.tensorboard:
         require_tensorboard()
-    if settings.precision.fp8_linears and settings.parallel.world_size == 1 and machine is None:
-        # Each of several ranks checks its own device.
-        require_fp8(training_device(settings))
+    if settings.optimizer.offload_states and settings.parallel.world_size == 1:
+        raise RequestError(
+            "optimizer.offload_states=true needs several ranks, which divide the states, and there is one",
+            hint="use --gpus N, or train an adapter: lora.rank=16 and memory.offload=blocks",
+        )
     frozen = find_frozen_parts(settings)
     return TrainPlan(
         target=settings.target,
@@ -204,34 +200,15 @@ def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine 
     """
     found: dict[str, object] = {}
     try:
-        if chooses(plan.settings):
-            plan, memory = _with_choice(plan, reporter=reporter, machine=machine)
-        else:
-            memory = estimate_ranks(plan.settings, reporter=reporter)
+        memory = estimate_ranks(plan.settings, reporter=reporter)
         found["memory"] = memory
         if machine is not None and memory:
             found["fits"] = all(each.device_peak_bytes <= machine.gpu.free_bytes for each in memory)
     except HardwareError as error:
         reporter.warn(error.message)
     if machine is not None:
-        predicted = predict_step(plan.settings, machine.gpu, activations=plan.activations)
-        found |= {"free_bytes": machine.gpu.free_bytes, "predicted": predicted}
+        found |= {"free_bytes": machine.gpu.free_bytes, "predicted": predict_step(plan.settings, machine.gpu)}
     return plan.model_copy(update=found)
-
-
-def _with_choice(
-    plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine | None
-) -> tuple[TrainPlan, tuple[RankMemory, ...]]:
-    """Return the plan with what is chosen to be held, and the memory of each rank."""
-    settings = plan.settings
-    if machine is not None:
-        free, is_gpu = machine.gpu.free_bytes, True
-    else:
-        hardware = pick_hardware(settings.device_name, "float32")
-        is_gpu = hardware.device.type == "cuda"
-        free = hardware.free_bytes // (1 if is_gpu else settings.parallel.ranks_per_node)
-    activations, memory = choose_for_ranks(settings, free_bytes=free, is_gpu=is_gpu, reporter=reporter)
-    return plan.holding(activations), memory
 
 
 def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettings:
@@ -241,11 +218,6 @@ def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettin
     """
     parallel = settings.parallel
     machine.require(device=settings.device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
-    if settings.precision.fp8_linears and machine.gpu.fp8_tflops is None:
-        raise HardwareError(
-            f"precision.fp8_linears=true needs products in 8 bits, which {machine.gpu.name} has not",
-            hint="use --set precision.fp8_linears=false",
-        )
     chosen, memory = settings.train_mmdit.frozen_dtype, settings.memory
     there = settings.replace(
         {"device": "cuda", "train_mmdit.frozen_dtype": DType.BFLOAT16 if chosen is DType.AUTO else chosen}

@@ -42,9 +42,11 @@ from opensora_cli.engine.train.ranks import mesh_shape, training_exchange
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train_loop import Checkpointing
 
 ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weights and gradients", "update"
 
@@ -53,32 +55,27 @@ _UPDATE_BYTES = 40
 """What AdamW reads and writes of a number that is trained, in fp32: its weight and both moments twice, its gradient,
 and that once more twice to clip it."""
 _FP32 = 4
-_STAGED_BYTES = 3 * _FP32
-"""What goes through the host's link for a number whose moments are there: gradient and weight, and the weight back."""
 _ON_CPU = ", updating weights on the CPU"
 _DEQUANTIZED_BYTES = 3
 """A weight in 8 bits is read, and written in 16."""
 
 
-def predict_step(
-    settings: TrainSettings, gpu: GpuSettings, *, activations: ActivationPlan | None = None
-) -> PredictedTime | None:
+def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | None:
     """Return the seconds of a step, all of whose micro-batches are the largest, on GPUs of this kind.
 
-    `activations`: what is held and what is computed again; None: as `plan_activations` has it. It is None for
-    autoencoders, whose times are not predicted.
+    It is None for autoencoders, whose times are not predicted.
     """
     if settings.target is not TrainTarget.MMDIT:
         return None
     shape = largest_batch_shape(settings)
     data_ranks = settings.parallel.data_ranks(settings.strategy)
     rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
-    passes = _passes(settings, gpu, activations or plan_activations(settings))
+    passes = _passes(settings, gpu, plan_activations(settings))
     stages = {
         ENCODE: times(_encoding(settings, gpu), rounds),
         PASSES: times(passes, rounds),
         SHARING: _sharing(settings, gpu, computed=total(passes), rounds=rounds),
-        STEP: _update(settings, gpu),
+        STEP: _update(settings, gpu, rounds=rounds),
     }
     clips = f"{shape.batch_size} clips of {shape.num_frames} frames, {shape.width}x{shape.height}"
     return PredictedTime.of_stages(
@@ -109,18 +106,12 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         double, single = plan.checkpointed_blocks.values()
         checkpointed = config.replace({"depth": double, "depth_single_blocks": single})
         again = _forward(settings, checkpointed)
-        if plan.recomputed is not None:
-            share = plan.recomputed
-            again = replace(
-                again,
-                product_flops=share.products * forward.product_flops,
-                product_bytes=share.products * forward.product_bytes,
-                attention_flops=share.attention * forward.attention_flops,
-            )
+        if plan.checkpointing is Checkpointing.SELECTIVE:
+            again = replace(again, attention_flops=0.0)
         passes.append((checkpointed, again, 1.0))
     found: Seconds = {}
     for blocks, work, keys_and_values in passes:
-        seconds = kernel_seconds(work, gpu, dtype, in_fp8=settings.precision.fp8_linears)
+        seconds = kernel_seconds(work, gpu, dtype)
         exchanged = _exchanged(settings, gpu, blocks)
         waited = exchanged.seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
         found = added(found, seconds, {COLLECTIVES: waited})
@@ -179,8 +170,7 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     trained = count_parameters(settings) / mesh.tensor
     held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
     sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
-    gathers = 2 * rounds if strategy.gathers_twice else 1
-    scatters = 1 if strategy.reduces_once else rounds
+    gathers, scatters = _exchanges(strategy, rounds)
     gathered = gathers * held * DTYPES[settings.precision.compute].itemsize
     scattered = scatters * trained * _FP32
     # Copies of the weights then add up what each of their ranks has.
@@ -211,10 +201,16 @@ def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
     }
 
 
-def _update(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
-    """Return how long a rank updates its weights; with moments on the host, how long these wait for the link."""
+def _exchanges(strategy: Strategy, rounds: int) -> tuple[int, int]:
+    """Return how often an update gathers weights and reduces gradients."""
+    return 2 * rounds if strategy.gathers_twice else 1, 1 if strategy.reduces_once else rounds
+
+
+def _update(settings: TrainSettings, gpu: GpuSettings, *, rounds: int) -> Seconds:
+    """Return how long a rank updates its weights; with states on the host, how long their copies take."""
     if settings.optimizer.offload_states:
-        return {COPIES: copied(gpu, _STAGED_BYTES * _own_numbers(settings), pinned=True)}
+        passes = sum(_exchanges(settings.strategy, rounds))
+        return {COPIES: copied(gpu, _FP32 * passes * _own_numbers(settings), pinned=True)}
     return {UPDATE: gpu.memory_rate.seconds(_UPDATE_BYTES * _own_numbers(settings))}
 
 

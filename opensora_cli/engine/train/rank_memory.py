@@ -1,12 +1,20 @@
-"""The memory of each rank of a training, before it starts: its real steps on fake tensors."""
+"""The memory of each rank of a training before it starts: its real steps on fake tensors."""
 
 from collections.abc import Sequence
 from math import prod
 
+import torch
+
 from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.train.activations import largest_batch_shape, token_grid
+from opensora_cli.engine.components.hardware import OutOfMemoryError
+from opensora_cli.engine.launch.rank import device_type
+from opensora_cli.engine.train.activations import largest_batch_shape, layer_values, token_grid
+from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.estimate import (
     ACTIVATIONS,
     AVERAGE,
@@ -17,13 +25,17 @@ from opensora_cli.engine.train.estimate import (
     estimate_training,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
+from opensora_cli.engine.train.parallelize import feature_cuts, row_sizes
 from opensora_cli.engine.train.ranks import mesh_shape
-from opensora_cli.engine.train.strategy.sharded import feature_cuts, row_sizes
 from opensora_cli.engine.train.transformer import empty_transformer
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.train import TrainSettings
 
 MIB = 2**20
+_LAYERS = 1000
+"""Layers that surely exceed a step: the released transformer keeps the values of 300 for its backward pass."""
+_COPIES = 8
+"""Copies of the trained weights that surely exceed gradients, their buckets, averages and moments."""
 
 
 class RankMemory(Document):
@@ -47,7 +59,7 @@ class RankMemory(Document):
     peak_bytes: int
     """On a CPU, where offloaded memory counts too."""
     device_peak_bytes: int
-    """On a GPU: without offloaded moments and activations."""
+    """On a GPU: without offloaded weights, averages, moments and activations."""
 
     @classmethod
     def of(cls, rank: int, memory: TrainingMemory) -> "RankMemory":
@@ -84,6 +96,35 @@ def estimate_ranks(
                 found[rank] = estimate_training(settings, rank=rank)
             progress.advance()
     return tuple(RankMemory.of(rank, found[like]) for rank, like in enumerate(alike))
+
+
+def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Reporter) -> None:
+    """Raise OutOfMemoryError if this machine lacks the memory for a run on a CPU.
+
+    The kernel ends a process that exceeds the memory without a word; on a GPU, an allocation that fails is an error. To
+    be called before a rank joins the others. Nothing is estimated where memory is plentiful. Raises RequestError if
+    sizes contradict each other.
+    """
+    if device_type(settings.device_name) != "cpu":
+        return
+    free = read_private_memory().free_bytes // settings.parallel.ranks_per_node
+    trained = count_parameters(settings)
+    if free >= 4 * (_LAYERS * layer_values(settings) + _COPIES * trained):
+        return
+    try:
+        with reporter.stage("estimate memory"), torch.random.fork_rng(devices=[]):
+            memory = estimate_training(settings, rank=rank)
+    except HardwareError as error:
+        reporter.warn(error.message)
+        return
+    # Frozen weights may be mapped from their files.
+    mapped = memory.at_peak[FROZEN] + (memory.at_peak[WEIGHTS] if settings.lora.is_on else 0)
+    if (needed := memory.peak_bytes - mapped) > free:
+        raise OutOfMemoryError(
+            f"a step needs {format_bytes(needed)} of memory on each rank, and {format_bytes(free)} are free",
+            hint="take smaller batches (data.buckets), or memory.checkpointing=full; --dry-run "
+            "prints the memory of each rank",
+        )
 
 
 def first_ranks(settings: TrainSettings) -> list[int]:

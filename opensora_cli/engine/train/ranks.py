@@ -1,6 +1,6 @@
 """The ranks of a training run: how they are started, agree on the settings, and share the work."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -10,9 +10,8 @@ from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.precision import DTYPES
-from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
-from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
 from opensora_cli.parallel.watched_collectives import watched_collectives
@@ -50,21 +49,21 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
         settings = agreed(settings)
         parallel = settings.parallel
         with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
-            yield settings, _distribution(settings, device)
-
-
-def _distribution(settings: TrainSettings, device: torch.device) -> Distribution:
-    return open_distribution(
-        settings.strategy,
-        settings.parallel,
-        device=device,
-        dtype=gathered_dtype(settings),
-        exchange=training_exchange(settings),
-    )
+            yield (
+                settings,
+                open_distribution(
+                    settings.strategy,
+                    settings.parallel,
+                    device=device,
+                    dtype=gathered_dtype(settings),
+                    exchange=training_exchange(settings),
+                    offload_states=settings.optimizer.offload_states,
+                ),
+            )
 
 
 def gathered_dtype(settings: TrainSettings) -> torch.dtype | None:
-    """Return in what divided weights are gathered and computed with; None: as they are."""
+    """Return the dtype in which divided weights are gathered and computed with; None: their own."""
     dtype = DTYPES[settings.precision.compute]
     return None if dtype is torch.float32 else dtype
 
@@ -98,27 +97,17 @@ def open_distribution(
     device: torch.device,
     dtype: torch.dtype | None,
     exchange: ExchangePlan | None = None,
-    replicated: Callable[[torch.device, ParallelMesh], Distribution] = ReplicatedDistribution,
-    sharded: type[ShardedDistribution] = ShardedDistribution,
+    offload_states: bool = False,
+    kind: type[Distribution] = Distribution,
 ) -> Distribution:
     """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
 
-    One process alone needs no group, and ignores the strategy. `parallel` is valid for it. Gathered
-    weights are computed with in `dtype`; None: their own. Tokens are exchanged for heads as `exchange` has it.
-    `replicated` is made for whole copies of the weights, and `sharded` for shares of them.
+    One process alone needs no group, and ignores the strategy. `parallel` is valid for it. The other arguments are
+    those of `Distribution`.
     """
     shape = mesh_shape(strategy, parallel)
     if shape.size == 1:
         return Distribution(device)
     mesh = ParallelMesh(shape, device_type=device.type)
     use_mesh(mesh)
-    if not strategy.shards:
-        return replicated(device, mesh)
-    return sharded(
-        device,
-        mesh,
-        dtype=dtype,
-        gathers_twice=strategy.gathers_twice,
-        exchanges_once=strategy.reduces_once,
-        exchange=exchange,
-    )
+    return kind(device, mesh, strategy=strategy, dtype=dtype, exchange=exchange, offload_states=offload_states)

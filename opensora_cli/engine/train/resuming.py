@@ -12,8 +12,8 @@ from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
 
 _ASIDE = "aside-"
@@ -38,7 +38,6 @@ class RunningStates(BaseModel):
 
     global_step: _Count
     skipped_in_a_row: _Count
-    precision: dict[str, _Finite]
     micro_batches: Annotated[int, Field(gt=0, le=_MAX_COUNT)] | None = None
     threads: Annotated[int, Field(gt=0, le=_MAX_THREADS)] | None = None
     done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []

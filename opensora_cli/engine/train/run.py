@@ -36,6 +36,7 @@ from opensora_cli.engine.train.build import (
     refuse_before_ranks,
 )
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
 from opensora_cli.engine.train.files import exports
@@ -43,23 +44,21 @@ from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_records
 from opensora_cli.engine.train.objectives.mmdit import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
-from opensora_cli.engine.train.precision import Precision, multiplies_bf16
+from opensora_cli.engine.train.precision import multiplies_bf16
+from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
-from opensora_cli.engine.train.recomputing import Choice, agreed_choice, choose_here
 from opensora_cli.engine.train.resuming import (
     choose_checkpoint,
     set_aside_newer,
     with_recorded_micro_batches,
     with_recorded_threads,
 )
-from opensora_cli.engine.train.room import STEP, Room, first_step_bytes
 from opensora_cli.engine.train.state import restore, whole_weights
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 
-_SMALLER = "take smaller batches or sizes: --dry-run has what each rank needs"
+_SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of each rank"
 
 
 class TrainResult(Document):
@@ -122,21 +121,12 @@ def train(
     if token_weights is not None and settings.train_mmdit.masked_loss:
         raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
     if context is not None:
-        own = settings_of_ranks(settings, context)
-        choice = choose_here(own, context=context, reporter=reporter)
-        taken = _first_step_bytes(own, choice, rank=context.rank, has_moments=resume is not None, reporter=reporter)
+        refuse_lack_of_memory(settings_of_ranks(settings, context), rank=context.rank, reporter=reporter)
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
             plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite, has_source=source is not None)
-            plan = plan.holding(agreed_choice(choice, ranks=distribution.ranks))
             return _Run(
-                plan,
-                distribution,
-                watched,
-                first_step_bytes=taken,
-                source=source,
-                held_out=held_out,
-                token_weights=token_weights,
+                plan, distribution, watched, source=source, held_out=held_out, token_weights=token_weights
             ).run()
     plan = _checked_plan(settings, resume=resume, overwrite=overwrite, has_source=source is not None)
     if (ranks := settings.parallel.world_size) > 1:
@@ -148,19 +138,9 @@ def train(
         refuse_before_ranks(settings)
         start_ranks(settings, flags=rank_flags)
         return None
+    refuse_lack_of_memory(settings, rank=0, reporter=reporter)
     distribution = Distribution(training_device(settings))
-    choice = choose_here(settings, reporter=reporter)
-    taken = _first_step_bytes(settings, choice, has_moments=resume is not None, reporter=reporter)
-    plan = plan.holding(agreed_choice(choice, ranks=1))
-    return _Run(
-        plan,
-        distribution,
-        reporter,
-        first_step_bytes=taken,
-        source=source,
-        held_out=held_out,
-        token_weights=token_weights,
-    ).run()
+    return _Run(plan, distribution, reporter, source=source, held_out=held_out, token_weights=token_weights).run()
 
 
 def _check_sources(settings: TrainSettings, source: ClipSource | None, held_out: ClipSource | None) -> None:
@@ -178,13 +158,6 @@ def _check_sources(settings: TrainSettings, source: ClipSource | None, held_out:
         )
 
 
-def _first_step_bytes(
-    settings: TrainSettings, choice: Choice | None, *, rank: int = 0, has_moments: bool, reporter: Reporter
-) -> int:
-    activations = None if choice is None else choice.plan
-    return first_step_bytes(settings, rank=rank, activations=activations, has_moments=has_moments, reporter=reporter)
-
-
 def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool, has_source: bool) -> TrainPlan:
     refuse_early(settings, resume=resume, overwrite=overwrite, has_source=has_source)
     return plan_training(settings, resume=resume, overwrite=overwrite)
@@ -199,7 +172,6 @@ class _Run:
         distribution: Distribution,
         reporter: Reporter,
         *,
-        first_step_bytes: int,
         source: ClipSource | None,
         held_out: ClipSource | None,
         token_weights: TokenWeights | None,
@@ -217,8 +189,6 @@ class _Run:
         self._samples: SampleVideos | None = None
         self._validation: HeldOutLoss | None = None
         self._attention: AttentionPlan | None = None
-        per_node = plan.settings.parallel.ranks_per_node
-        self._room = Room(distribution, ranks_per_node=per_node, first_step_bytes=first_step_bytes)
         self._validation_loss: float | None = None
         """Of the weights as they are now."""
         self._done: list[str] = []
@@ -329,7 +299,7 @@ class _Run:
             batches,
             loop=settings.loop,
             optimizer=settings.optimizer,
-            precision=Precision(settings.precision, distribution.device),
+            compute=settings.precision.compute,
             distribution=distribution,
             clock=self._metrics.clock,
             on_step=self._metrics.on_step,
@@ -417,28 +387,16 @@ class _Run:
                 progress.advance(trainer.step)
             do_what_is_due()
             while trainer.step < steps:
-                self._require_room(STEP, trainer)
                 self._done, self._validation_loss = [], None
                 trainer.do_step()
                 progress.advance()
                 self._writer.warn_of_failure()
                 do_what_is_due()
 
-    def _require_room(self, what: str, trainer: Trainer[Any]) -> None:
-        """Save, and raise OutOfMemoryError, if there is too little memory for what is done next."""
-        lack = self._room.lack(what)
-        if lack is None:
-            return
-        if trainer.step:
-            self._save(trainer)
-            self._writer.wait()
-        raise OutOfMemoryError(lack, hint=f"close what else takes memory, or {_SMALLER}")
-
     def _validate(self, trainer: Trainer[Any]) -> bool:
         """Validate if it is due; return whether it was."""
         is_due = self._validation is not None and self._validation.is_due(trainer.step)
         if self._validation is not None and is_due:
-            self._require_room("a validation", trainer)
             with self._metrics.clock.part("validation"):
                 figures = self._validation.run(trainer.step, trainer)
             self._validation_loss = figures["loss"]
@@ -451,7 +409,6 @@ class _Run:
         """Make sample videos if they are due; return whether they were."""
         is_due = self._samples is not None and self._samples.is_due(trainer.step)
         if self._samples is not None and is_due:
-            self._require_room("sampling", trainer)
             with self._metrics.clock.part("samples"):
                 self._samples.run(trainer.step, trainer)
         return is_due

@@ -21,8 +21,8 @@ from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.resuming import RunningStates, read_running_states
-from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.engine.train.trainer import Trainer
 
 ADVERSARY_FILE = "adversary.safetensors"
@@ -107,7 +107,6 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
         if sampler is None:
             sampler = load_torch(folder / SAMPLER_FILE, max_bytes=_MAX_SAMPLER_BYTES)
         trainer.batches.load_state_dict(sampler)
-        trainer.precision.load_state_dict(running.precision)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
     except _BROKEN as error:

@@ -14,13 +14,14 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.train.clock import Clock, StepReport
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
 from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
-from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.parallelize import local
+from opensora_cli.engine.train.precision import autocast
 from opensora_cli.engine.train.schedules import Schedule
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
-from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings
+from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 
 class Learner:
@@ -37,7 +38,7 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """Of the last update, in the first group of weights."""
+        """Learning rate of the last update in the first group of weights."""
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
@@ -45,9 +46,8 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def clip(self, precision: Precision) -> Tensor:
+    def clip(self) -> Tensor:
         """Clip the gradients, and return their norm before that, over all ranks."""
-        precision.unscale(self.module)
         return self._distribution.clip_grad_norm(self.module, self._max_grad_norm)
 
     def set_rates(self, step: int) -> None:
@@ -67,14 +67,14 @@ _NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """A micro-batch whose gradients are added, or will be when the device comes to it."""
+    """A micro-batch whose gradients are added, or queued on the device."""
 
     number: int
     paths: tuple[str, ...]
     samples: int
     tokens: int
     losses: Mapping[str, Tensor]
-    """Of each learner."""
+    """Loss of each learner."""
     figures: Mapping[str, Tensor]
 
 
@@ -119,7 +119,7 @@ class Trainer(Generic[BatchT]):
         *,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
-        precision: Precision,
+        compute: Compute,
         distribution: Distribution,
         clock: Clock,
         on_step: Callable[[StepReport], object] = lambda report: None,
@@ -128,7 +128,6 @@ class Trainer(Generic[BatchT]):
     ) -> None:
         self.task = task
         self.batches = batches
-        self.precision = precision
         self.distribution = distribution
         self.trained_only = trained_only
         self.micro_batches = loop.micro_batches or distribution.data_ranks
@@ -143,8 +142,9 @@ class Trainer(Generic[BatchT]):
         self.step = 0
         self.skipped_in_a_row = 0
         self.losses: list[float] = []
-        """Of the steps since the last checkpoint, which clears them."""
+        """Losses since the last checkpoint, which clears them."""
         self._loop = loop
+        self._compute = compute
         self._clock = clock
         self._on_step = on_step
         self._reporter = reporter
@@ -153,6 +153,10 @@ class Trainer(Generic[BatchT]):
         """Swap the averaged weights into the module inside the block; without an average, do nothing."""
         return nullcontext() if self.ema is None else swapped_in(self.ema, self.task.module)
 
+    def autocast(self) -> torch.autocast:
+        """Return the context of forward passes."""
+        return autocast(self._compute, self.distribution.device)
+
     def do_step(self) -> StepReport:
         """Do one step, and return the report that `on_step` gets.
         Raises TrainingError if loss or gradient was not finite several steps in a row.
@@ -160,7 +164,7 @@ class Trainer(Generic[BatchT]):
         self.task.begin_step(self.step)
         done = self._find_gradients()
         learning = {name for each in done for name in each.losses}
-        clipped = {name: self.learners[name].clip(self.precision) for name in self.learners if name in learning}
+        clipped = {name: self.learners[name].clip() for name in self.learners if name in learning}
         sums = _Sums()
         # Here the host waits for the device, which has all work up to the update by now.
         for each in done:
@@ -176,14 +180,11 @@ class Trainer(Generic[BatchT]):
             if not skipped:
                 self._update(norms)
         self.step += 1
-        # An overflow through the loss scale is no failure: the next scale is smaller.
-        is_failure = skipped and not (has_finite_loss and self.precision.may_overflow)
-        self.precision.update(skipped=skipped)
         report = self._report(sums, norms, skipped=skipped)
         self._on_step(report)
-        if is_failure:
+        if skipped:
             self._count_skipped(report)
-        elif not skipped:
+        else:
             self.skipped_in_a_row = 0
             self.losses.append(report.figures["loss"])
         return report
@@ -225,11 +226,11 @@ class Trainer(Generic[BatchT]):
         # For dropout inside modules: the same for a micro-batch on any rank, at any time.
         torch.manual_seed(rng.torch.initial_seed())
         losses = {}
-        with self._clock.part("forward"), self.precision.autocast():
+        with self._clock.part("forward"), self.autocast():
             loss, figures = self.task.loss(batch, rng)
         losses["model"] = self._add_gradients(loss, share)
         if self.task.adversary is not None:
-            with self._clock.part("forward"), self.precision.autocast():
+            with self._clock.part("forward"), self.autocast():
                 adversarial = self.task.adversary.loss()
             if adversarial is not None:
                 loss, more = adversarial
@@ -239,7 +240,7 @@ class Trainer(Generic[BatchT]):
 
     def _add_gradients(self, loss: Tensor, share: float) -> Tensor:
         with self._clock.part("backward"):
-            self.precision.scale(loss * share).backward()  # type: ignore[no-untyped-call]
+            (loss * share).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _update(self, learning: Iterable[str]) -> None:
@@ -258,7 +259,6 @@ class Trainer(Generic[BatchT]):
             **{name: means.pop(name) for name in _LOSS_OF.values() if name in means},
             **{_NORM_OF[name]: norm for name, norm in norms.items()},
             **means,
-            **self.precision.figures(),
         }
         return StepReport(
             step=self.step,

@@ -10,9 +10,10 @@ from opensora_cli.checkpoint.load import read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
-from opensora_cli.engine.train.strategy.distribution import Distribution, local
+from opensora_cli.engine.train.parallelize import local
 from opensora_cli.memory.fp8_storage import Fp8Linear
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary

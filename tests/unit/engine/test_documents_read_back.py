@@ -140,7 +140,6 @@ RUNNING = {
     "micro_batches": 2,
     "threads": 1,
     "skipped_in_a_row": 0,
-    "precision": {"loss_scale": 2.0, "good_updates": 1},
     "done": ["samples"],
     "attention": {"backend": "sdpa"},
     "score": 1.5,

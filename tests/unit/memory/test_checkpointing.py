@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, transformer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import auto_grad_checkpoint, set_grad_checkpoint
@@ -96,6 +97,28 @@ def test_gradients_are_those_of_plain_training(deterministic, offload, autocast,
     if held is not None:
         assert held.copied_to_device == held.copied_to_host > 0
         assert held.used_bytes == 0
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Counts forward passes of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_recomputes_no_attention(deterministic):
+    model = transformer()
+    arguments, blocks = inputs(model), len(model.double_blocks) + len(model.single_blocks)
+    expected = gradients(model, arguments)
+    for keep, times in ((False, 2), (True, 1)):
+        with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, keep_attention=keep), AttentionCalls() as calls:
+            assert_same(gradients(model, arguments), expected)
+        assert calls.count == times * blocks
 
 
 def test_a_batch_in_parts_with_offload(deterministic):

@@ -30,11 +30,11 @@ SET: dict[str, Any] = {
 OTHER: dict[str, Any] = {
     "strategy": "zero2",
     "optimizer.name": "muon",
-    "precision.compute": "fp16",
+    "precision.compute": "bf16",
     "vae.kind": "dc_ae",
     "memory.checkpoint_double_blocks": 1,
     "memory.checkpoint_single_blocks": 1,
-    "memory.activation_offload": "all",
+    "memory.checkpointing": "full",
     "runtime.device": "cpu",
 }
 """Value beside the one that a condition names."""

@@ -65,7 +65,7 @@ clip = dict(type="text_embedder", from_pretrained="openai/clip-vit-large-patch14
 lr = 2e-5
 optim = dict(cls="HybridAdam", lr=lr, eps=1e-15, weight_decay=0.0, adamw_mode=True)
 warmup_steps = 3; grad_clip = 0.5; use_cosine_scheduler = True; sigma_min = 1e-4; accumulation_steps = 1
-ema_decay = None; num_workers = 5; prefetch_factor = 4; dtype = "fp16"; grad_checkpoint = True; load = "outputs/epoch0"
+ema_decay = None; num_workers = 5; prefetch_factor = 4; dtype = "bf16"; grad_checkpoint = True; load = "outputs/epoch0"
 plugin = "zero2"; plugin_config = dict(reduce_bucket_size_in_m=128)
 seed = 7; outputs = "out"; log_every = 11; ckpt_every = 12; keep_n_latest = 13
 """
@@ -258,7 +258,7 @@ def test_a_picture_first(folder: Path) -> None:
 def test_everything_of_training_that_has_a_place(folder: Path) -> None:
     settings, left = training(folder / "train.py")
     expected = """
-        target=mmdit strategy=zero2 precision.compute=fp16 weights=('ckpts',) output=out
+        target=mmdit strategy=zero2 precision.compute=bf16 weights=('ckpts',) output=out
         data.fps_max=16.0 data.workers=5 data.prefetch=4
         model.hidden_size=96 model.num_heads=4 model.depth=3 model.axes_dim=(8,8,8) model.cond_embed=False
         train_mmdit.t5_dropout=0.25 train_mmdit.clip_dropout=0.5 train_mmdit.sigma_min=0.0001
@@ -266,7 +266,7 @@ def test_everything_of_training_that_has_a_place(folder: Path) -> None:
         train_mmdit.files.clip=openai/clip-vit-large-patch14 text.t5_max_length=256 text.clip_max_length=77
         optimizer.learning_rate=2e-05 optimizer.eps=1e-15 optimizer.beta1=0.9 optimizer.beta2=0.999
         optimizer.weight_decay=0.0 optimizer.warmup_steps=3 optimizer.max_grad_norm=0.5 optimizer.schedule=cosine
-        memory.checkpointing=True memory.checkpoint_double_blocks=None
+        memory.checkpointing=full memory.checkpoint_double_blocks=None
         loop.seed=7 loop.log_every=11 loop.ema_decay=None checkpoints.every=12 checkpoints.keep=13
     """
     assert wrong(settings, expected) == []

@@ -111,7 +111,7 @@ def test_micro_batches_are_a_multiple_of_the_data_parallel_ranks() -> None:
 
 
 def test_what_goes_with_ddp() -> None:
-    given = {"optimizer": {"name": "muon"}, "precision": {"fp8_linears": True}, "compile": True}
+    given = {"optimizer": {"name": "muon"}, "compile": True}
     assert _problems("ddp", {"gpus": 2}, **given) == []
 
 

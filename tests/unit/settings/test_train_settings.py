@@ -184,23 +184,15 @@ class TestFindRecipe:
         (
             "demo_lora",
             {"memory__checkpoint_double_blocks": "1"},
-            "memory.checkpoint_double_blocks=1 has no effect without memory.checkpointing=true",
+            "memory.checkpoint_double_blocks=1 has no effect with memory.checkpointing=none: use full",
         ),
-        ("demo_lora", {"memory__checkpointing": "some"}, "memory.checkpointing=some must be true, false or auto"),
-        (
-            "demo_lora",
-            {"memory__activation_offload": "all"},
-            "memory.activation_offload=all has no effect without memory.checkpointing=true",
-        ),
-        (
-            "demo_lora",
-            {"memory__checkpointing": "true", "memory__offload_above": "0.5", "memory__activation_offload": "all"},
-            "memory.offload_above=0.5 has no effect with memory.activation_offload=all: use dynamic",
-        ),
+        ("demo_lora", {"memory__checkpointing": "some"}, "checkpointing=some must be one of none, full, selective"),
+        ("demo_lora", {"memory__checkpointing": "auto"}, "memory.checkpointing=auto was removed: use selective"),
+        ("demo_lora", {"precision__compute": "fp16"}, "precision.compute=fp16 is not supported: use bf16"),
         (
             "demo_lora",
             {"memory__checkpointing": "true", "memory__activation_buffer": "1GiB"},
-            "memory.activation_buffer=1073741824 has no effect with memory.activation_offload=none",
+            "memory.activation_buffer=1073741824 has no effect with memory.checkpointing=full: use offload",
         ),
         (
             "demo_lora",
@@ -212,7 +204,6 @@ class TestFindRecipe:
             {"memory__host_weights": "mapped"},
             "memory.host_weights=mapped has no effect with memory.offload=none: use blocks",
         ),
-        ("demo_lora", {"memory__activation_offload": "some"}, "offload=some must be one of none, all, dynamic"),
         ("vae_hunyuan", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
         ("vae_hunyuan", {"text__t5_max_length": "8"}, "t5_max_length=8 (from --set) has no effect with target=vae"),
         ("vae_hunyuan", {"watching__peak_tflops": "8"}, "peak_tflops=8 (from --set) has no effect with target=vae"),
@@ -256,8 +247,11 @@ def test_settings_of_an_earlier_run(tmp_path: Path) -> None:
     document = load("vae_hunyuan", output=str(tmp_path)).model_dump(mode="json")
     document["data"]["scenes"] = {"count": 3}
     document["train_vae"]["picture_steps"] = 0
+    document["memory"] |= {"checkpointing": True, "activation_offload": "all", "offload_above": 0.8}
+    document["precision"] |= {"fp8_linears": False, "initial_loss_scale": 65536.0, "loss_scale_window": 2000}
     path.write_text(json.dumps(document))
-    assert load(None, saved=path).data.table == "clips.csv"
+    settings = load(None, saved=path)
+    assert (settings.data.table, settings.memory.checkpointing) == ("clips.csv", "full")
     document["data"]["table"] = None
     path.write_text(json.dumps(document))
     with pytest.raises(RequestError, match="is of a run on procedural scenes, which were removed"):

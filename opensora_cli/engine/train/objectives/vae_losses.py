@@ -66,9 +66,8 @@ class LastLayer:
         """Keep the layer's inputs while the block runs."""
 
         def keep(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            # As the layer computes under autocast; but float16 underflows in gradients of an unscaled loss.
-            dtype = torch.float32 if output.dtype is torch.float16 else output.dtype
-            self._inputs = args[0].detach().to(dtype)
+            # Autocast computes the layer in the dtype of its output.
+            self._inputs = args[0].detach().to(output.dtype)
 
         hook = self._layer.register_forward_hook(keep)
         try:

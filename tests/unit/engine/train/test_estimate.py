@@ -11,8 +11,8 @@ from opensora_cli.engine.train.estimate import estimate_training, measure_traini
 from opensora_cli.settings.train import TrainSettings
 
 ADAMW = {"optimizer.name": "adamw"}
-CHECKPOINTED = {"memory.checkpointing": True}
-OFFLOADED = {**CHECKPOINTED, "data.buckets": buckets(batch_size=1), "memory.activation_offload": "all"}
+CHECKPOINTED = {"memory.checkpointing": "full"}
+OFFLOADED = {"memory.checkpointing": "offload", "data.buckets": buckets(batch_size=1)}
 LORA = {
     **ADAMW,
     # Its file is not read: the weights are random.
@@ -72,7 +72,7 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
     assert sum(found.at_peak.values()) == found.peak_bytes
     # The buffer of offloaded activations is filled, and no larger than needed.
     assert found.buffer_used_bytes == found.buffer_bytes
-    assert (found.buffer_bytes > 0) == (settings.memory.activation_offload == "all")
+    assert (found.buffer_bytes > 0) == (settings.memory.checkpointing == "offload")
     assert not tmp_path.joinpath("log.jsonl").exists()
 
 

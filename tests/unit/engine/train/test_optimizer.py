@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.train import optimizer
-from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.optimizer import (
     KernelMuon,
     build_optimizers,
-    create_optimizer,
     orthogonalized,
     set_rates,
 )
@@ -75,36 +72,6 @@ class TestBuildOptimizers:
             weight.requires_grad_(name.endswith("weight"))
         (muon,) = build_optimizers(module, OptimizerSettings(name="muon"))
         assert isinstance(muon, KernelMuon)
-
-
-class TestCreateOptimizer:
-    def test_known_names(self):
-        module = Convolutions()
-        module.block.requires_grad_(False)
-        config = {"cls": "HybridAdam", "lr": 1e-5, "eps": 1e-15, "weight_decay": 0.1, "adamw_mode": True}
-        adamw = create_optimizer(module, config)
-        group = adamw.param_groups[0]
-        assert type(adamw) is torch.optim.AdamW
-        assert [group[name] for name in ("lr", "betas", "eps", "weight_decay")] == [1e-5, (0.9, 0.999), 1e-15, 0.1]
-        assert len(group["params"]) == 2
-        assert config["cls"] == "HybridAdam"
-
-    def test_on_the_host(self):
-        assert isinstance(create_optimizer(Convolutions(), {"cls": "CPUAdam"}), OffloadedAdamW)
-
-    @pytest.mark.parametrize(
-        ("config", "words"),
-        [
-            ({"cls": "Lion"}, "cls=Lion must be"),
-            ({"learning_rate": 1.0}, "no learning_rate"),
-            ({"lr": -1.0}, "greater than 0"),
-            ({"betas": 0.9}, "optimizer_config"),
-            ({"adamw_mode": False}, "adamw_mode"),
-        ],
-    )
-    def test_what_it_does_not_know_is_refused(self, config, words):
-        with pytest.raises(RequestError, match=words):
-            create_optimizer(Convolutions(), config)
 
 
 class TestKernelMuon:

@@ -15,11 +15,11 @@ from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.devices import Strategy
@@ -109,7 +109,7 @@ def test_stages_differ_as_in_the_reference() -> None:
     assert settings["image"].data.lengths() == (1,)
     assert settings["stage1"].data.lengths() == tuple(range(1, 130, 4))
     assert settings["high_compression"].vae.kind == "dc_ae"
-    assert settings["stage2_i2v"].memory.activation_offload == "all"
+    assert settings["stage2_i2v"].memory.checkpointing == "offload"
 
 
 def test_an_adapter_beside_the_released_model_streams_every_block() -> None:

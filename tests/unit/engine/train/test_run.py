@@ -1,10 +1,8 @@
 """`train`: both targets in small, one after the other, and the files between them."""
 
 import json
-import re
 import signal
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import tiny_training
@@ -27,19 +25,16 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.encode.clip_cache import write_header
 from opensora_cli.engine.encode.encoders import EmptyPrompt
-from opensora_cli.engine.train import checkpoints, recomputing, run
+from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task, count_parameters
-from opensora_cli.engine.train.estimate import estimate_training
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.plan import plan_training, with_memory
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.memory.kept_results import Cost
 
 FLOAT32 = {"device": "cpu", "dtype": torch.float32}
 
@@ -144,48 +139,15 @@ class TestMMDiT:
 
         losses, weights, _ = trained("plain")
         assert len(set(losses)) == 2
-        for name, memory in {
-            "all": {"activation_offload": "all"},
-            "dynamic": {"activation_offload": "dynamic", "offload_above": 0.0},
-        }.items():
-            same, bits, plan = trained(name, checkpointing=True, **memory)
+        for how in ("selective", "offload"):
+            same, bits, plan = trained(how, checkpointing=how)
             assert same == losses
             assert bits == weights
-            manager = managers.pop()
-            # Planned with shapes alone, and met exactly.
-            assert manager.peak_bytes == manager.buffer_bytes == plan.activations.needed_bytes > 0
-            assert manager.copied_to_device == manager.copied_to_host == 2 * plan.activations.needed_bytes
-            assert (manager.used_bytes, manager.outside_bytes) == (0, 0)
-
-    @pytest.mark.parametrize("is_estimated", [False, pytest.param(True, marks=pytest.mark.slow)])
-    def test_what_is_chosen_to_be_recomputed_changes_no_bit_and_may_change(
-        self, tmp_path, vae_folder, text_folder, monkeypatch, is_estimated
-    ):
-        settings = tiny_training.mmdit_settings(tmp_path / "plain", vae_folder, text_folder)
-        train(settings)
-        weights = exported(tmp_path / "plain")
-        chosen = settings.replace({"memory.checkpointing": "auto", "output": str(tmp_path / "auto")})
-        lines, least = [], estimate_training(chosen).peak_bytes if is_estimated else 10**9
-        # Behind two estimates, if there are any.
-        reporter = tiny_training.StopAfter(4 if is_estimated else 2)
-        reporter.note = lines.append
-        if not is_estimated:
-            monkeypatch.setattr(recomputing, "choose_activations", choose_by_memory)
-        # With so much memory some of it is kept, and with ten times as much all of it.
-        monkeypatch.setattr(recomputing, "_SHARE", 1.0)
-        hardware = replace(pick_hardware("cpu", "float32"), free_bytes=least + 30_000)
-        monkeypatch.setattr(recomputing, "pick_hardware", lambda name, dtype: hardware)
-        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
-            train(chosen, reporter=reporter)
-        [line] = [line for line in lines if line.startswith("memory: ")]
-        assert re.search(r"checkpoints in 1 double_blocks and 1 single_blocks, .*keep results of \d+ operations", line)
-        hardware = replace(hardware, free_bytes=10 * least)
-        reporter = SilentReporter()
-        reporter.note = lines.append
-        assert train(chosen, resume=Resume(), reporter=reporter).resumed_from == 2
-        [*_, line] = [line for line in lines if line.startswith("memory: ")]
-        assert line.startswith("memory: checkpoints in 0 double_blocks and 0 single_blocks, 0% of the blocks'")
-        assert exported(tmp_path / "auto") == weights
+        manager = managers.pop()
+        # The plan knows shapes alone, and is exact.
+        assert manager.peak_bytes == manager.buffer_bytes == plan.activations.needed_bytes > 0
+        assert manager.copied_to_device == manager.copied_to_host == 2 * plan.activations.needed_bytes
+        assert (manager.used_bytes, manager.outside_bytes) == (0, 0)
 
     def test_a_transformers_run_is_resumed(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
@@ -214,14 +176,6 @@ class TestMMDiT:
         for key in ("context_in_dim", "vec_in_dim"):
             with pytest.raises(RequestError, match=rf"model\.{key}=24 must be the width of .*: use 16"):
                 train(settings.replace({f"model.{key}": 24}))
-
-
-def choose_by_memory(settings, *, free_bytes, **_):
-    """Hold all with 10 GB, and with less what costs most in one block, as estimates might choose."""
-    costs = {"double_blocks": [Cost(300.0, 100.0, True)], "single_blocks": [Cost(300.0, 100.0, True)]}
-    ladder = recomputing._Ladder.of(settings, costs)
-    step = ladder.top if free_bytes >= 10**10 else 1
-    return recomputing.Choice(step / ladder.top, ladder.plan(step), None)
 
 
 class TestOutput:
@@ -291,7 +245,7 @@ class TestEnd:
         monkeypatch.setattr(Trainer, "do_step", lambda self: (_ for _ in ()).throw(error))
         with pytest.raises(HardwareError, match="CUDA out of memory") as caught:
             train(self.settings(tmp_path))
-        assert caught.value.hint.startswith("start again with --overwrite, and take smaller batches")
+        assert caught.value.hint.startswith("start again with --overwrite, and use smaller batches")
 
     @pytest.mark.parametrize("during_validation", [False, True])
     def test_ctrl_c_skips_what_has_not_started(self, tmp_path, monkeypatch, during_validation):

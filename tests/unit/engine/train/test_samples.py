@@ -20,10 +20,10 @@ from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import build, evaluate
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import open_samples
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.media import write
 from opensora_cli.media.read import probe
 from opensora_cli.media.tags import read_tags
@@ -151,7 +151,7 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"memory.checkpointing": True, "memory.activation_offload": "all"}, marks=pytest.mark.slow),
+        pytest.param({"memory.checkpointing": "offload"}, marks=pytest.mark.slow),
         pytest.param({"loop.ema_decay": None}, marks=pytest.mark.slow),
         pytest.param({"model.cond_embed": False, "train_mmdit.mode_weights": {"t2v": 1.0}}, marks=pytest.mark.slow),
         pytest.param({"model.guidance_embed": True}, marks=pytest.mark.slow),

@@ -25,38 +25,6 @@ def log(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
 
-def test_offloaded_states_change_no_bit(tmp_path):
-    plain = run(tmp_path / "plain")
-    offloaded = run(tmp_path / "offloaded", **{"optimizer.offload_states": True})
-    assert len(plain) == 1
-    assert offloaded == plain
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_with_and_without_offloaded_moments(tmp_path):
-    whole = run(tmp_path / "whole")
-    folder = tmp_path / "changing"
-    run(folder, **{"loop.steps": 2})
-    run(folder, resume=Resume(), **{"loop.steps": 3, "optimizer.offload_states": True})
-    assert run(folder, resume=Resume()) == whole
-
-
-@pytest.mark.parametrize("scale", [pytest.param(1024.0, marks=pytest.mark.slow), 1e30])
-def test_a_run_in_fp16_is_resumed_with_its_scale(tmp_path, scale):
-    changes = {"precision.compute": "fp16", "precision.initial_loss_scale": scale, "precision.loss_scale_window": 2}
-    whole = run(tmp_path / "whole", **changes)
-    folder = tmp_path / "resumed"
-    run(folder, **{**changes, "loop.steps": 2})
-    assert run(folder, resume=Resume(), **changes) == whole
-    for output in (tmp_path / "whole", folder):
-        [states] = output.glob("*-global_step4/running_states.json")
-        # It doubles after two steps; far over what float16 holds it halves with each, and all are skipped.
-        expected = 4096 if scale == 1024 else scale / 16
-        assert json.loads(states.read_text())["precision"]["loss_scale"] == expected
-    if scale == 1024:
-        assert [line["loss_scale"] for line in log(tmp_path / "whole")] == [1024, 2048, 2048, 4096]
-
-
 def test_a_cosine_ends_low(tmp_path):
     run(tmp_path, **{"optimizer.schedule": "cosine", "optimizer.final_learning_rate": 1e-4})
     rates = [line["learning_rate"] for line in log(tmp_path)]

@@ -1,0 +1,210 @@
+"""Work and weights of the ranks of a training run."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from opensora_cli.engine.train.parallelize import ParallelTransformer, RankLinks, local, parallelize
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.parallel.all_to_all import ExchangePlan
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.scheduling import BandwidthMonitor
+from opensora_cli.settings.devices import Strategy
+
+
+class Distribution:
+    """The ranks of a training run and what each of them holds. Without a mesh, one process trains alone.
+
+    A micro-batch is computed by one data-parallel rank: a process, or several that share its tokens or its features
+    and are given the same one. Gradients are averaged over data-parallel ranks, so a loss has to be a mean over what
+    its rank computes. Where there are several processes, all of them have to call every method, in the same order.
+
+    Args:
+        dtype: in which sharded weights are gathered and computed with; gradients are summed in fp32. None: their own.
+        exchange: how ranks that share tokens exchange them for heads.
+        offload_states: keep sharded weights, gradients and moments in host memory.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        mesh: ParallelMesh | None = None,
+        *,
+        strategy: Strategy = Strategy.DDP,
+        dtype: torch.dtype | None = None,
+        exchange: ExchangePlan | None = None,
+        offload_states: bool = False,
+    ) -> None:
+        self.device = device
+        self.mesh = mesh
+        self.monitor = BandwidthMonitor()
+        """Bandwidth of the exchanges of tokens for heads."""
+        self.rank = dist.get_rank() if mesh else 0
+        self.ranks = mesh.shape.size if mesh else 1
+        self.data_ranks = mesh.shape.replicate * mesh.shape.shard if mesh else 1
+        """Number of micro-batches that are computed at a time."""
+        self.data_rank = mesh.coordinate("replicate") * mesh.shape.shard + mesh.coordinate("shard") if mesh else 0
+        """Index of the one of them that this process takes part in."""
+        self.divides = mesh is not None and strategy.shards
+        """Whether `shard` leaves a rank a part of the weights; such a transformer may come on the meta device."""
+        self._strategy = strategy
+        self._dtype = dtype
+        self._offload_states = offload_states
+        self._links: RankLinks | None = None
+        if mesh is not None and self.divides:
+            # The main rank's bandwidth is what is logged.
+            monitor = self.monitor if self.is_main else None
+            self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan(), monitor)
+        self._parallel: ParallelTransformer | None = None
+        self._replicated: list[DistributedDataParallel] = []
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that talks and writes for all."""
+        return self.rank == 0
+
+    def shard(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Leave this rank its part of a module, in place and on its device, and return what is called instead of it.
+
+        Raises ValueError if weights are divided and the module is no transformer, or a second one, and RequestError if
+        there are more tensor-parallel ranks than heads.
+        """
+        if self.mesh is None:
+            return moved(module, self.device)
+        if not self.divides:
+            return self.replicate(module)
+        assert self._links is not None
+        if not isinstance(module, MMDiT) or self._parallel is not None:
+            raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
+        self._parallel = parallelize(
+            module,
+            self._links,
+            device=self.device,
+            strategy=self._strategy,
+            dtype=self._dtype,
+            offload_states=self._offload_states,
+        )
+        return self._parallel.forward
+
+    def replicate(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Average the gradients of a whole copy while backward is still computing others (DDP).
+
+        Every trained weight has to be used in every call. FSDP2 with shards of size 1 would hold a second copy of the
+        weights, and Muon needs whole matrices.
+        """
+        assert self.mesh is not None
+        # These are 1x1x1 kernels, whose strides along single taps mean nothing: autograd lays out all others alike.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        # Frozen weights are the same on all ranks, and may be mapped from their file, where nothing is to be written.
+        frozen = [name for name, weight in module.named_parameters() if not weight.requires_grad]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)  # type: ignore[no-untyped-call]
+        replicated = DistributedDataParallel(
+            moved(module, self.device),
+            process_group=self.mesh.group("replicate"),
+            gradient_as_bucket_view=True,
+            # Without single-stream blocks nothing uses the text output of the last double-stream block.
+            find_unused_parameters=isinstance(module, MMDiT) and module.config.depth_single_blocks == 0,
+        )
+        self._replicated.append(replicated)
+        return replicated
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Wrap forward and backward of one micro-batch.
+
+        After the block of the last one of an update, gradients are the sum over this rank's micro-batches, averaged
+        over the data-parallel ranks.
+        """
+        with ExitStack() as stack:
+            if not last:
+                for replicated in self._replicated:
+                    stack.enter_context(replicated.no_sync())
+            if self._parallel is not None:
+                self._parallel.begin_micro_batch(last=last)
+            yield
+        if last and self._parallel is not None:
+            self._parallel.sum_gradients_of_norms()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Wrap forward passes without a backward pass. Gathered weights are freed at the end: updates miss them."""
+        try:
+            yield
+        finally:
+            for group in self._parallel.groups if self._parallel is not None else ():
+                group.reshard()
+
+    @torch.no_grad()
+    def clip_grad_norm(self, module: nn.Module, max_norm: float) -> Tensor:
+        """Scale down gradients whose norm is over `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
+
+        Return the norm of the whole gradient before that, the same on all ranks, in fp32. It is not finite if a
+        gradient is not finite on any rank; the gradients are then invalid.
+        """
+        parallel = self._parallel
+        gradients = {
+            name: local(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None
+        }
+        counted = [gradient for name, gradient in gradients.items() if parallel is None or parallel.counts(name)]
+        # In fp64: squares of what fp32 can hold overflow it.
+        device = torch.device("cpu") if self._offload_states else self.device
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        if counted:
+            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        if parallel is not None:
+            dist.all_reduce(squares, group=parallel.links.parts)
+        norm = squares.sqrt().float()
+        if gradients:
+            torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the means over the data-parallel ranks; the names have to be the same on all ranks."""
+        if self.mesh is None:
+            return dict(values)
+        names = sorted(values)
+        sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(sums, group=self.mesh.group("replicate", "shard"))
+        return dict(zip(names, (sums / self.data_ranks).tolist(), strict=True))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        if self.mesh is None:
+            return flag
+        flags = torch.tensor(flag, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.any(False)
+
+    def whole_name(self, name: str) -> str:
+        """Return what a parameter of the sharded module is called in the whole one."""
+        return name if self._parallel is None else self._parallel.whole_name(name)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the whole of which every rank gives its part: bitwise identical on all ranks, without gradients.
+
+        The part is of the parameter `name` of the sharded module, or of anything that is divided alike: a moment, an
+        average; on any device, of any dtype, a plain tensor or a DTensor. Anything with another name is whole already.
+        The result may share memory with `tensor`.
+        """
+        return tensor.detach() if self._parallel is None else self._parallel.whole(name, tensor)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's part of a whole tensor, as a plain tensor on its device: undoes `whole`."""
+        return whole.detach().clone() if self._parallel is None else self._parallel.part(name, whole)
+
+
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move trained weights and buffers to a device. Frozen weights may stay in host memory."""
+    trained = (weight for weight in module.parameters() if weight.requires_grad)
+    for tensor in (*trained, *module.buffers()):
+        tensor.data = tensor.data.to(device)
+    return module

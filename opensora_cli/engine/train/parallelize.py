@@ -1,0 +1,281 @@
+"""Parallel training of the transformer: tensor parallel, sequence parallel, and FSDP2 (Zhao et al. 2023).
+
+Of each weight a rank holds a share of its features, and of that some rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from opensora_cli.models.linears import Split
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.parallel.all_to_all import ExchangePlan, Route, open_route
+from opensora_cli.parallel.collectives import all_gather
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.scheduling import BandwidthMonitor
+from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+from opensora_cli.parallel.shares import SequenceLengths, span
+from opensora_cli.parallel.tensor import FeatureCut, shard_linears
+from opensora_cli.settings.devices import Strategy
+
+WEIGHT_AXES = ("shard", "ring", "ulysses")
+"""Axes between whose ranks rows of weights are divided: ranks that share tokens have gradients to be summed, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLinks:
+    """Groups of ranks of a transformer, which all ranks make at the same time, and not on fake tensors."""
+
+    mesh: ParallelMesh
+    """`replicate` copies of weights that are divided along `WEIGHT_AXES`."""
+    fsdp: DeviceMesh
+    """Mesh of FSDP2, to which all axes that rows are divided along are one."""
+    parts: dist.ProcessGroup
+    """Ranks that share one copy of the weights."""
+    exchange: ExchangePlan
+    route: Route
+
+    @classmethod
+    def open(
+        cls, mesh: ParallelMesh, device_type: str, exchange: ExchangePlan, monitor: BandwidthMonitor | None
+    ) -> "RankLinks":
+        """Make the groups of this rank."""
+        rows = mesh.group(*WEIGHT_AXES)
+        ranks = torch.tensor(sorted(dist.get_process_group_ranks(mesh.group("replicate", *WEIGHT_AXES))))
+        if mesh.shape.replicate == 1:
+            fsdp = DeviceMesh.from_group([rows], device_type, mesh=ranks, mesh_dim_names=("shard",))
+        else:
+            groups, shape = [mesh.group("replicate"), rows], (mesh.shape.replicate, -1)
+            names = ("replicate", "shard")
+            fsdp = DeviceMesh.from_group(groups, device_type, mesh=ranks.view(shape), mesh_dim_names=names)
+        parts = mesh.group(*WEIGHT_AXES, "tensor")
+        return cls(mesh=mesh, fsdp=fsdp, parts=parts, exchange=exchange, route=open_route(mesh, exchange, monitor))
+
+
+def parallelize(
+    transformer: MMDiT,
+    links: RankLinks,
+    *,
+    device: torch.device,
+    strategy: Strategy,
+    dtype: torch.dtype | None,
+    offload_states: bool = False,
+) -> "ParallelTransformer":
+    """Leave this rank its part of a transformer, in place; `ParallelTransformer.forward` is called instead of it.
+
+    Blocks may be compiled before, and checkpointed before or after. A transformer on the meta device gets memory of its
+    part only, to be filled by way of `part`. Raises RequestError if there are more tensor-parallel ranks than heads.
+
+    Args:
+        dtype: in which weights are gathered and computed with; gradients are summed in fp32. None: that of the weights.
+        offload_states: keep weights, gradients and moments in host memory; blocks are copied to the device.
+    """
+    mesh = links.mesh
+    forward: Callable[..., Tensor] = transformer
+
+    # Tensor parallel: each rank has some heads and features of every block.
+    layouts = cut_features(transformer, mesh.group("tensor"))
+    rows = {name: parameter.shape[0] for name, parameter in transformer.named_parameters()}
+
+    # Sequence parallel: each rank has some tokens of every clip.
+    if mesh.shape.ring * mesh.shape.ulysses > 1:
+        lengths = SequenceLengths.of_mesh(mesh)
+        transformer.set_attention(
+            sequence_attention(transformer.attention, mesh, lengths, plan=links.exchange, route=links.route)
+        )
+        forward = SequenceParallel(
+            transformer,
+            mesh.group("ring", "ulysses"),
+            lengths,
+            sequence_inputs=SEQUENCE_INPUTS,
+            text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
+        )
+
+    # FSDP2: each rank has some rows of every weight. ZeRO-3 frees a block's weights after its forward pass, ZeRO-1 and
+    # ZeRO-2 keep them until the last backward pass of an update.
+    # The model casts its inputs itself, and the rotary tables of its blocks have to stay in fp32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_states else OffloadPolicy()
+    groups: list[FSDPModule] = []
+
+    def shard(module: nn.Module, *, reshard_after_forward: bool) -> None:
+        group = fully_shard(
+            module,
+            mesh=links.fsdp,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
+        # As a sum and a scaling: gloo has no mean.
+        group.set_force_sum_reduction_for_comms(True)
+        # Ranks that share a sample have summands of its gradient. Where none are divided, torch (2.13) would divide by
+        # this number twice, and does so once without it.
+        if mesh.group(*WEIGHT_AXES).size() > 1:
+            group.set_gradient_divide_factor(float(mesh.shape.replicate * mesh.shape.shard))
+        groups.append(group)
+
+    # FSDP2 hooks into the gradient of the result and warns of a result that is a view.
+    transformer.register_forward_hook(_in_memory_of_its_own)
+    for stack in repeated_blocks(transformer.config):
+        for block in transformer.get_submodule(stack.module_path).children():
+            shard(block, reshard_after_forward=strategy.gathers_twice)
+    shard(transformer, reshard_after_forward=False)
+    if any(parameter.is_meta for parameter in transformer.parameters()):
+        transformer.to_empty(device=torch.device("cpu") if offload_states else device)
+
+    norms = [transformer.get_parameter(name) for name in norms_of_heads(transformer.config)]
+    return ParallelTransformer(
+        forward=forward,
+        links=links,
+        strategy=strategy,
+        groups=groups,
+        layouts=layouts,
+        rows=rows,
+        norms=norms if mesh.shape.tensor > 1 else [],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelTransformer:
+    """One rank's part of a transformer."""
+
+    forward: Callable[..., Tensor]
+    links: RankLinks
+    strategy: Strategy
+    groups: list[FSDPModule]
+    layouts: Mapping[str, "WeightLayout"]
+    rows: Mapping[str, int]
+    """Parameter -> its rows, in all ranks that divide them."""
+    norms: list[nn.Parameter]
+    """Weights of which each tensor-parallel rank has the gradients of its own heads only."""
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """Reduce-scatter gradients, and keep gathered weights, according to the strategy."""
+        for group in self.groups:
+            group.set_requires_gradient_sync(last or not self.strategy.reduces_once, recurse=False)
+            group.set_reshard_after_backward(last or self.strategy.gathers_twice, recurse=False)
+
+    def sum_gradients_of_norms(self) -> None:
+        """Sum them over the tensor-parallel ranks, after the last micro-batch of an update."""
+        gradients = [local(norm.grad) for norm in self.norms if norm.grad is not None]
+        if gradients:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self.links.mesh.group("tensor"))
+            for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def counts(self, name: str) -> bool:
+        """Return whether this rank's part of a gradient adds to the sum over the ranks: one of several equal ones."""
+        return self.layouts[name].cut is not None or self.links.mesh.group("tensor").rank() == 0
+
+    def whole_name(self, name: str) -> str:
+        """Return the name of a parameter in the whole transformer."""
+        return self.layouts[name].whole_name if name in self.layouts else name
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Gather rows, then features."""
+        own = local(tensor.detach())
+        if name not in self.layouts:
+            return own
+        rows, tensor_group = self.links.mesh.group(*WEIGHT_AXES), self.links.mesh.group("tensor")
+        share = all_gather(own, rows, dim=0, sizes=row_sizes(self.rows[name], rows.size()))
+        cut = self.layouts[name].cut
+        if cut is None:
+            return share
+        shares = all_gather(share, tensor_group, dim=cut.dim, sizes=cut.sizes)
+        return cut.join(torch.split(shares, list(cut.sizes), cut.dim))
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Cut features, then rows."""
+        if name not in self.layouts:
+            return whole.detach().clone()
+        cut, group = self.layouts[name].cut, self.links.mesh.group(*WEIGHT_AXES)
+        share = whole.detach() if cut is None else cut.cut(whole, self.links.mesh.group("tensor").rank())
+        own = span(row_sizes(share.shape[0], group.size()), group.rank())
+        return share[own].clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """Division of one weight."""
+
+    whole_name: str
+    """Name in the model of one process."""
+    cut: FeatureCut | None
+    """Division of the features between tensor-parallel ranks; None: all of them have all features."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a plain one that shares its memory; a plain one is its own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:
+    """Return the rows of a weight on each rank by FSDP2, which gives all but the last ones as many: `chunk`."""
+    longest = -(-rows // ranks)
+    return tuple(max(0, min(longest, rows - rank * longest)) for rank in range(ranks))
+
+
+def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
+    """Leave a transformer this rank's heads and features of its blocks; return the layout of each parameter.
+
+    Every rank then has the gradients of its own heads only of the norms of queries and keys: see `norms_of_heads`.
+    A hook on them, as generating a gradient has it, would not survive FSDP2, which replaces the parameters. Raises
+    RequestError if there are more ranks than heads.
+    """
+    ranks = dist.get_world_size(group)
+    layouts = {name: WeightLayout(name, None) for name, _ in transformer.named_parameters()}
+    if ranks == 1:
+        return layouts
+    for stack in repeated_blocks(transformer.config):
+        for block in transformer.get_submodule(stack.module_path).children():
+            shard_linears(block, stack.linears, group)
+    for whole_name, cut in feature_cuts(transformer.config, ranks).items():
+        if whole_name in layouts:
+            del layouts[whole_name]
+            path, kind = whole_name.rsplit(".", 1)
+            layouts[f"{path}.linear.{kind}"] = WeightLayout(whole_name, cut)
+    return layouts
+
+
+def feature_cuts(config: MMDiTConfig, ranks: int) -> dict[str, FeatureCut]:
+    """Return how so many ranks divide the features of weights and biases, by their names in the whole model.
+
+    Layers need not have all of these biases. Raises RequestError if there are more ranks than heads.
+    """
+    cuts = {}
+    for stack in repeated_blocks(config):
+        for index, plan in product(range(stack.count), stack.linears):
+            path = f"{stack.module_path}.{index}.{plan.path}"
+            cuts[f"{path}.weight"] = FeatureCut.of_weight(plan, ranks)
+            if plan.split is Split.COLUMN:
+                cuts[f"{path}.bias"] = FeatureCut.of_bias(plan, ranks)
+    return cuts
+
+
+def norms_of_heads(config: MMDiTConfig) -> Iterator[str]:
+    """Yield the names of the parameters that all heads use, and whose gradients are a sum over all heads."""
+    for stack in repeated_blocks(config):
+        for index in range(stack.count):
+            yield from (f"{stack.module_path}.{index}.{path}" for path in stack.used_by_all_heads)
+
+
+def _in_memory_of_its_own(module: nn.Module, inputs: object, result: Tensor) -> Tensor:
+    return result.clone() if result._is_view() else result

@@ -1,0 +1,50 @@
+"""A run on a CPU is refused before it starts where the memory is short."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny_training
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.private_memory import PrivateMemory
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train import rank_memory
+from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
+from opensora_cli.engine.train.run import train
+
+ESTIMATE = SimpleNamespace(peak_bytes=120, at_peak={"weights": 10, "frozen parts": 20})
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    memory = PrivateMemory(free_bytes=num_bytes, total_bytes=2**60)
+    monkeypatch.setattr(rank_memory, "read_private_memory", lambda: memory)
+
+
+def test_nothing_is_estimated_where_memory_is_plentiful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 2**60)
+    monkeypatch.delattr(rank_memory, "estimate_training")
+    refuse_lack_of_memory(tiny_training.vae_settings(tmp_path / "run"), rank=0, reporter=SilentReporter())
+
+
+def test_a_run_that_does_not_fit_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_memory, "estimate_training", lambda settings, *, rank: ESTIMATE)
+    settings = tiny_training.vae_settings(tmp_path / "run")
+    free(monkeypatch, 99)
+    with pytest.raises(HardwareError, match=r"^a step needs 100 bytes of memory on each rank, and 99 ") as caught:
+        train(settings)
+    assert caught.value.exit_code == 4
+    assert "memory.checkpointing=full" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+    free(monkeypatch, 100)
+    refuse_lack_of_memory(settings, rank=0, reporter=SilentReporter())
+    # Two ranks share the memory of a machine.
+    with pytest.raises(HardwareError):
+        refuse_lack_of_memory(settings.replace({"parallel.gpus": 2}), rank=1, reporter=SilentReporter())
+
+
+@pytest.mark.slow
+def test_a_real_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 10**4)
+    with pytest.raises(HardwareError, match=r"^a step needs"):
+        refuse_lack_of_memory(tiny_training.vae_settings(tmp_path / "run"), rank=0, reporter=SilentReporter())
