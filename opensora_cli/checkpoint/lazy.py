@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -78,7 +79,7 @@ class LazyTensor:
     @classmethod
     def stored(cls, shape: Sequence[int], dtype: torch.dtype, extent: Extent) -> "LazyTensor":
         """Return the tensor whose values are the bytes of `extent`."""
-        return cls(tuple(shape), dtype, lambda: extent.read().view(dtype).view(tuple(shape)), extent)
+        return cls(tuple(shape), dtype, partial(_read_stored, extent, dtype, tuple(shape)), extent)
 
     @property
     def numel(self) -> int:
@@ -128,7 +129,7 @@ def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
 
 def cast(tensor: LazyTensor, dtype: torch.dtype, *, name: str) -> LazyTensor:
     """Return the tensor in another dtype, rounded as torch does. `name` is for errors, see `rounded`."""
-    return LazyTensor(tensor.shape, dtype, lambda: rounded(tensor.read(), dtype, name=name))
+    return LazyTensor(tensor.shape, dtype, partial(_read_cast, tensor, dtype, name))
 
 
 def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
@@ -157,7 +158,7 @@ def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
 
 def rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
     """Return rows `start` to `stop` of a tensor of one dimension or more."""
-    return LazyTensor((stop - start, *tensor.shape[1:]), tensor.dtype, lambda: tensor.read()[start:stop])
+    return LazyTensor((stop - start, *tensor.shape[1:]), tensor.dtype, partial(_read_rows, tensor, start, stop))
 
 
 def joined(parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -170,7 +171,7 @@ def joined(parts: Sequence[LazyTensor]) -> LazyTensor:
     if len(kinds) != 1:
         raise ValueError(f"rows of different kinds cannot be joined: {sorted(map(str, kinds))}")
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]))
+    return LazyTensor(shape, parts[0].dtype, partial(_read_joined, tuple(parts)))
 
 
 def reordered(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
@@ -178,21 +179,39 @@ def reordered(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
 
     `order` lists the old places of the new rows.
     """
-
-    def read() -> Tensor:
-        groups = tensor.read().view(tensor.shape[0] // len(order), len(order), *tensor.shape[1:])
-        return groups[:, torch.tensor(order)].view(tensor.shape)
-
-    return LazyTensor(tensor.shape, tensor.dtype, read)
+    return LazyTensor(tensor.shape, tensor.dtype, partial(_read_reordered, tensor, tuple(order)))
 
 
 def padded(tensor: LazyTensor, *, start: int, rows: int) -> LazyTensor:
     """Return a tensor of `rows` rows, zero except for those of `tensor`, which begin at `start`."""
-    shape = (rows, *tensor.shape[1:])
+    return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, partial(_read_padded, tensor, start, rows))
 
-    def read() -> Tensor:
-        result = torch.zeros(shape, dtype=tensor.dtype)
-        result[start : start + tensor.shape[0]] = tensor.read()
-        return result
 
-    return LazyTensor(shape, tensor.dtype, read)
+# Module functions and not closures, so that lazy tensors can be sent to other processes.
+
+
+def _read_stored(extent: Extent, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return extent.read().view(dtype).view(shape)
+
+
+def _read_cast(tensor: LazyTensor, dtype: torch.dtype, name: str) -> Tensor:
+    return rounded(tensor.read(), dtype, name=name)
+
+
+def _read_rows(tensor: LazyTensor, start: int, stop: int) -> Tensor:
+    return tensor.read()[start:stop]
+
+
+def _read_joined(parts: tuple[LazyTensor, ...]) -> Tensor:
+    return torch.cat([part.read() for part in parts])
+
+
+def _read_reordered(tensor: LazyTensor, order: tuple[int, ...]) -> Tensor:
+    groups = tensor.read().view(tensor.shape[0] // len(order), len(order), *tensor.shape[1:])
+    return groups[:, torch.tensor(order)].view(tensor.shape)
+
+
+def _read_padded(tensor: LazyTensor, start: int, rows: int) -> Tensor:
+    result = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+    result[start : start + tensor.shape[0]] = tensor.read()
+    return result
