@@ -33,6 +33,8 @@ from hostile.kills import (
 from hostile.sandbox import Folder, NotPossibleError, Outcome, empty
 
 _LOG = "calls.log"
+_RUN_LOG = "/log.jsonl"
+"""Log of a training, at the end of its path."""
 _CODES = frozenset({0, 3, 4, 5})
 """Exit codes of a command of which a call fails."""
 
@@ -173,6 +175,9 @@ class Calls:
             found = judge.faults_of_outcome(outcome, codes=_CODES if broken else frozenset({0}))
         after = judge.tree(folder)
         kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
+        if breakage is Breakage.KILL:
+            # The next run drops the line of a log that a kill has cut.
+            kept = {path: content for path, content in kept.items() if not path.endswith(_RUN_LOG)}
         found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
         found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
         found += _lost(old, ended.results(folder.work), whole)
@@ -195,6 +200,9 @@ class Calls:
             resumed = self.kills.run(argv, folder)
             if resumed.code != 0:
                 found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
+        for log in folder.work.rglob(_RUN_LOG.strip("/")):
+            if reason := judge.broken(log):
+                found.append(Fault(judge.HALF, f"{log}: {reason}"))
         results, whole = _without_excused(excuse, ended.results(folder.work), self.kills.results_of(ended))
         return found + faults_of_next(judge.tree(folder), results, whole)
 
