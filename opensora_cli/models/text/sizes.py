@@ -24,7 +24,7 @@ class T5Sizes:
     num_heads: int = 64
     vocab_size: int = 32_128
     num_buckets: int = 32
-    """Of distances; see `position_buckets`."""
+    """Number of buckets of distances; see `position_buckets`."""
     max_distance: int = 128
     activation: str = "gelu_new"
     is_gated_act: bool = True
@@ -74,7 +74,7 @@ class T5Sizes:
 
     @property
     def position_biases(self) -> int:
-        """Parameters of the first layer's table of them."""
+        """Parameters of the first layer's table of position biases."""
         return self.num_buckets * self.num_heads
 
     @property
@@ -96,7 +96,7 @@ class ClipSizes:
     max_length: int = 77
     activation: str = "quick_gelu"
     end_id: int = 49_407
-    """The token that ends a text, where the model pools."""
+    """ID of the token that ends a text, where the model pools."""
     eps: float = 1e-5
 
     @classmethod

@@ -33,7 +33,7 @@ def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
 
 
 def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
-    """Whether `onednn_conv3d` convolves: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
+    """Return whether to use `onednn_conv3d`: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
     if clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
         return False
     is_recorded = torch.is_grad_enabled() and (clip_BCTHW.requires_grad or weight.requires_grad)
@@ -82,14 +82,14 @@ def _is_trained_in_bf16() -> bool:
 
 
 class CarriedFrames:
-    """The last input frames of a causal convolution, for a clip that comes in chunks: one object per convolution."""
+    """Last input frames of a causal convolution, for a clip in chunks: one object per convolution."""
 
     def __init__(self) -> None:
         self._padded_BCTHW: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no chunk has come yet."""
+        """Whether there was no chunk yet."""
         return self._padded_BCTHW is None
 
     def exchange(self, padded_BCTHW: Tensor, num_frames: int) -> None:
@@ -99,7 +99,7 @@ class CarriedFrames:
         """
         if self._padded_BCTHW is not None:
             padded_BCTHW[:, :, :num_frames] = self._padded_BCTHW
-        # A copy: a view would keep the whole chunk.
+        # Copy because a view would keep the whole chunk.
         self._padded_BCTHW = padded_BCTHW[:, :, padded_BCTHW.shape[2] - num_frames :].clone()
 
 
@@ -179,7 +179,7 @@ def conv_of_upsampled(
 
 
 class _Folded(NamedTuple):
-    """Kernels, what they were folded from, and what would have changed with it."""
+    """Folded kernels, with the state of the weights that they come from."""
 
     storages: "list[weakref.ref[torch.UntypedStorage]]"
     state: tuple[object, ...]
@@ -187,7 +187,7 @@ class _Folded(NamedTuple):
 
 
 _FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
-"""Of convolutions whose weights are frozen, beside the modules: neither saved nor copied with them."""
+"""Cache of folded kernels of frozen convolutions, which is neither saved nor copied with the modules."""
 
 
 def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
