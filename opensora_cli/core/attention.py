@@ -57,7 +57,7 @@ class AttentionBackend:
     compared: tuple[tuple[str, ComparedKernel], ...] = ()
     """Kernels of the backend under the names that `osora mem-profile` prints."""
     mismatch: Callable[[], str | None] | None = None
-    """Function that names the versions an installed library supports if it has no kernels for this torch, else None."""
+    """Function that describes the mismatch if an installed library has no kernels for this torch; else None."""
 
     def __call__(self, q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
         """Return the attention of whole sequences; see `AttentionFn`."""

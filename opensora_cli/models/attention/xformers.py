@@ -37,7 +37,7 @@ def _gradients(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 def _built_for() -> str | None:
-    """Return the torch of xformers' kernels if it differs from this one; xformers can be imported even then."""
+    """Return a description if xformers' kernels were built for another torch; its import works even then."""
     import xformers as library
 
     try:
