@@ -64,7 +64,7 @@ class HeadSizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows `start` to `stop` (None: to the end) of the file's tensor `key`, as a part of a tensor to be made.
+    """Rows `start` to `stop` of the file's tensor `key`, as a part of a new tensor. `stop` None means the end.
 
     `reordered`: the rows of every head change from one rotary layout to the other.
     """
@@ -234,7 +234,7 @@ def _fit_together(shapes: Sequence[Shape], stack: str, sizes: HeadSizes) -> bool
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Take a tensor as it is where all its rows have kept their order."""
+    """Use a tensor unchanged if all its rows have kept their order."""
     if _is_one_tensor(pieces) and not any(piece.reordered for piece in pieces):
         return (Piece(pieces[0].key),)
     return tuple(pieces)

@@ -111,9 +111,9 @@ class MMDiT(nn.Module):
     def set_sequence_chunk(self, tokens: int | None) -> None:
         """Limit how many tokens blocks compute at a time, in all but attention, so that they need less memory.
 
-        Results differ by rounding alone. It takes effect where no gradient is recorded: what autograd keeps would not
-        get less. Some thousands cost hardly any time on a GPU; under 1 is a ValueError. None, as at first, is all at
-        once.
+        Results match up to rounding. It has an effect only without gradients, since autograd would save the same
+        tensors. Some thousands cost hardly any time on a GPU. None, the default, means all at once. Raises ValueError
+        for less than 1.
         """
         if tokens is not None and tokens < 1:
             raise ValueError(f"tokens={tokens} must be at least 1")
@@ -146,13 +146,13 @@ class MMDiT(nn.Module):
             pooled_prompt_embeds_BV: CLIP embedding, vec_in_dim wide.
             conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide.
             embedded_guidance_B: guidance scale.
-            residual: where to keep what the blocks add, or what to add; of the same samples and branches.
-            known: what is made of times, prompts, positions and guidance, where it is computed already; None: it is
-                computed.
+            residual: storage for block outputs, or block outputs to reuse; of the same samples and branches.
+            known: precomputed embeddings of times, prompts, positions and guidance. None means that the model computes
+                them.
 
         Raises:
-            ValueError: the condition or the guidance is missing though the model needs it, or given to one that does
-                not use it; or a residual is to be reused that is not there.
+            ValueError: The condition or the guidance is missing though the model needs it, or given to a model that
+                does not use it; or there is no residual to reuse.
         """
         if (conditioning_BNK is None) != (self.cond_in is None):
             raise ValueError(
@@ -200,8 +200,8 @@ class MMDiT(nn.Module):
     ) -> dict[nn.Module, Tensor]:
         """Return the modulation values for each of B times with the pooled prompt, by layer.
 
-        Arguments are those of `forward`. The layers' weights may wait elsewhere, also in another floating-point dtype:
-        they come to where the arguments are, one layer after the other.
+        Arguments are those of `forward`. The layers' weights may be on another device, or in another floating-point
+        dtype. They are copied to the arguments' device, one layer after the other.
         """
         vector_BD = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
         activated_BD = functional.silu(vector_BD)

@@ -1,4 +1,4 @@
-"""The text encoders: T5 for the prompt's tokens, CLIP for its pooled meaning, both from a local transformers folder."""
+"""Text encoders from local transformers folders: T5 for the tokens of a prompt, and CLIP for its pooled embedding."""
 
 import re
 import unicodedata

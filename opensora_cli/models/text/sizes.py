@@ -32,14 +32,14 @@ class T5Sizes:
 
     @classmethod
     def of(cls, folder: Path | None) -> Self:
-        """Return those of the encoder in `folder`, None: the released one; a broken one is a CheckpointError."""
+        """Return the sizes of the encoder in `folder`, or the released ones. Raises CheckpointError if it is broken."""
         if folder is None:
             return cls()
         return cls.from_config(read_json_object(path := folder / "config.json", problem=CheckpointError), path=path)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, path: Path) -> Self:
-        """Return those of a configuration, read from `path`; a broken one is a CheckpointError."""
+        """Return the sizes in a configuration, read from `path`. Raises CheckpointError if it is broken."""
         read = _Reader(config, path)
         form = read.text("feed_forward_proj", "relu")
         activation = read.activation(form.removeprefix("gated-"))
@@ -101,14 +101,14 @@ class ClipSizes:
 
     @classmethod
     def of(cls, folder: Path | None) -> Self:
-        """Return those of the encoder in `folder`, as `T5Sizes.of` does."""
+        """Return the sizes of the encoder in `folder`, like `T5Sizes.of`."""
         if folder is None:
             return cls()
         return cls.from_config(read_json_object(path := folder / "config.json", problem=CheckpointError), path=path)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, path: Path) -> Self:
-        """Return those of a configuration, as `T5Sizes.from_config` does."""
+        """Return the sizes in a configuration, like `T5Sizes.from_config`."""
         # A whole CLIP has its text tower's sizes in a part of their own.
         inner = config.get("text_config")
         read = _Reader(inner if isinstance(inner, dict) else config, path)
@@ -137,7 +137,7 @@ class ClipSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the configuration of a text encoder; what is wrong with it is a CheckpointError."""
+    """Reader of the configuration of a text encoder. Invalid values raise CheckpointError."""
 
     values: Mapping[str, Any]
     path: Path

@@ -184,7 +184,7 @@ def position_buckets(length: int, *, num_buckets: int, max_distance: int, device
 
 
 def t5_weights(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file that the encoder has; a whole T5's decoder is left out."""
+    """Yield the encoder's tensors in a file; the decoder of a whole T5 is skipped."""
     for key in tensors:
         if key == _TOKENS_OF_ENCODER:  # the same table, unless it is the only one
             if _TOKENS not in tensors:

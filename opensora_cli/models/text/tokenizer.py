@@ -15,13 +15,13 @@ _OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
 
 
 class Tokenizer:
-    """A vocabulary, and the tokens that pad a text and stand for what it cannot spell.
+    """Vocabulary with tokens for padding and for unknown words.
 
     Args:
-        vocabulary: which also knows the side on which texts are padded and cut: the right, if it knows none.
-        pad: pads a text.
-        unknown: stands for what cannot be spelled; None: nothing does.
-        special: all that are no part of a text.
+        vocabulary: vocabulary, which may set the side of padding and truncation; the default is right.
+        pad: token that pads a text.
+        unknown: token for characters that cannot be spelled. None means no such token.
+        special: all tokens that are no part of a text.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, pad: str, unknown: str | None, special: Sequence[str]) -> None:
@@ -35,8 +35,8 @@ class Tokenizer:
     def of_one_file(cls, folder: Path) -> Self | None:
         """Return the tokenizer if tokenizer.json describes it completely; None if transformers is needed.
 
-        Its import takes longer than all else that is done before a small model runs. Raises what tokenizers raises for
-        a broken file.
+        The import of transformers takes longer than all other work before a small model runs. Raises the errors of
+        tokenizers for a broken file.
         """
         file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
         if not (file.is_file() and config.is_file()) or any((folder / name).exists() for name in _OTHER_FILES):

@@ -1,9 +1,9 @@
 """Encoder and decoder that compute some frames of a clip at a time, with the result of all at once.
 
-A causal convolution needs the last frames of the chunk before, and the frame-causal attention the keys and values of
-all frames before. A group norm needs the mean and variance of the whole clip: so the clip passes layer by layer,
-measured after one and normalised before the next, and is stored between them in chunks that are never joined. Nothing
-is approximated; results differ by rounding alone.
+A causal convolution needs the last frames of the previous chunk, and frame-causal attention the keys and values of all
+earlier frames. A group norm needs the mean and variance of the whole clip. So layers run one after the other: the clip
+is measured after a layer, normalized before the next one, and stored between them in separate chunks. Nothing is
+approximated; results match up to rounding.
 """
 
 import math
@@ -26,7 +26,7 @@ _LEAST_VALUES = 2**17
 
 
 class StoredClip:
-    """A clip between two layers, kept on `store`: chunks (B,C,t,H,W) in order of time, and its group norm statistics.
+    """Clip between two layers on `store`: chunks (B,C,t,H,W) in order of time, and statistics for group norms.
 
     The chunks are taken as they are computed.
     """
@@ -44,7 +44,7 @@ class StoredClip:
 
     @property
     def num_frames(self) -> int:
-        """Frames of the whole clip."""
+        """Number of frames of the whole clip."""
         return sum(self._frames)
 
     def chunks(self) -> Iterator[Tensor]:
@@ -52,7 +52,7 @@ class StoredClip:
         return (_moved(chunk_BCTHW, self._device) for chunk_BCTHW in self._chunks)
 
     def drain(self) -> Iterator[Tensor]:
-        """Yield the chunks, back from the store, and forget each."""
+        """Yield the chunks, back from the store, and release each."""
         while self._chunks:
             yield _moved(self._chunks.popleft(), self._device)
 
@@ -158,7 +158,7 @@ def run_in_chunks(
 
 
 def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Return the layers in stages, between which the clip is stored: resamplings take chunks as they come."""
+    """Return the layers in stages, between which the clip is stored. Resampling layers use chunks as they arrive."""
     stages: list[list[nn.Module]] = []
     for layer in layers:
         if isinstance(layer, (Upsample, Downsample)):
@@ -247,7 +247,7 @@ def _upsample(chunks: Iterable[Tensor], layer: Upsample, chunk_frames: int) -> I
 
 
 def _joined(chunks: Iterable[Tensor], chunk_frames: int) -> Iterator[Tensor]:
-    """Yield the chunks of a clip in longer ones, up to `chunk_frames`: many short calls take longer."""
+    """Yield longer chunks of a clip, up to `chunk_frames`, because many short calls take longer."""
     waiting: list[Tensor] = []
     for chunk_BCTHW in chunks:
         if sum(each.shape[2] for each in waiting) + chunk_BCTHW.shape[2] > chunk_frames:
