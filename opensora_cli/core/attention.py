@@ -1,7 +1,7 @@
-"""What an attention backend is: called by a model for whole sequences, and by ring attention for parts of the keys.
+"""Types of attention backends. A model calls a backend for whole sequences, and ring attention for parts of the keys.
 
-With L = log Σ exp(scores), the whole is the mean of its parts weighted by exp(L_part - L) (Rabe & Staats 2021).
-Backward, a part needs no more of the others than the L and the result of the whole (FlashAttention, Dao et al. 2022).
+With L = log Σ exp(scores), the result is the mean of its parts, weighted by exp(L_part - L) (Rabe & Staats 2021).
+In backward, a part needs only the L and the result of the whole sequence (FlashAttention, Dao et al. 2022).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class AttentionFn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartKernel:
-    """Attention to a part of the keys, and its gradient."""
+    """Kernel for attention to a part of the keys, with its gradients."""
 
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """(q_BHND, k_BHMD, v_BHMD) -> result (B, H, N, D) in their dtype, and log-sum-exp (B, H, N) in at least fp32.
@@ -30,9 +30,9 @@ class PartKernel:
     """
 
     gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-    """(gradient_BHND, q_BHND, k_BHMD, v_BHMD, out_BHND, lse_BHN) -> this part's gradients of q, k and v.
+    """(gradient_BHND, q_BHND, k_BHMD, v_BHMD, out_BHND, lse_BHN) -> gradients of q, k and v from this part.
 
-    The gradient, `out` and `lse` are those of the whole, of which k and v are a part.
+    The gradient, `out` and `lse` belong to attention to all keys; k and v are a part of them.
     """
 
 
@@ -42,22 +42,22 @@ class ComparedKernel:
 
     attend: AttentionFn
     holds_all_scores: bool = False
-    """Whether it needs memory for the scores and weights of all pairs."""
+    """Whether the kernel needs memory for the scores and weights of all pairs."""
     runs_on_cpu: bool = True
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """A way to compute attention: what a model is handed and calls."""
+    """Attention backend that a model receives and calls."""
 
     name: str
     attend: AttentionFn
     part_kernel: Callable[[Tensor, Tensor, Tensor], PartKernel] | None = None
-    """(q_BHND, k_BHMD, v_BHMD) -> the kernel that computes such tensors in parts; None: no ring attention with it."""
+    """(q_BHND, k_BHMD, v_BHMD) -> kernel that computes such tensors in parts. None means no ring attention."""
     compared: tuple[tuple[str, ComparedKernel], ...] = ()
-    """Its kernels under the names that `osora mem-profile` prints."""
+    """Kernels of the backend under the names that `osora mem-profile` prints."""
     mismatch: Callable[[], str | None] | None = None
-    """Says, of an installed library without kernels for this torch, for which it has some; None: nothing to say."""
+    """Function that describes the mismatch if an installed library has no kernels for this torch; else None."""
 
     def __call__(self, q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
         """Return the attention of whole sequences; see `AttentionFn`."""
@@ -70,5 +70,5 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def transposed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return (B, H, N, D) as (B, N, H, D), or back, in the same memory."""
+    """Return views of (B, H, N, D) tensors as (B, N, H, D), or the reverse."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)

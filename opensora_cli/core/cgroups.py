@@ -1,14 +1,14 @@
-"""The control groups (v2 and v1) that limit this process: where their files are, for processor time and for memory."""
+"""Control groups (v2 and v1) that limit processor time and memory of this process."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
 def cgroup_folders(root: Path, controller: str, *, folders_v1: Sequence[str] = ()) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each group that this process is in, from its own upwards, and whether it is of version 2.
+    """Yield the folder of each group of this process, innermost first, and whether the group has version 2.
 
-    Folders may be missing. In a container the paths in `/proc/self/cgroup` may be those of the host: then the mounted
-    top is this group. `folders_v1` are the names of mounts to look in, besides the one that the line itself names.
+    Folders may be missing. In a container, `/proc/self/cgroup` may show paths of the host; the mounted root is then
+    this group. `folders_v1` are names of mounts to search, in addition to the mount that the line names.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -28,7 +28,7 @@ def cgroup_folders(root: Path, controller: str, *, folders_v1: Sequence[str] = (
 
 
 def read_words(folder: Path, *names: str) -> list[str]:
-    """Return the words in files of a group, one file after the other; none if one of them cannot be read."""
+    """Return the words in files of a group, one file after the other; empty if a file cannot be read."""
     try:
         return " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
     except (OSError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""Folders of compiled code, which a later run loads and runs: private ones of this account.
+"""Private folders of this account for compiled code, which later runs load and execute.
 
-Left to itself torch takes a folder of a predictable name among the temporary files, which another account can make
-first, and fill.
+By default, torch uses a folder with a predictable name among the temporary files. Another account can create and fill
+that folder first.
 """
 
 import atexit
@@ -19,23 +19,23 @@ from opensora_cli.core.left_overs import temporary_folder
 
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 EAGER_VARIABLE = "QUACK_CACHE_DIR"
-"""Read by kernels that torch compiles without being asked to, where nvidia-cutlass-dsl is installed."""
+"""Variable that kernels read which torch compiles in eager mode if nvidia-cutlass-dsl is installed."""
 _FOLDERS = {INDUCTOR_VARIABLE: "inductor", "TRITON_CACHE_DIR": "triton"}
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def name_eager_cache(environment: MutableMapping[str, str]) -> None:
-    """Name a folder in the user's cache for kernels that torch compiles unasked, unless the user has named one."""
+    """Set the folder for kernels that torch compiles in eager mode to one in the user's cache, unless it is set."""
     folder = user_cache("kernels")
     if folder is not None:
         environment.setdefault(EAGER_VARIABLE, str(folder))
 
 
 def use_private_caches(environment: MutableMapping[str, str]) -> Path:
-    """Name the folders of compiled code in `environment`, unless the user has, and return that of torch's compiler.
+    """Set the unset variables for compiled code in `environment`, and return the folder of torch's compiler.
 
-    They are made where they are missing, in the user's cache; without one, among the temporary files until this process
-    ends. Raises OutputError if another account may write to one of them.
+    Missing folders are created in the user's cache, or as temporary folders of this process if there is no cache.
+    Raises OutputError if another account may write to one of them.
     """
     for variable, name in _FOLDERS.items():
         chosen = environment.get(variable)
@@ -44,10 +44,10 @@ def use_private_caches(environment: MutableMapping[str, str]) -> Path:
 
 
 def private_folder(path: Path, *, setting: str) -> Path:
-    """Return a folder without links in its path to which this account alone may write; it is made where it is missing.
+    """Return `path` without links, as a folder that only this account may write to. A missing folder is created.
 
-    Raises OutputError if it cannot be made, or another account owns it or may write to it. `setting` is the variable
-    that chooses another.
+    Raises OutputError if it cannot be created, or if another account owns it or may write to it. `setting` is the
+    variable that chooses another folder.
     """
     folder = Path(os.path.realpath(path))
     hint = f"set {setting} to a folder of your own that nobody else may write to"

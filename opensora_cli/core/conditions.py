@@ -1,7 +1,7 @@
-"""What a clip is conditioned on: the table of modes, without torch.
+"""Table of condition modes: the frames of a clip that are given. It does not need torch.
 
-A mode is one row: where the given frames come from, where they go, how many there are. Settings, sampling, training,
-encoding and `--help` all read this table, and nothing reads the name of a mode: a further mode is a further row.
+A mode is one row: the source, position and number of the given frames. Settings, sampling, training, encoding and
+`--help` read this table. No code depends on the name of a mode, so that a new mode is a new row.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from opensora_cli.core.exceptions import RequestError
 
 
 class Source(StrEnum):
-    """Which frames of which reference file are given. A video counts as a picture: its first or last frame."""
+    """Reference file and frames that are given. A video can serve as a picture: its first or last frame."""
 
     NONE = "none"
     FIRST_PICTURE = "first picture"
@@ -21,13 +21,13 @@ class Source(StrEnum):
     LAST_PICTURE = "last picture"
     """The last frame of the last file."""
     BOTH_PICTURES = "both pictures"
-    """Both of these: the first for the head, the last for the tail."""
+    """The first frame of the first file for the head, and the last frame of the last file for the tail."""
     VIDEO = "video"
     """Consecutive frames of the first file: its beginning for the head, its end for the tail."""
 
 
 class Position(StrEnum):
-    """Where in the clip the given frames are."""
+    """Position of the given frames in the clip."""
 
     NONE = "none"
     HEAD = "head"
@@ -36,7 +36,7 @@ class Position(StrEnum):
 
 
 class Length(StrEnum):
-    """How many latent frames are given at each position; `ReferenceLengths` has the numbers."""
+    """Number of latent frames that are given at each position; `ReferenceLengths` has the values."""
 
     NONE = "none"
     ONE = "one"
@@ -46,37 +46,37 @@ class Length(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConditionMode:
-    """One row of the table."""
+    """One row of the table of modes."""
 
     name: str
     source: Source
     position: Position
     length: Length
     description: str
-    """In a few words, for help and the descriptions of settings."""
+    """Short text for help and the descriptions of settings."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether anything is given at all."""
+        """Whether the mode gives any frames."""
         return self.source is not Source.NONE
 
     @property
     def max_references(self) -> int:
-        """How many files it can use: two pictures may come from one file or from two."""
+        """Largest number of files for the mode. Two pictures may come from one file or from two."""
         if not self.needs_reference:
             return 0
         return 2 if self.source is Source.BOTH_PICTURES else 1
 
     @property
     def parts_at_head(self) -> tuple[bool, ...]:
-        """Position of each of `reference_parts`: True for the first frames of the clip, False for the last."""
+        """Position of each part of `reference_parts`: True for the first frames of the clip, False for the last."""
         return (True,) * self.at_head + (False,) * self.at_tail
 
     @property
     def gives_pictures(self) -> bool:
         """Whether single frames are given (the i2v modes).
 
-        Only then does image guidance grow along the clip, and are the given latents put back after sampling.
+        Only in these modes, image guidance grows along the clip, and the given latents are restored after sampling.
         """
         return self.source in (Source.FIRST_PICTURE, Source.LAST_PICTURE, Source.BOTH_PICTURES)
 
@@ -104,12 +104,12 @@ _TABLE = (
 CONDITION_MODES: dict[str, ConditionMode] = {mode.name: mode for mode in _TABLE}
 T2V = CONDITION_MODES["t2v"]
 CONTINUING = CONDITION_MODES["v2v_head"]
-"""How a segment of an extended video is given the last frames of the one before."""
+"""Mode that gives a segment of an extended video the last frames of the previous segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLengths:
-    """Latent frames given by the video modes, without the one more of a causal autoencoder.
+    """Latent frames given by the video modes, without the extra first frame of a causal autoencoder.
 
     The defaults are those of the released model.
     """
@@ -118,7 +118,7 @@ class ReferenceLengths:
     easy: int = 16
 
     def latent_frames(self, mode: ConditionMode, *, causal: bool) -> int:
-        """Return how many latent frames `mode` gives at each of its positions."""
+        """Return the number of latent frames that `mode` gives at each of its positions."""
         # A causal autoencoder keeps the first frame on its own, in front of the groups of frames.
         match mode.length:
             case Length.NONE:
@@ -131,11 +131,11 @@ class ReferenceLengths:
                 return self.easy + int(causal)
 
     def given_latent_frames(self, mode: ConditionMode, *, causal: bool) -> int:
-        """Return how many latent frames of a clip `mode` gives, at all of its positions."""
+        """Return the number of latent frames that `mode` gives at all of its positions together."""
         return (mode.at_head + mode.at_tail) * self.latent_frames(mode, causal=causal)
 
     def pixel_frames(self, mode: ConditionMode, *, causal: bool, temporal_compression: int = 4) -> int:
-        """Return how many frames of a reference become the latent frames of `latent_frames`."""
+        """Return the number of reference frames that are encoded to `latent_frames` latent frames."""
         latent_frames = self.latent_frames(mode, causal=causal)
         if mode.length in (Length.NONE, Length.ONE):
             return latent_frames
@@ -147,19 +147,19 @@ RELEASED_LENGTHS = ReferenceLengths()
 
 @dataclass(frozen=True, slots=True)
 class ReferencePart:
-    """A run of frames to read from one reference file, encode on its own, and hand to `prepare_inference_condition`."""
+    """Run of frames to read from one reference file and encode separately, for `prepare_inference_condition`."""
 
     file_index: int
-    """Index into the files given: 0 the first, -1 the last."""
+    """Index of the reference file: 0 is the first, -1 the last."""
     from_end: bool
-    """Whether the frames are the file's last and not its first."""
+    """Whether the frames are the last ones of the file, not the first ones."""
     num_frames: int
-    """How many frames (pixels)."""
+    """Number of pixel frames."""
 
 
 def condition_mode(name: str, *, num_latent_frames: int | None = None) -> ConditionMode:
-    """Return the row called `name`; `t2v` if the clip has a single latent frame, of which nothing can be given.
-    Raises RequestError if there is no such mode.
+    """Return the mode `name`, or `t2v` for a clip of one latent frame, which cannot be conditioned on frames.
+    Raises RequestError for an unknown mode.
     """
     mode = CONDITION_MODES.get(name)
     if mode is None:
@@ -171,7 +171,7 @@ def condition_mode(name: str, *, num_latent_frames: int | None = None) -> Condit
 
 
 def suggested_mode(are_pictures: Sequence[bool]) -> ConditionMode | None:
-    """Return the mode for files that are pictures or videos; None if no mode suits them."""
+    """Return the mode for files that are pictures (True) or videos (False); None if no mode fits."""
     match are_pictures:
         case []:
             return T2V
@@ -187,7 +187,7 @@ def suggested_mode(are_pictures: Sequence[bool]) -> ConditionMode | None:
 def longest_mode(
     position: Position, num_frames: int, *, causal: bool, temporal_compression: int, lengths: ReferenceLengths
 ) -> tuple[ConditionMode, int] | None:
-    """Return the mode that takes most of a video of `num_frames`, and the frames that it takes; None if none fits."""
+    """Return the mode that uses most frames of a video of `num_frames`, and that number; None if no mode fits."""
     takes = [
         (mode, lengths.pixel_frames(mode, causal=causal, temporal_compression=temporal_compression))
         for mode in CONDITION_MODES.values()
@@ -203,7 +203,7 @@ def reference_parts(
     temporal_compression: int = 4,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> tuple[ReferencePart, ...]:
-    """Return what to read for `mode`, the head before the tail: one entry of `ref_list[i]` for each part.
+    """Return the frames to read for `mode`, head before tail: one part for each entry of `ref_list[i]`.
 
     A `causal` autoencoder keeps the first frame on its own. `lengths` are latent frames.
     """

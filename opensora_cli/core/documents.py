@@ -1,4 +1,4 @@
-"""The form of every result: one pydantic model, which is the JSON document that `--json` prints."""
+"""Base class of results: pydantic models whose JSON form `--json` prints."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ class Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     SCHEMA: ClassVar[str | None] = None
-    """The name and version under the key `schema`; None: this is a part of another document."""
+    """Name and version under the key `schema`. None means a part of another document."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class Document(BaseModel):
         return fields if self.SCHEMA is None else {"schema": self.SCHEMA, **fields}
 
     def lines(self) -> Sequence[str]:
-        """Return it for people, and for scripts that read lines; a part of another document has none."""
+        """Return the document as lines of text; a part of another document has none."""
         return ()
 
     def raise_for_problems(self) -> None:

@@ -18,7 +18,7 @@ _DTYPES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `name`. Raises RequestError if there is no such dtype."""
+    """Return the torch dtype called `name`. Raises RequestError for an unknown name."""
     try:
         return _DTYPES[name]
     except KeyError:

@@ -1,10 +1,10 @@
-"""The one family of errors that osora raises on purpose, each with the exit code it ends a command with."""
+"""Errors that osora raises on purpose, each with the exit code of the command."""
 
 
 class OsoraError(Exception):
-    """A failure that a user can understand and act on.
+    """Base class of errors that a user can understand and fix.
 
-    The message names the setting or file and its value, and the hint how to fix it, each in one line.
+    The message names the setting or file and its value, and the hint tells how to fix it, each in one line.
     """
 
     exit_code = 1
@@ -20,7 +20,7 @@ class OsoraWarning(UserWarning):
 
 
 class RequestError(OsoraError):
-    """What was asked for makes no sense or contradicts itself."""
+    """A request is invalid or contradicts itself."""
 
     exit_code = 2
 
@@ -45,7 +45,7 @@ class TooShortError(MediaError):
     def __init__(self, message: str, *, num_frames: int, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.num_frames = num_frames
-        """That it has."""
+        """Number of frames in the video."""
 
 
 class OutputError(FileProblem):
@@ -53,19 +53,19 @@ class OutputError(FileProblem):
 
 
 class InUseError(OutputError):
-    """Another process makes the same result."""
+    """Another process is making the same result."""
 
 
 class HardwareError(OsoraError):
-    """This machine cannot do it: no such device, too little memory, a missing library."""
+    """This machine cannot run the request: a device or library is missing, or memory is too small."""
 
     exit_code = 4
 
 
 def missing_library(need: str, *, extra: str) -> HardwareError:
-    """Return the error of a library that is not installed, with the line that installs it.
+    """Return the error for a library that is not installed, with the command that installs it.
 
-    `need` says what needs which library, and `extra` is the name of the optional libraries that it is one of.
+    `need` names the feature and the library that it needs; `extra` is the optional dependency group of the library.
     """
     return HardwareError(
         f"{need}, which is not installed", hint=f"in osora's checkout: pip install -c constraints.txt '.[{extra}]'"
@@ -75,14 +75,14 @@ def missing_library(need: str, *, extra: str) -> HardwareError:
 class TrainingError(OsoraError):
     """Training diverged: losses or weights are not finite.
 
-    It has the exit code of a bad request, since the same settings fail on any machine; a lower learning rate, another
-    precision or other data may not.
+    The exit code is that of a bad request because the same settings fail on any machine. A lower learning rate, another
+    precision or other data may help.
     """
 
     exit_code = RequestError.exit_code
 
 
 class BatchError(OsoraError):
-    """Some rows of a batch failed; the others are done."""
+    """Some rows of a batch failed; the other rows are done."""
 
     exit_code = 5

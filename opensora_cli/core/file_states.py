@@ -1,7 +1,7 @@
-"""Whether files are still what they were when they were mapped.
+"""Detection of mapped files that were written to.
 
-A mapped file that is written to changes under whoever computes with it, and one that is cut short ends the process by a
-signal that nothing can catch. One that is replaced by another under its name stays as it was for those who have it.
+Writing to a mapped file changes the data of every process that has mapped it. Truncating it ends these processes with
+a signal that cannot be caught. Replacing it by another file under its name does not affect them.
 """
 
 import os
@@ -13,22 +13,22 @@ from typing import Self
 from opensora_cli.core.exceptions import FileProblem
 
 FileState = tuple[Path, tuple[int, int, int, int]]
-"""A file with its device, number, size and time of change."""
+"""File with its device, inode, size and modification time."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStates:
-    """Files as they were."""
+    """Recorded states of files."""
 
     states: tuple[FileState, ...]
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> Self:
-        """Return files as they are now; those that are not there are left out."""
+        """Return the present states of files; missing files are skipped."""
         return cls(tuple((path, state) for path in paths if (state := _state_of(path)) is not None))
 
     def require_same(self, problem: type[FileProblem]) -> None:
-        """Raise `problem` if one of the files was written to since; one that was replaced or removed was not."""
+        """Raise `problem` if a file was written to since its state was recorded. Replaced and removed files pass."""
         for path, before in self.states:
             now = _state_of(path)
             if now is not None and now != before and now[:2] == before[:2]:

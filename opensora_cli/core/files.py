@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old file or the new one, never half of one."""
+"""Atomic writing of files: a crash leaves the old file or the new one, never a part of one."""
 
 import ctypes
 import errno
@@ -21,27 +21,27 @@ _MAKE_ROOM = "make room there, or write to another disk"
 _ANOTHER_NAME = "write to another name"
 _ANOTHER_PLACE = "choose another name, or another folder"
 
-# For indexes, folders and whatever else a file system keeps beside the data.
+# Room for indexes, folders and other metadata of the file system.
 _HEADROOM = 2**20
 
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems on which a folder cannot be flushed."""
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on leaving, the file or folder that was written there becomes `path`.
 
-    Missing parent folders are made. What was written is flushed to the disk before it is renamed, and removed when
-    the block fails or is interrupted, so `path` never holds half a result. The temporary name has another extension: a
-    writer that guesses its format from the name needs the format as an argument. Without `replace`, what is there, or
-    appears there meanwhile, is kept, unless it is an empty folder and a folder was written. See `take_name`.
+    Missing parent folders are created. The file is flushed to the disk before it is renamed, and removed if the block
+    fails or is interrupted, so that `path` never holds a partial result. The temporary name has another extension: a
+    writer that guesses its format from the name needs the format as an argument. Without `replace`, an existing
+    `path` is kept, unless it is an empty folder and a folder was written. See `take_name`.
 
     Raises:
-        OutputError: an operating system error while making, writing (in the block, too), flushing or renaming, with
-            `path` and the cause; or `path` is a device or such; or it is there and must not be replaced.
+        OutputError: an operating system error while creating, writing (also in the block), flushing or renaming, with
+            `path` and the cause; or `path` is a special file such as a device; or it exists and must not be replaced.
     """
     target = Path(path)
     with temporary_beside(target) as temporary:
@@ -52,8 +52,8 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
-    """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with everything in it.
-    All else, and what it raises, is as in `atomic_path`.
+    """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with all its contents.
+    Arguments and errors are the same as in `atomic_path`.
     """
     with atomic_path(path, replace=replace) as temporary:
         temporary.mkdir()
@@ -62,10 +62,10 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
 
 @contextmanager
 def temporary_beside(target: Path) -> Iterator[Path]:
-    """Yield an unused name beside `target`, whose folder is made, and at the end remove what is there.
+    """Yield an unused name beside `target`, and remove the file or folder of that name at the end.
 
-    What cannot be removed stays for the next run, see `remove_left`.
-    Raises OutputError for an operating system error in the block, with `target`, or if that is a device or such.
+    The parent folder is created. If removal fails, the next run removes the file, see `remove_left`.
+    Raises OutputError, with `target`, for an operating system error in the block or a special file such as a device.
     """
     with writing(target):
         refuse_special(target)
@@ -89,15 +89,15 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def take_name(temporary: Path, target: Path, *, replace: bool, swap: bool = False) -> None:
-    """Let a file or folder that is on the disk have the name `target` beside it.
+    """Rename a flushed file or folder to `target` in the same folder.
 
-    With `swap`, a file that is replaced has the name `temporary` afterwards, where the file system can swap names.
+    With `swap`, a replaced file has the name `temporary` afterwards if the file system can swap names.
 
-    A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
-    in one step, and the caller removes the old one. Elsewhere the old one is renamed first, and a crash in that instant
-    leaves it under the name `.osora-*.old`, which no run removes. A link to a folder is replaced by a folder of its
-    own; what it points to stays. Where the folder of both cannot be flushed to the disk, that is a warning.
-    Raises OSError, or OutputError where `target` is there and must not be replaced.
+    An existing folder is replaced as a whole. If Linux and the file system support it, the two swap names in one step,
+    and the caller removes the old one. Otherwise the old one is renamed first, and a crash in that instant leaves it
+    under the name `.osora-*.old`, which no run removes. A link to a folder is replaced by the folder; its target
+    stays. A parent folder that cannot be flushed to the disk causes a warning.
+    Raises OSError, or OutputError if `target` exists and must not be replaced.
     """
     is_folder = temporary.is_dir()
     if replace and is_folder and target.is_dir():
@@ -108,7 +108,7 @@ def take_name(temporary: Path, target: Path, *, replace: bool, swap: bool = Fals
             temporary.replace(target)
     else:
         with _no_replacing(target):
-            # The system renames a folder over nothing but an empty one.
+            # A folder can only be renamed over an empty folder.
             temporary.rename(target) if is_folder else _link_or_rename(temporary, target)
     try:
         _flush_to_disk(target.parent)
@@ -122,13 +122,13 @@ def take_name(temporary: Path, target: Path, *, replace: bool, swap: bool = Fals
 
 
 def flush(written: Path) -> None:
-    """Have the disk keep a file, or a folder and all that is in it. Raises OSError."""
+    """Flush a file, or a folder with its contents, to the disk. Raises OSError."""
     for path in [*(sorted(written.rglob("*")) if written.is_dir() else []), written]:
         _flush_to_disk(path)
 
 
 def remove(temporary: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it, if it is there. Raises OSError."""
+    """Remove a file, a link or a folder with its contents, if it exists. Raises OSError."""
     if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary)
     else:
@@ -136,8 +136,8 @@ def remove(temporary: Path) -> None:
 
 
 def replace_folder(temporary: Path, target: Path) -> None:
-    """Let a folder whose files are on the disk take the name of another beside it, which goes away if it is there.
-    Raises OSError if that is not possible.
+    """Rename a folder with flushed files to `target` in the same parent folder, and remove the previous `target`.
+    Raises OSError if this is not possible.
     """
     for folder in [*sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _flush_to_disk(folder)
@@ -146,21 +146,21 @@ def replace_folder(temporary: Path, target: Path) -> None:
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
-    """Make `content` the whole of `path`, through `atomic_path`. Raises OutputError as `atomic_path`."""
+    """Write `content` to `path` through `atomic_path`. Raises OutputError like `atomic_path`."""
     with atomic_path(path, replace=replace) as temporary, open(temporary, "xb") as file:
         file.write(content)
 
 
 def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
-    """Make `document` the whole of `path`, through `atomic_path`. Raises as `atomic_path` and `json_bytes`."""
+    """Write `document` to `path` as JSON through `atomic_path`. Raises like `atomic_path` and `json_bytes`."""
     write_bytes_atomic(path, json_bytes(document))
 
 
 def json_bytes(document: object) -> bytes:
     """Return `document` as indented UTF-8 JSON.
 
-    NaN and infinity are refused, since no other JSON reader takes them.
-    Raises ValueError or TypeError if `document` is not JSON.
+    NaN and infinity are refused because other JSON readers do not accept them.
+    Raises ValueError or TypeError if `document` cannot be written as JSON.
     """
     text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
     # A shell argument that is not UTF-8 reaches Python as lone surrogates; the backslash form is their JSON escape.
@@ -168,8 +168,8 @@ def json_bytes(document: object) -> bytes:
 
 
 def require_there(*paths: str) -> None:
-    """Raise FileProblem if a file or folder is not there, or is denied: for commands, before they import what reads
-    it.
+    """Raise FileProblem if a file or folder is missing or access is denied. Commands call this before slow imports,
+    which reading needs.
     """
     for path in paths:
         with reading(path):
@@ -177,7 +177,7 @@ def require_there(*paths: str) -> None:
 
 
 def user_cache(kind: str) -> Path | None:
-    """Return the folder of the user's cache for one kind of thing, which may not exist; None: they have none."""
+    """Return the folder of the user's cache for `kind`, which may not exist; None if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "osora" / kind
     except RuntimeError:
@@ -185,22 +185,22 @@ def user_cache(kind: str) -> Path | None:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse a device, a pipe or a socket as the place of a result: renaming would replace it.
-    Raises OutputError if `path` is one.
+    """Refuse a device, pipe or socket as the target of a result because renaming would replace it.
+    Raises OutputError if `path` is such a file.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OutputError(f"{path} is neither a file nor a folder", hint=_ANOTHER_NAME)
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path` or the nearest folder above it that exists: a new file would have its disk and permissions."""
+    """Return `path` or its nearest existing parent, which has the disk and permissions of a new file."""
     return next((place for place in (path, *path.absolute().parents) if place.exists()), Path("/"))
 
 
 def require_writable(path: Path, *, overwrite: bool) -> None:
     """Check that a file can be written at `path`, before the work for it begins.
-    Raises OutputError if it is a folder or a device, exists and is not to be replaced, its folder is read-only, or it
-    cannot be looked at.
+    Raises OutputError if it is a folder or a device, exists and must not be replaced, cannot be accessed, or if its
+    folder is read-only.
     """
     try:
         refuse_special(path)
@@ -218,8 +218,8 @@ def require_writable(path: Path, *, overwrite: bool) -> None:
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Check that the disk of `path`, which need not exist, has room for `needed` bytes more.
-    Raises OutputError if it has not.
+    """Check that the disk of `path` has room for `needed` more bytes. `path` need not exist.
+    Raises OutputError if the room is too small.
     """
     try:
         usage = shutil.disk_usage(nearest_existing(path))
@@ -244,7 +244,7 @@ def _no_replacing(target: Path) -> Iterator[None]:
 
 
 def _link_or_rename(temporary: Path, target: Path) -> None:
-    """Give a file a name that is free: unlike renaming, linking never replaces what is there."""
+    """Give a file an unused name. Linking, unlike renaming, never replaces a file."""
     try:
         os.link(temporary, target)
     except FileExistsError:
@@ -258,7 +258,7 @@ def _link_or_rename(temporary: Path, target: Path) -> None:
 def _swap_names(temporary: Path, target: Path) -> None:
     if _swap_in_one_step(temporary, target):
         return
-    # The next run removes what has a temporary name: not this one, of which there may be no other.
+    # The next run removes temporary names. This folder may be the only copy, so that it gets another suffix.
     retired = (target.parent / temporary_name()).with_suffix(".old")
     target.rename(retired)
     try:
@@ -270,7 +270,7 @@ def _swap_names(temporary: Path, target: Path) -> None:
 
 
 def _swap_in_one_step(first: Path, second: Path) -> bool:
-    """Let the kernel swap two names; False if it didn't, for whatever reason."""
+    """Swap two names in the kernel; return False if that was not possible."""
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -282,7 +282,7 @@ def _swap_in_one_step(first: Path, second: Path) -> bool:
 
 def _flush_to_disk(path: Path) -> None:
     if path.is_dir() and os.name == "nt":
-        return  # Windows gives no handle on a folder
+        return  # Windows cannot open folders
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""One process at a time in a folder, or at a file."""
+"""Locks that let one process at a time use a folder or a file."""
 
 import hashlib
 import os
@@ -22,14 +22,14 @@ _looked_through: set[tuple[int, Path]] = set()
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes that do the same out of a folder for the length of the block.
+    """Lock a folder against other processes that call this, for the duration of the block.
 
-    The system lets go of the lock when the process ends, however it ends; a file `.lock` that is left then means
-    nothing by itself. On Windows, and on file systems without locks, the lock has no effect. The folder is made if it
-    is not there, and removed again if nothing is in it at the end.
+    The system releases the lock when the process ends, however it ends; a remaining file `.lock` has no meaning. On
+    Windows, and on file systems without locks, the lock has no effect. A missing folder is created, and removed again
+    if it is empty at the end.
 
     Raises:
-        OutputError: another process is in the folder, which is named with its number; or the folder cannot be made.
+        OutputError: another process, named with its number, uses the folder; or the folder cannot be created.
     """
     if sys.platform == "win32":
         yield
@@ -55,10 +55,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_file(path: Path) -> Iterator[bool]:
-    """Keep other processes that ask for the same lock file out of the block; yields False where one has it.
+    """Lock a file for the duration of the block, and yield whether this process holds the lock.
 
-    The folder is made if it is not there, and the file removed at the end. The system lets go of the lock as in
-    `locked_folder`, and has none in the same places. Raises OutputError if the file cannot be made.
+    A missing folder is created, and the file is removed at the end. Release and systems without locks are the same as
+    in `locked_folder`. Raises OutputError if the file cannot be created.
     """
     if sys.platform == "win32":
         yield True
@@ -78,12 +78,12 @@ def locked_file(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def sole_run(lock: Path, *, doing: str, hint: str) -> Iterator[None]:
-    """Keep other processes that ask for the same lock file out of the block, as `locked_file` does.
+    """Lock a file like `locked_file`, and raise an error if another process holds the lock.
 
-    A folder that was made for the lock is removed again if nothing else is in it at the end.
+    A folder that was created for the lock is removed again if it is empty at the end.
 
     Raises:
-        OutputError: another process has it: `another run DOING: process N on HOST`; or the file cannot be made.
+        OutputError: another process holds it: `another run DOING: process N on HOST`; or the file cannot be created.
     """
     is_new = not lock.parent.exists()
     try:
@@ -98,27 +98,27 @@ def sole_run(lock: Path, *, doing: str, hint: str) -> Iterator[None]:
 
 
 def lock_beside(path: Path, of: str) -> Path:
-    """Return the lock file beside `path` of what `of` names, which may be as long as a file's name can be."""
+    """Return the lock file beside `path` for the resource `of`, a name of any length."""
     digest = hashlib.sha256(of.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return path.with_name(f".osora-{digest}.lock")
 
 
 def lock_holder(path: Path) -> str:
-    """Return who has a lock file, for people: `process N on HOST`."""
+    """Return the holder of a lock file as text: `process N on HOST`."""
     return _holder(path)
 
 
 def remove_locks_of(pids: Iterable[int], folder: Path) -> None:
-    """Remove from `folder` the lock files of processes that this one has started and seen end.
-    Without effect where that is not possible.
+    """Remove the lock files of ended child processes from `folder`.
+    Failures are ignored.
     """
     owners = {_owner(pid) for pid in pids}
     _remove_locks(folder, lambda path: _holder(path) in owners)
 
 
 def remove_left(folder: Path) -> None:
-    """Remove from `folder` what processes that are gone would have removed: see `remove_abandoned`, and lock files that
-    nobody holds. Once for each process and folder; without effect where that is not possible.
+    """Remove the temporary files of ended processes from `folder`, see `remove_abandoned`, and lock files without a
+    holder. Each process does this once per folder. Failures are ignored.
     """
     remove_abandoned(folder)
     asked = (os.getpid(), folder.absolute())
@@ -137,7 +137,7 @@ def _remove_locks(folder: Path, is_wanted: Callable[[Path], bool]) -> None:
 
 
 def _open_locked(path: Path) -> int | None:
-    """Return the lock file, open and locked; None where another process has locked it."""
+    """Return the descriptor of the lock file, locked; None if another process has locked it."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def _open_locked(path: Path) -> int | None:
 
 
 def _lock(lock: int) -> bool:
-    import fcntl  # Windows has none
+    import fcntl  # missing on Windows
 
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,5 +211,5 @@ def _close_all() -> None:
 
 
 if sys.platform != "win32":
-    # A forked process shares its parent's lock, and would hold it beyond the parent's death.
+    # A forked process shares its parent's lock, and would hold it after the parent has ended.
     os.register_at_fork(after_in_child=_close_all)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from opensora_cli.core.strict_json import as_unicode
 
 UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""Decimal, as disks and downloads are sold; names to bytes, smallest first."""
+"""Decimal units and their bytes, smallest first."""
 
 _FACTORS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _FACTORS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 _LARGEST = 2**63 - 1
-"""No file is larger, on any system."""
+"""Largest size of a file on any system."""
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 
@@ -23,12 +23,12 @@ _LONGEST = 200
 _LONGEST_PATH = 1000
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _JOINERS = "\u200c\u200d"
-"""They format text, as what could harm does, but emoji and whole languages need them."""
+"""Format characters that are not harmful: emoji and some languages need them."""
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that `text` means: `4096`, `4GB` (powers of 1000), `4GiB` (powers of 1024), `1.5 GB`.
-    Raises ValueError if it is no size, or one that no file can have.
+    """Return a size in bytes from text: `4096`, `4GB` (powers of 1000), `4GiB` (powers of 1024), `1.5 GB`.
+    Raises ValueError if it is not a size, or larger than any file.
     """
     found = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(found.group(2).upper()) if found else None
@@ -41,18 +41,18 @@ def parse_bytes(text: str) -> int:
 
 
 def best_unit(count: int) -> str:
-    """Return the largest unit of which `count` bytes are at least one."""
+    """Return the largest unit that is not larger than `count` bytes."""
     return max((unit for unit in UNITS if UNITS[unit] <= count), key=UNITS.__getitem__, default="bytes")
 
 
 def format_bytes(count: int, *, unit: str | None = None) -> str:
-    """Return `count` bytes for people: `23.8 GB`. The unit is one of `UNITS`; None: what suits the number."""
+    """Return `count` bytes as text: `23.8 GB`. The unit is one of `UNITS`. None means the best unit."""
     unit = unit or best_unit(count)
     return f"{count} bytes" if unit == "bytes" else f"{count / UNITS[unit]:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as people say it: `2.4 s`, `4 min 05 s`, `1 h 02 min`."""
+    """Return a duration as text: `2.4 s`, `4 min 05 s`, `1 h 02 min`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -62,37 +62,37 @@ def duration(seconds: float) -> str:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are: `a, b, c and 5 more`. What could break a line is escaped."""
+    """Return the first names and the number of the others: `a, b, c and 5 more`. Unprintable names are escaped."""
     listed = ", ".join(plain(name) for name in names[:_LISTED])
     rest = len(names) - _LISTED
     return f"{listed} and {rest} more" if rest > 0 else listed
 
 
 def plain(name: str) -> str:
-    """Return a name as it may appear in a message: in one line, and not too long."""
+    """Return a name for a message: in one line, and shortened if it is long."""
     short = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
     return short if short.isprintable() else repr(short)
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Return a path as it may appear in a message: in one line, and of one that is absurdly long both ends."""
+    """Return a path for a message: in one line, and only both ends of a very long path."""
     text = os.fspath(path)
     short = text if len(text) <= _LONGEST_PATH else f"{text[:_LONGEST]}...{text[-_LONGEST:]}"
     return escaped(as_unicode(short))
 
 
 def escaped(text: str) -> str:
-    """Return `text` with all that breaks lines or steers terminals in backslash form: text of any language stays."""
+    """Return `text` with characters that break lines or control terminals in backslash form."""
     return text if text.isprintable() else "".join(map(_escaped_character, text))
 
 
 def without_credentials(text: str) -> str:
-    """Return `text` with the user and password of each address in it hidden: `https://<hidden>@host`."""
+    """Return `text` with the user and password in each address hidden: `https://<hidden>@host`."""
     return _CREDENTIALS.sub("<hidden>@", text)
 
 
 def is_harmful(character: str) -> bool:
-    """Return whether a character breaks lines, steers terminals, or changes the direction in which text is shown."""
+    """Return whether a character breaks lines, controls terminals, or changes the direction of text."""
     return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
 
 

@@ -1,6 +1,6 @@
-"""The GPUs of this machine: what torch, the driver and the links between them report.
+"""GPUs of this machine, their driver and their links.
 
-From torch, and where it cannot answer, from nvidia-ml-py if that is installed, else from nvidia-smi.
+The facts come from torch. Others come from nvidia-ml-py if it is installed, otherwise from nvidia-smi.
 """
 
 import importlib
@@ -21,25 +21,25 @@ _SMI_SECONDS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """How torch was built, and what it sees."""
+    """Build of torch, and its view of CUDA."""
 
     version: str
     cuda: str | None = None
-    """The CUDA version that it was built for; None: a build for the CPU."""
+    """CUDA version of the build. None means a CPU build."""
     architectures: tuple[str, ...] = ()
-    """What its kernels were compiled for: `sm_90`, `compute_90`."""
+    """Architectures of the compiled kernels: `sm_90`, `compute_90`."""
     cuda_available: bool = False
     nccl: str | None = None
     cudnn: str | None = None
     matmul_precision: str = "none"
-    """What float32 products of matrices are computed in: ieee, tf32, or none (ieee)."""
+    """Precision of float32 matmuls: ieee, tf32, or none (ieee)."""
     conv_precision: str = "tf32"
-    """Likewise for convolutions."""
+    """Precision of float32 convolutions: ieee, tf32, or none (ieee)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """A CUDA device, as torch sees it."""
+    """CUDA device that torch sees."""
 
     index: int
     name: str
@@ -47,29 +47,29 @@ class GpuFacts:
     total_bytes: int
     free_bytes: int
     is_mig: bool = False
-    """Whether it is a slice of a GPU."""
+    """Whether the device is a MIG slice of a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverFacts:
-    """What the NVIDIA driver reports, whatever torch was built for."""
+    """Report of the NVIDIA driver. It does not depend on the build of torch."""
 
     version: str | None = None
-    """None: there is no driver."""
+    """Version of the driver. None means no driver."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs in the machine."""
     failure: str | None = None
-    """The error of an nvidia-smi that is installed and fails."""
+    """Error of an installed nvidia-smi that fails."""
 
     @property
     def major(self) -> int | None:
-        """The part of the version that decides compatibility."""
+        """Major version, which decides compatibility."""
         head = (self.version or "").partition(".")[0]
         return int(head) if head.isdigit() else None
 
 
 class LinkKind(StrEnum):
-    """How two GPUs reach each other."""
+    """Kind of connection between two GPUs."""
 
     NVLINK = "NVLink"
     PEER = "PCI, card to card"
@@ -78,7 +78,7 @@ class LinkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """The link between two GPUs."""
+    """Link between two GPUs."""
 
     first: int
     second: int
@@ -86,16 +86,16 @@ class LinkFacts:
 
 
 def read_torch() -> TorchFacts:
-    """Return how torch was built, and what it sees."""
+    """Return the build of torch and its view of CUDA."""
     available = torch.cuda.is_available()
-    # Raises where the library that was found does not fit.
+    # Raises if the version of the library does not match the build.
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
         architectures=tuple(torch.cuda.get_arch_list()) if available else (),
         cuda_available=available,
-        # It is part of the build, and there without a driver too.
+        # NCCL is part of the build, so that it needs no driver.
         nccl=_nccl_version(),
         cudnn=None if cudnn is None else _cudnn_version(cudnn),
         matmul_precision=torch.backends.cuda.matmul.fp32_precision,
@@ -116,7 +116,7 @@ def _cudnn_version(number: int) -> str:
 
 
 def read_gpus() -> tuple[GpuFacts, ...]:
-    """Return the devices that torch can use."""
+    """Return the CUDA devices that torch can use."""
     if not torch.cuda.is_available():
         return ()
     return tuple(_gpu(index) for index in range(torch.cuda.device_count()))
@@ -137,7 +137,7 @@ def _gpu(index: int) -> GpuFacts:
 
 
 def read_links(gpus: tuple[GpuFacts, ...]) -> tuple[LinkFacts, ...]:
-    """Return how each pair of GPUs is linked."""
+    """Return the link between each pair of GPUs."""
     pairs = list(combinations((gpu.index for gpu in gpus), 2))
     if not pairs:
         return ()
@@ -155,7 +155,7 @@ def read_links(gpus: tuple[GpuFacts, ...]) -> tuple[LinkFacts, ...]:
 
 
 def _nvlinked_pairs(pairs: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return the pairs that NVLink joins; without nvidia-ml-py none is known."""
+    """Return the pairs that NVLink joins; empty without nvidia-ml-py."""
     with _nvml_session() as nvml:
         if nvml is None:
             return set()
@@ -169,13 +169,13 @@ def _nvlinked_pairs(pairs: list[tuple[int, int]]) -> set[tuple[int, int]]:
 
 
 def _nvml_handle(nvml: ModuleType, index: int) -> object:
-    # By its id: CUDA_VISIBLE_DEVICES and CUDA's order of GPUs do not apply to NVML.
+    # Look up by UUID because CUDA_VISIBLE_DEVICES and CUDA's order of GPUs do not apply to NVML.
     return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
 @contextmanager
 def _nvml_session() -> Iterator[ModuleType | None]:
-    """Yield nvidia-ml-py, started; None where it is not installed or finds no driver."""
+    """Yield nvidia-ml-py, initialized; None if it is not installed or finds no driver."""
     nvml = _start_nvml()
     try:
         yield nvml
@@ -197,13 +197,13 @@ def _start_nvml() -> ModuleType | None:
 
 @contextmanager
 def nvml_gpu(index: int) -> Iterator[tuple[ModuleType, object] | None]:
-    """Yield nvidia-ml-py and its handle of torch's GPU `index`; None where it is not installed or finds no driver."""
+    """Yield nvidia-ml-py and its handle of torch's GPU `index`; None if it is not installed or finds no driver."""
     with _nvml_session() as nvml:
         yield None if nvml is None else (nvml, _nvml_handle(nvml, index))
 
 
 def read_driver() -> DriverFacts:
-    """Return the NVIDIA driver and the GPUs that it knows, whatever torch was built for."""
+    """Return the NVIDIA driver and its GPUs. They do not depend on the build of torch."""
     with _nvml_session() as nvml:
         if nvml is None:
             return _driver_of_smi()
@@ -226,7 +226,7 @@ def _driver_of_smi() -> DriverFacts:
     rows = [line.split(",", 1) for line in done.stdout.splitlines() if "," in line]
     if done.returncode != 0:
         output = " ".join((done.stdout or done.stderr).split())[:200]
-        # As in a container without GPUs: nothing is wrong.
+        # "No devices" is no failure, for example in a container without GPUs.
         return (
             DriverFacts() if "No devices" in output else DriverFacts(failure=output or f"exit code {done.returncode}")
         )

@@ -1,4 +1,4 @@
-"""How an autoencoder maps frames and pixels to latents, as plain arithmetic."""
+"""Arithmetic of the sizes of latents: from frames and pixels to latents, and back."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from opensora_cli.core.exceptions import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentGrid:
-    """Sizes of the latents of a clip. Ratios are frames to a latent frame, and pixels to a latent along each side.
+    """Sizes of the latents of a clip. Ratios are frames per latent frame, and pixels per latent along each side.
 
-    If `is_causal`, the first latent frame is the first frame alone, and a clip so has 1 more frame than a multiple of
-    `time_compression_ratio`. If not, a clip has a multiple of it, and a single frame is a picture.
+    If `is_causal`, the first latent frame encodes the first frame alone, and a clip has 1 frame more than a multiple of
+    `time_compression_ratio`. Otherwise the number of frames is a multiple of it, or 1 for a picture.
     """
 
     latent_channels: int
@@ -19,10 +19,10 @@ class LatentGrid:
     is_causal: bool
 
     def latent_frames(self, num_frames: int) -> int:
-        """Return the latent frames of a clip.
+        """Return the number of latent frames of a clip.
 
         Raises:
-            RequestError: no clip has that many frames; the message names the nearest numbers.
+            RequestError: A clip cannot have this number of frames. The message names the nearest numbers.
         """
         ratio = self.time_compression_ratio
         if num_frames < 1:
@@ -36,8 +36,8 @@ class LatentGrid:
         return num_frames // ratio
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the latents of a picture.
-        Raises RequestError if they are no multiples of the compression.
+        """Return the height and width of the latents of a picture.
+        Raises RequestError if the sides are not multiples of the compression ratio.
         """
         ratio = self.spatial_compression_ratio
         if min(height, width) < 1 or height % ratio or width % ratio:
@@ -45,16 +45,16 @@ class LatentGrid:
         return height // ratio, width // ratio
 
     def num_frames(self, latent_frames: int) -> int:
-        """Return the frames that latents are decoded to."""
+        """Return the number of frames that latents are decoded to."""
         ratio = self.time_compression_ratio
         if self.is_causal:
             return (latent_frames - 1) * ratio + 1
         return 1 if latent_frames == 1 else latent_frames * ratio
 
     def longest_clip(self, num_frames: int) -> int:
-        """Return the most frames, up to `num_frames` of at least 1, that come back when they are encoded and decoded.
+        """Return the largest number of frames, up to `num_frames` of at least 1, that encoding and decoding keep.
 
-        A clip of one latent frame is left out where it would come back as a picture.
+        A clip of one latent frame is skipped if it would be decoded as a picture.
         """
         ratio = self.time_compression_ratio
         if self.is_causal:

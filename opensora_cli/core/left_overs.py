@@ -1,6 +1,6 @@
-"""Temporary files and folders whose names say which process made them, so that the next run removes those of the dead.
+"""Temporary files and folders with the ID of their process in the name. The next run removes those of ended processes.
 
-Not locks: file systems that several machines share often have none, or have them for each machine alone.
+Locks would not work: shared file systems often have none, or only locks within one machine.
 """
 
 import hashlib
@@ -23,24 +23,24 @@ from opensora_cli.core.exceptions import OutputError
 _NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{6,16}\.tmp")
 _LEAST_AGE_S = 60.0
 _OUT_OF_SIGHT_S = 24 * 3600.0
-"""Without a change, after which nobody writes to what a process made that cannot be seen from here."""
+"""Seconds without a change after which a file is abandoned if its process cannot be seen from here."""
 
 _looked_through: set[tuple[int, Path]] = set()
 
 
 def temporary_name() -> str:
-    """Return an unused name for what this process makes and removes again, or renames."""
-    # Without the name that it gets: that may already be as long as the file system allows.
-    # Sixteen random digits: nobody can make links under all possible names in advance.
+    """Return an unused name for a temporary file or folder of this process."""
+    # The final name is not part of it because that may already have the largest length.
+    # Sixteen random digits prevent links under all possible names.
     return f".osora-{_place()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}.tmp"
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove from `folder` what processes that are gone would have removed; once for each process and folder.
+    """Remove temporary files of ended processes from `folder`. Each process does this once per folder.
 
-    That is what has a `temporary_name`, has not changed for a minute, and is of a process that has ended. Of one that
-    cannot be seen from here, on another machine, in another container or before a restart, what has not changed for a
-    day. Without effect where that is not possible.
+    A file or folder is removed if it has a `temporary_name`, its process has ended, and it has not changed for a
+    minute. A process on another machine, in another container or before a restart cannot be seen from here; the limit
+    is then a day. Failures are ignored.
     """
     with suppress(OSError):
         asked = (os.getpid(), folder.absolute())
@@ -53,8 +53,8 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def remove_left_by(pids: Collection[int], folder: Path) -> None:
-    """Remove from `folder` at once what processes would have removed that this one has started and seen end.
-    Without effect where that is not possible.
+    """Remove temporary files of ended child processes from `folder` at once.
+    Failures are ignored.
     """
     with suppress(OSError):
         for entry in os.scandir(folder):
@@ -64,7 +64,7 @@ def remove_left_by(pids: Collection[int], folder: Path) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether `path` is what `remove_abandoned` removes."""
+    """Return whether `remove_abandoned` would remove `path`."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return False
@@ -78,8 +78,8 @@ def is_abandoned(path: Path) -> bool:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a new folder among the system's temporary files, which is removed with all that is in it.
-    Raises OutputError if it cannot be made.
+    """Yield a new temporary folder of the system, which is removed with its contents at the end.
+    Raises OutputError if it cannot be created.
     """
     parent = Path(tempfile.gettempdir())
     remove_abandoned(parent)
@@ -95,7 +95,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _has_ended(pid: int, started: str) -> bool | None:
-    """Whether a process is gone, also where another has its number now; None: not known."""
+    """Return whether a process has ended, even if another process has its number now; None if unknown."""
     start = _start_of(pid)
     if start is not None:
         return str(start) != started
@@ -109,7 +109,7 @@ def _has_ended(pid: int, started: str) -> bool | None:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process started, the same for its whole life; None: there is none, or it cannot be seen."""
+    """Return the start time of a process, constant for its life; None if it does not exist or cannot be seen."""
     if sys.platform == "linux":
         with suppress(OSError, ValueError, IndexError):
             # The name of the program, in parentheses, may have spaces and parentheses too.
@@ -124,8 +124,8 @@ def _start_of(pid: int) -> int | None:
 
 @cache
 def _place() -> str:
-    """Return what tells apart those places where the same number may be another process: machines since their start,
-    and containers in them. Unknown, it is one that no other process has: containers may share folder and host name.
+    """Return an ID of the process namespace: the machine since its start, and the container. If it is unknown, return
+    a random ID because containers may share the folder and host name.
     """
     try:
         facts = [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.stat("/proc/self/ns/pid").st_ino)]

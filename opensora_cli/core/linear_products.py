@@ -1,10 +1,10 @@
-"""How the linear layers of the transformer's blocks are multiplied when a video is generated."""
+"""Number formats of matmuls in the linear layers of the transformer's blocks, for generation."""
 
 from enum import StrEnum
 
 
 class LinearProducts(StrEnum):
-    """What is multiplied; sums are in more bits."""
+    """Number format of the factors of a matmul; sums have more bits."""
 
     EXACT = "exact"
     """Numbers of the run's dtype."""

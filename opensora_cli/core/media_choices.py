@@ -1,4 +1,4 @@
-"""Choices of media that settings offer and `media` implements, which must not import each other."""
+"""Choices of media, shared by settings and `media`, which must not import each other."""
 
 from enum import StrEnum
 
@@ -13,7 +13,7 @@ class MediaFormat(StrEnum):
 
 
 class Fit(StrEnum):
-    """How a reference of another shape is fitted to the video."""
+    """Method that fits a reference of another shape to the video."""
 
     CROP = "crop"
     PAD = "pad"

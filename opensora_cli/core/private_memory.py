@@ -1,7 +1,6 @@
-"""Memory that this process can still have before the kernel ends one, and how the process frees it.
+"""Memory that this process can allocate before the kernel kills a process, and ways to free memory.
 
-Page cache counts as free, since the kernel gives it up: so do the pages of mapped files that nobody has written to.
-Swap does not count.
+Page cache and unmodified pages of mapped files count as free because the kernel reclaims them. Swap does not count.
 """
 
 import ctypes
@@ -22,21 +21,21 @@ _LARGEST_THRESHOLD = 2**25
 """Threshold that glibc reaches by itself."""
 _CACHE_V2 = {"active_file": 1, "inactive_file": 1, "slab_reclaimable": 1, "file_dirty": -1, "file_writeback": -1}
 _CACHE_V1 = {"total_active_file": 1, "total_inactive_file": 1, "total_dirty": -1, "total_writeback": -1}
-"""What a group's usage has of page cache that can be given up at once, and what of it must be written first."""
+"""Parts of a group's page cache: 1 for parts that can be reclaimed, -1 for parts that must be written first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateMemory:
-    """The memory that this process can have for itself, in bytes."""
+    """Memory that this process can have for itself, in bytes."""
 
     free_bytes: int
-    """More than it has already."""
+    """Memory that the process can still allocate."""
     total_bytes: int
-    """All processes together: the machine's memory, or the least limit of its groups."""
+    """Memory of all processes together: that of the machine, or the least limit of its groups."""
 
 
 def read_private_memory(root: Path = Path("/")) -> PrivateMemory:
-    """Return what there is now: of the machine, and of every group that this process is in, the least."""
+    """Return the present memory: the minimum of the machine and of every group of this process."""
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total
     for limit, free_of_group in _groups(root):
@@ -45,9 +44,9 @@ def read_private_memory(root: Path = Path("/")) -> PrivateMemory:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and free bytes of each group that has a limit."""
+    """Yield the limit and the free bytes of each group that has a limit."""
     for folder, is_v2 in cgroup_folders(root, "memory", folders_v1=("memory",)):
-        # Over memory.high a group is not killed, but slowed down until it hardly moves.
+        # A group above memory.high is not killed, but throttled heavily.
         names = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
         limits = [int(word) for name in names for word in read_words(folder, name) if word.isdigit()]
         used = read_words(folder, "memory.current" if is_v2 else "memory.usage_in_bytes")
@@ -64,10 +63,10 @@ def _reclaimable(folder: Path, kinds: dict[str, int]) -> int:
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Map large CPU tensors one by one inside the block, so that their memory is free as soon as they are.
+    """Map each large CPU tensor separately inside the block, so that freeing it returns its memory to the system.
 
-    glibc raises its threshold for mapping to 32 MiB as large allocations are freed. Below it, small objects split the
-    place of a freed tensor, and the heap grows with each tensor. Fresh pages cost time. Other C libraries ignore this.
+    glibc raises its threshold for mapping to 32 MiB as large allocations are freed. Below it, small objects fragment
+    the memory of freed tensors, and the heap grows with each tensor. New pages cost time. Only glibc has this setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:

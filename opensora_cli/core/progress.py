@@ -1,22 +1,22 @@
-"""How the engine reports progress, whatever displays it."""
+"""Interface through which the engine reports progress."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 BYTES = "bytes"
-"""The unit of stages that read or write so much: shown as sizes."""
+"""Unit of stages that count bytes; their progress is shown as sizes."""
 
 
 class StageProgress(Protocol):
-    """The running stage."""
+    """Progress of the running stage."""
 
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
 
 
 class Reporter(Protocol):
-    """Shows messages, figures and the progress of stages."""
+    """Receiver of messages, figures and the progress of stages."""
 
     def note(self, text: str) -> None:
         """Show one line of information."""
@@ -25,14 +25,14 @@ class Reporter(Protocol):
         """Show a warning of one line."""
 
     def figures(self, values: Mapping[str, str]) -> None:
-        """Show what is measured of the running stage, by name, in the place of what was shown before."""
+        """Show measured values of the running stage by name, instead of the previous values."""
 
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> AbstractContextManager[StageProgress]:
-        """Open a stage of `total` units (None: unknown)."""
+        """Open a stage of `total` units. None means unknown."""
 
 
 class SilentReporter:
-    """Shows nothing: the default for library use."""
+    """Reporter that shows nothing, the default for library use."""
 
     def note(self, text: str) -> None: ...
 
@@ -44,5 +44,5 @@ class SilentReporter:
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run the stage without a trace."""
+        """Run the stage without output."""
         yield self

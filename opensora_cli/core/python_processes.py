@@ -1,7 +1,7 @@
-"""Commands and environments of the Python processes that this one starts: they import nothing from the working folder.
+"""Commands and environments of new Python processes, which import nothing from the working folder.
 
-`python -m`, `python -c` and `python -` put the working folder first in `sys.path`, where a `queue.py` takes the place
-of Python's own. All Python processes of the package are started by what is here.
+`python -m`, `python -c` and `python -` put the working folder first in `sys.path`, where a file `queue.py` replaces
+Python's own module. All Python processes of the package are started through this module.
 """
 
 import sys
@@ -14,21 +14,21 @@ SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*arguments: str) -> list[str]:
-    """Return a command that runs Python with `arguments`. Its environment is to be a `safe_environment`."""
+    """Return a command that runs Python with `arguments`. Run it in a `safe_environment`."""
     return [sys.executable, "-P", *arguments]
 
 
 def module_command(name: str) -> list[str]:
-    """Return a command that runs a module of this package as a program. Its environment is to be a `safe_environment`.
+    """Return a command that runs a module of this package as a program. Run it in a `safe_environment`.
 
-    The new process has this process's copy of the package, also where that was found in the working folder alone.
+    The new process imports the same copy of the package, even if that lies in the working folder.
     """
     return python_command(str(Path(run_module.__file__)), name)
 
 
 def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` for a process whose own Python processes import nothing from the working folder either.
+    """Return `environment` for a process whose child Python processes import nothing from the working folder either.
 
-    Libraries start some: the compile workers of torch, and those of `multiprocessing`.
+    Libraries start such processes: the compile workers of torch, and workers of `multiprocessing`.
     """
     return {**environment, SAFE_PATH_VARIABLE: "1"}

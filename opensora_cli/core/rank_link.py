@@ -1,9 +1,9 @@
-"""What connects a rank with the launcher that started it: signs of life, progress, and the reason of its end.
+"""Link between a rank and its launcher: heartbeats, progress, and the reason for the end of the rank.
 
-The link is one end of a socket pair, so that each side learns from the kernel when the other is gone. A thread sends
-a pulse every second: a stopped process falls silent. That thread goes on while the main thread hangs in a collective,
-so it also watches whether the main thread makes progress. Waiting on a peer is no error: only the launcher, which sees
-all ranks, can distinguish a hung rank from those that wait for it.
+The link is one end of a socket pair, so that the kernel tells each side when the other has ended. A thread sends a
+pulse every second; a stopped process sends none. That thread keeps running while the main thread hangs in a
+collective, so it also checks whether the main thread makes progress. Waiting for a peer is no error: only the launcher,
+which sees all ranks, can distinguish a hung rank from the ranks that wait for it.
 """
 
 import faulthandler
@@ -29,28 +29,28 @@ from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.signals import end_with_parent, held_back
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
-"""Set by our launcher: the file descriptor of a rank's end."""
+"""Variable that the launcher sets to the file descriptor of the rank's end of the link."""
 
 INTERRUPTED = 130
 FIRST_STAGE = "start"
-"""The stage of a rank before its first `beat`."""
+"""Stage of a rank before its first `beat`."""
 SILENCE_S = 60.0
 SILENT_STEPS = 10
 
 _BEAT_S = 1.0
 _SEND_S = 5.0
 _WAITING = ("torch.distributed", "opensora_cli.parallel")
-"""Whose functions wait for other ranks."""
+"""Modules with functions that wait for other ranks."""
 
 Kind = Literal["error", "bug", "lost", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """Why a rank ends; `exit_code` is that of the whole run, and `message` has one problem a line.
+    """Reason for the end of a rank. `exit_code` is that of the whole run, and `message` has one problem per line.
 
-    The kinds: `error`, a user can act on it; `lost`, another rank is gone, which is seldom the cause; `interrupted`, it
-    was asked to end; `bug`, anything else.
+    The kinds are `error` (a user can fix it), `lost` (another rank has ended, which is seldom the cause),
+    `interrupted` (the rank was asked to end) and `bug` (anything else).
     """
 
     kind: Kind
@@ -61,14 +61,14 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank reports of itself every second.
+    """Heartbeat of a rank, sent every second.
 
     Args:
-        moves: how often it reported progress; ranks that do the same work have about as many.
+        moves: number of progress reports; ranks with the same work have similar numbers.
         still_s: seconds without a sign of work.
-        is_idle: whether these are too many; no error in a rank that waits for one that works.
-        is_late: whether a step takes too long, whatever the rank does.
-        waits: whether it is in a collective, or what else waits for other ranks, as far as can be seen.
+        is_idle: whether `still_s` is too long. This is no error in a rank that waits for a working rank.
+        is_late: whether a step takes too long, even if the rank works.
+        waits: whether the main thread appears to wait for other ranks, as in a collective.
     """
 
     moves: int = 0
@@ -79,11 +79,11 @@ class Pulse:
 
 
 class OwnTime:
-    """Seconds as a process that watches others has lived through them.
+    """Clock of a watching process that leaves out the time in which the process itself could not run.
 
-    Of a look that comes late no more than `most_s` counts, and none of the time that its main thread waited for its
-    turn on a processor. So little passes where everything is slow, or where the watcher was stopped itself, and nobody
-    is reported for that. `clock` counts seconds, `delays` those of waiting for a turn.
+    At most `most_s` counts between two looks, and no time for which the main thread waited for a processor. So a slow
+    machine or a stopped watcher causes no timeouts of others. `clock` returns seconds, and `delays` returns the seconds
+    of waiting for a processor.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class OwnTime:
         return self._read()[0]
 
     def look(self) -> float:
-        """Look, and return the seconds since the start."""
+        """Record a look, and return the seconds since the start."""
         self._last = self._read()
         return self._last[0]
 
@@ -113,18 +113,18 @@ class OwnTime:
 def linked(context: RankContext, *, silence_s: float = SILENCE_S, silent_steps: int = SILENT_STEPS) -> Iterator[None]:
     """Keep the link open inside the block.
 
-    A rank that our launcher started ends at once when the launcher is gone, and reports when it makes no progress: the
-    launcher judges. Nothing watches all ranks of torchrun and of Slurm. They end with a message when they have reported
-    a step's time and the next takes far longer.
+    A rank that osora's launcher started ends at once when the launcher has ended. It reports a lack of progress, and
+    the launcher decides. Ranks of torchrun and Slurm have no common watcher: such a rank ends with a message if it has
+    reported the time of a step and the next step takes far longer.
 
-    Raises RequestError if the launcher's variable is nonsense, and OutputError if the log cannot be written.
+    Raises RequestError if the launcher's variable is invalid, and OutputError if the log cannot be written.
 
     Args:
-        silence_s: seconds that are too long without progress, if ten steps are not longer.
-        silent_steps: how many steps' time that is.
+        silence_s: shortest timeout without progress, in seconds.
+        silent_steps: number of steps whose time is the timeout if that is longer.
     """
     global _link
-    number = os.environ.pop(CHANNEL_VARIABLE, None)  # not for what this process starts
+    number = os.environ.pop(CHANNEL_VARIABLE, None)  # child processes must not inherit it
     channel = _channel(number) if number else None
     link = _Link(context, channel, silence_s=silence_s, silent_steps=silent_steps)
     _link = link
@@ -160,9 +160,9 @@ def beat(stage: str, step_s: float | None = None, *, on_device: bool = False) ->
     """Report that the main thread makes progress; without effect in a process that is no rank.
 
     Args:
-        stage: what it does now.
-        step_s: seconds of a step; from now until the next `beat` no more may pass than the larger of 60 s and ten
-            times that. None: this may take as long as it takes, while this rank or another works.
+        stage: name of the present stage.
+        step_s: seconds of a step. The next `beat` must come within the larger of 60 s and ten times this. None means
+            no limit while this rank or another works.
         on_device: whether the stage computes on the rank's device, see `device_is_gpu`.
     """
     if _link is not None:
@@ -170,27 +170,27 @@ def beat(stage: str, step_s: float | None = None, *, on_device: bool = False) ->
 
 
 def move() -> None:
-    """Report that a part of a step is done; cheap, and without effect in a process that is no rank."""
+    """Report that a part of a step is done; without effect in a process that is no rank."""
     if _link is not None:
         _link.moves += 1
 
 
 def device_is_gpu() -> None:
-    """Count processor time of stages that compute on the device as no sign of work from now on.
+    """Ignore processor time as a sign of work in stages that compute on the device, from now on.
 
-    A thread that waits for a GPU, and so for a collective on it, does not sleep but polls it.
+    A thread that waits for a GPU, for example in a collective, uses processor time because it polls.
     """
     if _link is not None:
         _link.is_on_gpu = True
 
 
 def current_stage() -> str | None:
-    """Return the stage of this rank; None: it is none."""
+    """Return the stage of this rank; None in a process that is no rank."""
     return None if _link is None else _link.stage
 
 
 def report_left(lines: Callable[[], Sequence[str]]) -> bool:
-    """Report to the launcher how to go on if this rank is killed; False: there is none, and nobody asks for `lines`."""
+    """Tell the launcher how to continue if this rank is killed; return False, without `lines`, if there is none."""
     if _link is None or not _link.has_launcher:
         return False
     _link.send({"left": "\n".join(lines())})
@@ -198,13 +198,13 @@ def report_left(lines: Callable[[], Sequence[str]]) -> bool:
 
 
 def report_failure(message: str, *, hint: str | None = None, exit_code: int) -> bool:
-    """Report to the launcher an error that a user can act on; False: there is none, and the caller must print it."""
+    """Report an error that a user can fix to the launcher; return False if there is none: the caller must print it."""
     kind: Kind = "interrupted" if exit_code == INTERRUPTED else "error"
     return _report(RankReport(kind=kind, message=message, hint=hint, exit_code=exit_code))
 
 
 def report_bug(error: BaseException) -> bool:
-    """Report an error that is not ours, and write its traceback to the rank's log; returns as `report_failure`."""
+    """Report an unexpected error, and write its traceback to the rank's log. Returns the same as `report_failure`."""
     if _link is None or not _link.has_launcher:
         return False
     _link.log("".join(traceback.format_exception(error)))
@@ -224,13 +224,13 @@ def _report(report: RankReport) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether a collective failed because peers are gone; by names, since this must not import torch."""
+    """Return whether a collective failed because peers have ended. It compares names to avoid importing torch."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or ("RuntimeError" in names and "gloo/" in str(error))
 
 
 class _Link:
-    """The rank's end."""
+    """Rank's end of the link."""
 
     def __init__(
         self, context: RankContext, channel: socket.socket | None, *, silence_s: float, silent_steps: int
@@ -264,10 +264,10 @@ class _Link:
         if self._channel is not None:
             self._channel.set_inheritable(False)
             self._channel.settimeout(_SEND_S)
-            # The launcher's end, SIGKILL included, also ends a rank that is stopped or hangs.
+            # The end of the launcher, also by SIGKILL, ends a rank even if it is stopped or hangs.
             end_with_parent()
             if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-                # So in the background of a script. Here it comes from the launcher alone.
+                # Scripts ignore SIGINT in background commands. A rank gets it only from the launcher.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._log is not None:
             faulthandler.enable(self._log)
@@ -290,7 +290,7 @@ class _Link:
             self.send({"stage": stage})
 
     def log(self, text: str) -> None:
-        """Write to the log: what rank 0 prints goes to the terminal."""
+        """Write to the log, not to the terminal, which shows the output of rank 0."""
         if self._log is not None:
             with suppress(OSError):
                 self._log.write(text.encode("utf-8", "backslashreplace"))
@@ -308,7 +308,7 @@ class _Link:
                     self._end(pulse)
                 self._ended.wait(_BEAT_S)
             elif select.select([self._channel], [], [], _BEAT_S)[0] and not self._ended.is_set():
-                os.kill(os.getpid(), signal.SIGKILL)  # nothing is ever sent to a rank: the launcher is gone
+                os.kill(os.getpid(), signal.SIGKILL)  # a rank never receives data: the launcher has ended
 
     def _pulse(self) -> Pulse:
         now, progress = self._time.look(), self._progress
@@ -340,7 +340,7 @@ class _Link:
         if self._log is not None and not self._has_logged_traceback:
             self._has_logged_traceback = True
             faulthandler.dump_traceback(self._log)
-            self._signs = self._signs_of_work()  # that was no work of the main thread
+            self._signs = self._signs_of_work()  # the traceback was no work of the main thread
 
     def _end(self, pulse: Pulse) -> None:
         where = f"rank {self._context.rank} on {socket.gethostname()}, in the stage {self.stage}"
@@ -349,13 +349,13 @@ class _Link:
 
     def send(self, message: object) -> None:
         if self._channel is not None:
-            with held_back(), self._sending, suppress(OSError):  # half a line would spoil the next one
+            with held_back(), self._sending, suppress(OSError):  # a partial line would break the next one
                 self._channel.sendall(json.dumps(message).encode() + b"\n")
 
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """When the main thread last made progress, and how long it may take for the next."""
+    """Time of the last progress of the main thread, and the limit for the next."""
 
     stage: str
     since: float
@@ -364,13 +364,13 @@ class _Progress:
 
 
 def _ignore_interrupts() -> None:
-    """Ignore SIGINT from now on: a rank that only exits would print a traceback beside the launcher's message."""
+    """Ignore SIGINT from now on: an exiting rank would print a traceback beside the launcher's message."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _main_clock() -> Callable[[], float]:
-    """Return a clock of the processor time of the main thread, or where that is unknown, of all but the asking one."""
+    """Return a clock of the main thread's processor time; if unknown, that of all threads except the calling one."""
     main = threading.main_thread().ident
     if sys.platform == "linux" and main is not None:
         clock = time.pthread_getcpuclockid(main)
@@ -379,7 +379,7 @@ def _main_clock() -> Callable[[], float]:
 
 
 def _main_delays() -> Callable[[], float] | None:
-    """Return what counts the seconds for which the main thread had to wait for a processor; None: not known."""
+    """Return a function for the seconds that the main thread has waited for a processor; None if unknown."""
     path = Path(f"/proc/self/task/{os.getpid()}/schedstat")
 
     def read() -> float:

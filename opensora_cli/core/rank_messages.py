@@ -1,6 +1,6 @@
-"""What ranks tell each other beside tensors: JSON, so that nothing that arrives is ever run.
+"""Messages between ranks as JSON, so that received data is never executed.
 
-`torch.distributed` sends objects as pickles: whoever reached the port of a run could send one of their own.
+`torch.distributed` sends objects as pickles: anyone with access to the port of a run could send a malicious one.
 """
 
 import json
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 Json = Any
-"""None, booleans, numbers, text, lists, and mappings from text."""
+"""JSON value: None, boolean, number, text, list, or mapping with text keys."""
 
 
 def broadcast_json(value: Json, group: dist.ProcessGroup | None = None) -> Json:
-    """Return the value that the first rank of the group gives, on all its ranks; None is the group of all.
+    """Return the first rank's value on all ranks of the group. None means the default group.
 
-    What the others give does not matter. Tuples arrive as lists.
+    Values of other ranks are ignored. Tuples arrive as lists.
     """
     device = _device(group)
     is_first = dist.get_rank(group) == 0
@@ -32,7 +32,7 @@ def broadcast_json(value: Json, group: dist.ProcessGroup | None = None) -> Json:
 
 
 def all_gather_json(value: Json, group: dist.ProcessGroup | None = None) -> list[Json]:
-    """Return the values that the ranks give, in the order of ranks; None is the group of all."""
+    """Return the values of all ranks, in the order of ranks. None means the default group."""
     device = _device(group)
     text = _encoded(value, device)
     lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
@@ -58,7 +58,7 @@ def broadcast_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the group can send from: the CPU unless it has a backend for GPUs alone."""
+    """Return the device for messages of the group: the CPU unless its only backend is for GPUs."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, from the environment that torchrun, Slurm or our own launcher sets."""
+"""Rank of this process, from the environment of torchrun, Slurm or osora's launcher."""
 
 import re
 from collections.abc import Mapping
@@ -8,36 +8,36 @@ from pathlib import Path
 from opensora_cli.core.exceptions import RequestError
 
 LOG_VARIABLE = "OSORA_RANK_LOG"
-"""Set by our launcher: the log file of a rank."""
+"""Variable that osora's launcher sets to the log file of a rank."""
 
 STORE_VARIABLE = "OSORA_RANK_STORE"
-"""Set by our launcher: the file by which its ranks meet."""
+"""Variable that osora's launcher sets to the file store of its ranks."""
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
-# Below the ports that Linux hands out by itself, from 32768 on.
+# Below the ephemeral ports of Linux, which begin at 32768.
 _FIRST_PORT, _PORTS = 12_000, 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What one of several processes knows of itself and of where to meet the others."""
+    """Rank of a process, and the address of the store of its group."""
 
     rank: int
-    """0 to world_size - 1."""
+    """Rank from 0 to world_size - 1."""
     local_rank: int
-    """Among those on this machine: which GPU it takes."""
+    """Rank among the processes on this machine, which selects the GPU."""
     world_size: int
     nnodes: int
     """Number of machines."""
     master_addr: str = ""
-    """Host of the store through which the ranks find each other; empty where they have a `store` file."""
+    """Host of the store through which the ranks find each other; empty if they have a `store` file."""
     master_port: int = 0
     store: Path | None = None
-    """File that takes the place of that store; None where our launcher did not start this rank."""
+    """File store instead of a host. None means that osora's launcher did not start this rank."""
     log: Path | None = None
-    """This rank's log file; None where our launcher did not start it."""
+    """Log file of this rank. None means that osora's launcher did not start it."""
 
     @property
     def is_main(self) -> bool:
@@ -46,14 +46,14 @@ class RankContext:
 
 
 def find_context(environment: Mapping[str, str]) -> RankContext | None:
-    """Return which rank this process is, or None where it runs alone.
+    """Return the rank of this process, or None if it runs alone.
 
-    The variables of torchrun, which our launcher sets too, count before those of Slurm: ranks that torchrun started in
-    a Slurm job have both. Of Slurm only what `srun` started counts: the script of a batch job has most of the
-    variables too, but is no rank.
+    Variables of torchrun, which osora's launcher sets, too, have priority over those of Slurm: ranks that torchrun
+    started in a Slurm job have both. Only processes that `srun` started are ranks of Slurm; the script of a batch job
+    has most of the variables, but is no rank.
 
     Raises:
-        RequestError: variables are missing, no numbers, or contradict each other; they are named.
+        RequestError: Variables are missing, no numbers, or contradict each other. The message names them.
     """
     is_slurm_step = "SLURM_PROCID" in environment and {"SLURM_STEP_ID", "SLURM_STEPID"} & environment.keys()
     # Scripts for srun often export WORLD_SIZE and the master's address, but can't know a rank.
@@ -63,14 +63,14 @@ def find_context(environment: Mapping[str, str]) -> RankContext | None:
 
 
 def is_of_launcher(path: Path, environment: Mapping[str, str]) -> bool:
-    """Return whether our launcher wrote a file for this rank: it lies beside the log of the rank."""
+    """Return whether osora's launcher wrote a file for this rank, that is, beside the log of the rank."""
     log = environment.get(LOG_VARIABLE)
     return log is not None and Path(log).absolute().parent == path.absolute().parent
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host that Slurm's short form of a list of hosts means: `node01` of `node[01-04,7],login`.
-    Raises RequestError if it is no such list.
+    """Return the first host of a Slurm host list: `node01` for `node[01-04,7],login`.
+    Raises RequestError if the text is not such a list.
     """
     match = re.fullmatch(r"((?:[^,\[\]\s]|\[[\d,-]+\])+)(?:,.*)?", nodelist)
     first = re.sub(r"\[(\d+)[\d,-]*\]", r"\1", match[1]) if match else ""
@@ -132,7 +132,7 @@ def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
     if world_size == 1:
         return None
     _require_even(world_size, nnodes)
-    # Such as 4(x2),3: twice 4 and once 3.
+    # For example, 4(x2),3 means twice 4 and once 3.
     shares = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if len({share.partition("(")[0] for share in shares.split(",")}) > 1:
         raise _uneven(f"SLURM_STEP_TASKS_PER_NODE={shares}")
@@ -148,7 +148,7 @@ def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
 
 
 def _first_set(environment: Mapping[str, str], *names: str) -> str:
-    """Return the first name that is set, or the best-known one of them for a message."""
+    """Return the first name that is set, or the best-known name for a message."""
     return next((name for name in names if name in environment), names[1])
 
 

@@ -1,7 +1,7 @@
-"""Reading what a user named: the one place that knows what can go wrong there, and with which exit code it ends.
+"""Reading of a user's files: translates expected errors to errors with an exit code.
 
-The set is closed: what the system refuses, names that no file can have, text that is not UTF-8, what is nested too
-deeply or does not fit into memory. Everything else that happens while a file is read is a bug, and keeps its traceback.
+Expected errors are refusals of the system, invalid file names, text that is not UTF-8, nesting that is too deep and a
+lack of memory. Every other error while reading a file is a bug, and keeps its traceback.
 """
 
 import errno
@@ -17,7 +17,7 @@ from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.strict_json import parse_object, shown
 
 MAX_TEXT_BYTES = 10_000_000
-"""Of a file of settings, a sidecar or a caption: 10 MB. Written by hand or by osora, none is near it."""
+"""Largest size of a file of settings, a sidecar or a caption: 10 MB, far above real files."""
 
 _OF_MACHINE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 _OF_SYSTEM = _OF_MACHINE | {
@@ -30,13 +30,13 @@ _NO_MEMORY = (
     *("annot allocate memory", "can't allocate memory", "std::bad_alloc"),
     *("failed to map segment", "can't start new thread"),
 )
-"""In the messages of torch, of the loader of shared libraries and of Python's threads."""
+"""Texts in error messages of torch, of the loader of shared libraries and of Python's threads."""
 _NO_KERNEL = "could not create a primitive"
-"""What oneDNN says where it gets no memory for the code of a kernel; one that it lacks is a "primitive descriptor"."""
+"""Message of oneDNN if it gets no memory for a kernel's code. A missing kernel is a "primitive descriptor"."""
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Return whether this process got no memory (as under `ulimit -v`), whatever kind of error that became."""
+    """Return whether an error of any kind means a lack of memory (as under `ulimit -v`)."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     text = str(error)
@@ -49,12 +49,12 @@ def is_lack_of_memory(error: BaseException) -> bool:
 def reading(
     path: str | os.PathLike[str], *, problem: type[FileProblem] = FileProblem, hint: str | None = None
 ) -> Iterator[None]:
-    """Turn what goes wrong in the block, which reads what a user named `path`, into the error of that file.
+    """Translate expected errors of the block, which reads the user's file `path`, to errors that name it.
 
     Raises:
-        FileProblem, or the subclass `problem`: the system refuses it, no file can have its name, its text is not UTF-8
-            or nested too deeply; with `hint`, or the file inside `path` that the system names.
-        HardwareError: it does not fit into memory, or too many files are open.
+        FileProblem, or the subclass `problem`: The system refuses access, no file can have this name, or the text is
+            not UTF-8 or nested too deeply. The error has `hint`, and names a file inside `path` if the system does.
+        HardwareError: The file does not fit in memory, or too many files are open.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def reading(
 
 
 def lack_of_machine(error: Exception, path: str | os.PathLike[str]) -> HardwareError | None:
-    """Return the error of a machine that has no memory or no descriptors left for reading `path`; None: it has."""
+    """Return the error if reading `path` failed for lack of memory or file descriptors, else None."""
     if is_lack_of_memory(error):
         return HardwareError(f"there is not enough memory to read {shown_path(path)}")
     if isinstance(error, OSError) and error.errno in _OF_MACHINE:
@@ -75,9 +75,9 @@ def lack_of_machine(error: Exception, path: str | os.PathLike[str]) -> HardwareE
 
 
 def refused_by_system(error: OSError) -> OsoraError | None:
-    """Return the error of a file that the system denies, cannot reach or has no room for, wherever that was noticed.
+    """Return the error for a file that the system denies, cannot reach or has no room for.
 
-    None for every other error, and where the system names no file: those that no `reading` block expects are bugs.
+    None for every other error, and if the system names no file: errors outside of `reading` blocks are bugs.
     """
     if error.errno not in _OF_SYSTEM:
         return None
@@ -90,9 +90,9 @@ def refused_by_system(error: OSError) -> OsoraError | None:
 def require_file(
     path: str | os.PathLike[str], *, problem: type[FileProblem] = FileProblem, hint: str | None = None
 ) -> os.stat_result:
-    """Return the status of a regular file. Pipes and devices, which may never end, are refused like folders.
+    """Return the status of a regular file. Folders, and pipes and devices, which may never end, are refused.
 
-    Raises FileProblem, or the subclass `problem`, unless it is one that can be looked at.
+    Raises FileProblem, or the subclass `problem`, if it is no regular file or cannot be accessed.
     """
     with reading(path, problem=problem, hint=hint):
         status = os.stat(path)
@@ -108,10 +108,10 @@ def read_bytes(
     problem: type[FileProblem] = FileProblem,
     hint: str | None = None,
 ) -> bytes:
-    """Return what is in a regular file of at most `max_bytes`. Raises as `reading` and `require_file`."""
+    """Return the contents of a regular file of at most `max_bytes`. Raises like `reading` and `require_file`."""
     require_file(path, problem=problem, hint=hint)
     with reading(path, problem=problem, hint=hint), open(path, "rb") as file:
-        # By reading, since the size of what a kernel makes up, as in /proc, is not known.
+        # Read to find the size because files that the kernel generates, as in /proc, have no known size.
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise problem(
@@ -127,7 +127,7 @@ def read_text(
     problem: type[FileProblem] = FileProblem,
     hint: str | None = None,
 ) -> str:
-    """Return the text in a file, in UTF-8 with or without a byte order mark. Raises as `read_bytes`."""
+    """Return the text of a UTF-8 file with or without a byte order mark. Raises like `read_bytes`."""
     content = read_bytes(path, max_bytes=max_bytes, problem=problem, hint=hint)
     with reading(path, problem=problem, hint=hint):
         return content.decode("utf-8-sig")
@@ -136,7 +136,7 @@ def read_text(
 def read_json_object(
     path: str | os.PathLike[str], *, problem: type[FileProblem] = FileProblem, hint: str | None = None
 ) -> dict[str, Any]:
-    """Return the object in a JSON file, read strictly. Raises as `read_bytes`, and if it holds something else."""
+    """Return the object in a JSON file, read strictly. Raises like `read_bytes`, and if it is no object."""
     content = read_bytes(path, problem=problem, hint=hint)
     try:
         return parse_object(content)
@@ -152,7 +152,7 @@ def require_schema(
     problem: type[FileProblem] = FileProblem,
     hint: str | None = None,
 ) -> None:
-    """Raise FileProblem, or the subclass `problem`, unless `document` has the one schema that is read here."""
+    """Raise FileProblem, or the subclass `problem`, unless `document` has the schema `known`."""
     schema = document.get("schema")
     if schema != known:
         raise problem(
@@ -162,7 +162,7 @@ def require_schema(
 
 
 def stays_inside(name: object) -> bool:
-    """Return whether a document names a file of its own folder, or of one below, on whatever system."""
+    """Return whether a name in a document lies in its folder or below, on every operating system."""
     if not isinstance(name, str) or not name.isprintable():
         return False
     parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
@@ -173,7 +173,7 @@ def stays_inside(name: object) -> bool:
 def _explained(
     error: Exception, path: str | os.PathLike[str], *, problem: type[FileProblem], hint: str | None
 ) -> OsoraError | None:
-    """Return what an error of a `reading` block means; None where it is a bug."""
+    """Return the error to raise for an error of a `reading` block; None if it is a bug."""
     if isinstance(error, OSError):
         path = _inside(error.filename, path)
     if lack := lack_of_machine(error, path):
@@ -197,7 +197,7 @@ def _explained(
 
 
 def _inside(filename: object, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the file that the system names if it lies in `path`, else `path`."""
+    """Return the file named in the system's error if it lies in `path`, else `path`."""
     if isinstance(filename, str | bytes | os.PathLike):
         named = Path(os.fsdecode(filename))
         if Path(path) in named.parents:

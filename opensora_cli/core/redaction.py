@@ -1,4 +1,4 @@
-"""What a report may show: the variables that matter, without users, hosts, folders and tokens."""
+"""Redaction of reports: relevant variables, without users, hosts, folders and tokens."""
 
 import getpass
 import re
@@ -18,7 +18,7 @@ _HIDDEN = "<hidden>"
 _SECRET_NAME = re.compile(
     r"(?i)TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|_AUTH\b|_KEY\b"
 )
-# NCCL's identify a host, or where its ranks meet; interfaces are often named after hardware addresses.
+# NCCL variables identify a host or an address of its ranks; interfaces are often named after hardware addresses.
 _HOST_NAME = re.compile(r"(?i)(MASTER_ADDR|HOSTNAME|_HOST|_ADDR|ENDPOINT|_HOSTID|_COMM_ID|_IFNAME|_HCA)\b")
 _TOKENS = re.compile(
     r"\b(hf_\w{8,}|gh[opsur]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|sk-[\w-]{8,}|xox[abp]-[\w-]{8,}|AKIA\w{12,}|"
@@ -27,10 +27,10 @@ _TOKENS = re.compile(
 _SERIALS = re.compile(
     r"\b(GPU-|MIG-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\b(GPU|MIG)-[0-9a-fA-F]{8,}\b"
 )
-"""Of GPUs, as CUDA_VISIBLE_DEVICES may name them, whole or shortened."""
+"""UUIDs of GPUs in CUDA_VISIBLE_DEVICES, whole or shortened."""
 _ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)=(\S+)")
 _PART = r"[^\s/:,;'\"()<>]+"
-# Folders may have blanks in their names; before the last slash they are distinct from words that follow.
+# Names of folders may contain blanks; only before the last slash, they can be distinguished from words.
 _PATH = re.compile(rf"(?<![\w/<>.@-])(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
 _LOOPBACKS = ("lo", "lo0")
 _SYSTEM_ROOTS = frozenset({"dev", "etc", "lib", "lib64", "proc", "sys", "usr"})
@@ -43,38 +43,38 @@ def is_relevant(name: str) -> bool:
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the relevant variables, sorted by name, as they may be printed: without secrets."""
+    """Return the relevant variables without secrets, sorted by name."""
     return {name: shown_value(name, environment[name]) for name in sorted(filter(is_relevant, environment))}
 
 
 def shown_value(name: str, value: str) -> str:
-    """Return the value of an environment variable as it may be printed: never a secret."""
+    """Return the value of an environment variable without secrets."""
     if _SECRET_NAME.search(name):
         return _HIDDEN
     return without_credentials(_TOKENS.sub(_HIDDEN, value))
 
 
 class Redactor:
-    """Hides one user's and one machine's names.
+    """Redactor of the names of one user and one machine.
 
-    `names` maps what to hide to what to write instead: a user, a host. `folders` are known to come up, and blanks in
-    their names must not save them.
+    `names` maps names of users and hosts to replacements. `folders` are known paths, which are hidden even if their
+    names contain blanks.
     """
 
     def __init__(self, names: Mapping[str, str], *, folders: Iterable[str] = ()) -> None:
-        # Longest first: a whole host name before its first part.
+        # Longest first, so that a whole host name is replaced before its first part.
         self._names = sorted(((name, shown) for name, shown in names.items() if name), key=lambda item: -len(item[0]))
         self._folders = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
 
     @classmethod
     def of_this_machine(cls, *, folders: Iterable[str]) -> "Redactor":
-        """Return one that knows the user, the home folder, the host, its network interfaces, and `folders`."""
+        """Return a redactor of the user, the home folder, the host, its network interfaces, and `folders`."""
         names = {}
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # a container may have a number for a user
+        except (KeyError, OSError):  # in a container, a user may have no name
             user = ""
-        if user != "root":  # which identifies no one
+        if user != "root":  # "root" identifies no one
             names[user] = "<user>"
         host = socket.gethostname()
         names |= {host: "<host>", host.partition(".")[0]: "<host>"}
@@ -82,7 +82,7 @@ class Redactor:
         return cls(names, folders=[str(Path.home()), str(Path.cwd()), sys.prefix, *folders])
 
     def text(self, text: str) -> str:
-        """Return `text` without anything that should stay here."""
+        """Return `text` without secrets and identifying names."""
         text = _ASSIGNED.sub(self._assigned, text)
         text = _SERIALS.sub(_HIDDEN, without_credentials(_TOKENS.sub(_HIDDEN, text)))
         for folder in self._folders:
@@ -93,7 +93,7 @@ class Redactor:
         return text
 
     def document(self, value: object) -> object:
-        """Return a JSON value with every text in it treated so."""
+        """Return a JSON value with every text redacted."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -103,7 +103,7 @@ class Redactor:
         return value
 
     def variable(self, name: str, value: object) -> object:
-        """Return the value under a name, which may show that it is a secret or a host."""
+        """Return the value of a variable or key, hidden if its name suggests a secret or a host."""
         if isinstance(value, str) and name.isupper():
             return _HIDDEN if _HOST_NAME.search(name) else self.text(shown_value(name, value))
         return self.document(value)

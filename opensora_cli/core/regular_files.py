@@ -1,7 +1,7 @@
-"""Opening files under names that anybody can guess, in folders that others may write to.
+"""Safe opening of files with predictable names in folders that others may write to.
 
-Another account, or the archive that a folder came from, may have put something else under such a name: a link to a file
-of the user, a pipe that blocks forever, a device.
+Another account, or the archive of a folder, may contain something else under such a name: a link to a file of the
+user, a pipe that blocks forever, or a device.
 """
 
 import errno
@@ -13,19 +13,19 @@ _REFUSALS = (errno.ELOOP, errno.EPERM, errno.EISDIR)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file and return its descriptor; for `open(path, mode, opener=open_regular)`, too.
+    """Open a regular file and return its descriptor. It can serve in `open(path, mode, opener=open_regular)`.
 
     A file that is opened for writing must have no other name. It must belong to this user or to the owner of its
     folder, who can replace it anyway: some network disks give all files to one owner. The file is truncated only after
-    it has passed these checks. The path may lead through linked folders.
+    it has passed these checks. The path may contain links to folders.
 
-    Raises OSError if the system refuses, or with the reason if the file is anything else.
+    Raises OSError if the system refuses, or with the reason if the file is not regular.
     """
     truncates, flags = bool(flags & os.O_TRUNC), flags & ~os.O_TRUNC
     is_written = bool(flags & (os.O_WRONLY | os.O_RDWR))
-    with suppress(FileNotFoundError):  # The open itself would have effects on some devices.
+    with suppress(FileNotFoundError):  # Opening has effects on some devices, so check first.
         _check_kind(path, os.lstat(path))
-    # The name may get another file between the two calls: O_NONBLOCK keeps a pipe from blocking then.
+    # The file may be replaced between the two calls: O_NONBLOCK prevents blocking on a pipe.
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
         flags |= getattr(os, name, 0)
     descriptor = os.open(path, flags, 0o666)
@@ -43,7 +43,7 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def hint_for(error: OSError) -> str | None:
-    """Return the fix for what `open_regular` refuses; None for an error of another kind."""
+    """Return the hint for a refusal of `open_regular`; None for another error."""
     return "move it away, or choose another folder" if error.errno in _REFUSALS else None
 
 

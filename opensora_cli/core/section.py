@@ -104,7 +104,7 @@ class Applies(NamedTuple):
     why: str = ""
     """End of the sentence "KEY=VALUE has no effect WHY: FIX", formatted with the settings `s`. Empty: never refused."""
     is_refused: bool = True
-    """Whether a value other than the default is refused from any source. Otherwise it is refused where it is typed."""
+    """Whether a value other than the default is refused from any source. Otherwise only a typed value is refused."""
     but: str = ""
     """Names in a section that the row does not cover."""
     is_recorded: bool = False

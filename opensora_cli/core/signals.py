@@ -1,4 +1,4 @@
-"""Ctrl-C and requests to end a process: raised, recorded, held back or ignored.
+"""Handling of Ctrl-C and requests to end a process: raised, recorded, delayed or ignored.
 
 Ctrl-C is SIGINT. Schedulers, containers and `timeout` send SIGTERM, often to all processes of a group; Slurm's
 `--signal` and the warnings of other schedulers are SIGUSR1, SIGUSR2 or SIGXCPU. A closed terminal, as after a lost ssh
@@ -24,14 +24,14 @@ END_REQUESTS = tuple(
 """Signals that ask a process to end, besides Ctrl-C."""
 _TERMINAL_GONE = getattr(signal, "SIGHUP", None)
 REPEAT_S = 0.3
-"""Seconds within which a second Ctrl-C is the first one, sent twice: nobody presses keys so fast."""
+"""Seconds within which a second Ctrl-C counts as a duplicate of the first; nobody presses keys so fast."""
 
 _MOMENT_S = 0.02
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends; on Linux alone."""
+    """Let the kernel kill this process when the thread that started it ends; only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
@@ -47,9 +47,9 @@ def leave_signals_to(parent: int) -> None:
 
 @contextmanager
 def blocked_in_children() -> Iterator[None]:
-    """Block Ctrl-C and requests to end in processes that are started inside the block, for as long as they run.
+    """Block Ctrl-C and requests to end in processes that are started inside the block, for their whole life.
 
-    This process gets signals of that time at the end of the block.
+    This process receives its pending signals at the end of the block.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -63,9 +63,9 @@ def blocked_in_children() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold back Ctrl-C, and requests to end that have a handler, and send the first at the end of the block.
+    """Delay Ctrl-C, and requests to end that have a handler, and send the first at the end of the block.
 
-    A block that raises sends it, too. Without effect outside of the main thread, which alone gets signals.
+    It is also sent if the block raises. Without effect outside of the main thread, the only one that gets signals.
     """
     held: list[int] = []
     try:
@@ -81,8 +81,8 @@ def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], boo
     """Record Ctrl-C and requests to end while the block runs; yield a function that returns whether either came.
 
     A second Ctrl-C raises KeyboardInterrupt. A request to end never does: its sender sends SIGKILL later. Ignored
-    signals, as Ctrl-C in the background of a script, stay ignored. The first signal calls `report` in another thread,
-    since the main one may hold any lock. Outside of the main thread nothing is recorded: Python interrupts it alone.
+    signals, such as Ctrl-C in the background of a script, stay ignored. The first signal calls `report` in another
+    thread because the main one may hold any lock. Outside of the main thread, which gets all signals, nothing is done.
     """
     was_asked = False
     pressed_at: float | None = None
@@ -109,9 +109,9 @@ def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], boo
 def interrupts() -> Iterator[Callable[[], bool]]:
     """Raise KeyboardInterrupt at Ctrl-C and requests to end; yield a function that returns whether either came.
 
-    A signal that is repeated at once changes nothing, nor does SIGHUP after another request. SIGTERM always counts, the
-    others unless they were ignored, or handled, before the block; Ctrl-C counts unless it is ignored, as in the
-    background of a script. Python drops exceptions that a finalizer raises: the signal is sent again a moment later.
+    An immediate repetition of a signal changes nothing, nor does SIGHUP after another request. SIGTERM always counts,
+    the other requests unless they were ignored or handled before the block. Ctrl-C counts unless it is ignored, as in
+    the background of a script. Python drops exceptions in finalizers: the signal is then sent again a moment later.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -124,7 +124,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal was_asked, was_requested, was_swallowed, last_s, last_number
         before_s, last_s, last_number = last_s, time.monotonic(), signal.Signals(number)
-        # The terminal goes away once: its shell sends SIGHUP again when it ends, whenever that is.
+        # A terminal closes only once: its shell sends SIGHUP again when the shell ends, at any later time.
         is_repeated = last_s - before_s < REPEAT_S or (number == _TERMINAL_GONE and was_requested)
         if is_repeated and not was_swallowed:
             return
@@ -137,7 +137,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
             hook(ignored)
             return
         was_swallowed = True
-        # Sent to the main thread, a signal also ends a wait.
+        # A signal to the main thread also ends a wait.
         send = _thread.interrupt_main if sys.platform == "win32" else partial(signal.pthread_kill, main, last_number)
         timers.append(threading.Timer(_MOMENT_S, send))
         timers[-1].start()
@@ -145,7 +145,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
     def is_wanted(number: signal.Signals) -> bool:
         if number == signal.SIGINT:
             return _has_handler(number)
-        # Nothing ignores SIGTERM for its children on purpose.
+        # No program makes its children ignore SIGTERM on purpose.
         return number == signal.SIGTERM or signal.getsignal(number) is signal.SIG_DFL
 
     sys.unraisablehook = send_again
@@ -166,7 +166,7 @@ def _has_handler(number: signal.Signals) -> bool:
 def _handled(
     handle: Callable[[int, FrameType | None], object], *, wanted: Callable[[signal.Signals], bool]
 ) -> Iterator[None]:
-    """Install a handler for those of Ctrl-C and the requests to end that are `wanted`, inside the block."""
+    """Install a handler for the `wanted` signals among Ctrl-C and the requests to end, inside the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

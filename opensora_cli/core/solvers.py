@@ -1,18 +1,18 @@
-"""How sampling gets from one time to the next."""
+"""ODE solvers of sampling."""
 
 from enum import StrEnum
 
 
 class Solver(StrEnum):
-    """A method for the differential equation of rectified flow; all follow the same path, with errors of their own."""
+    """ODE solver for rectified flow. All solve the same equation, with different errors."""
 
     EULER = "euler"
-    """Straight on with the velocity at the beginning of the step; what the reference does."""
+    """Euler's method: uses the velocity at the beginning of the step, as the reference does."""
     AB2 = "ab2"
-    """Adams-Bashforth: with the velocity half a step on, by the line through this one and the one before."""
+    """Adams-Bashforth method: extrapolates the velocity half a step from this one and the previous one."""
     HEUN = "heun"
-    """With the mean of the velocities at both ends of an Euler step: two evaluations a step but for the last."""
+    """Heun's method: uses the mean velocity of both ends of an Euler step, with two evaluations except in the last."""
 
     def evaluations(self, *, is_last: bool) -> int:
-        """Return how often a step evaluates each branch."""
+        """Return the number of evaluations of each branch in a step."""
         return 2 if self is Solver.HEUN and not is_last else 1

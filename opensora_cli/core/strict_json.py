@@ -1,20 +1,20 @@
-"""Reading JSON that may be broken or hostile: nothing is guessed, and errors have one line."""
+"""Strict reader for JSON that may be broken or malicious. Errors have one line."""
 
 import json
 from typing import Any
 
 MAX_JSON_BYTES = 10_000_000
-"""No header or index is longer: that of a model with eleven billion parameters has 150 kB."""
+"""Largest size of a header or index; a model with eleven billion parameters has 150 kB."""
 
 _MAX_SEPARATORS = 1_000_000
-"""Of values, which may take 100 bytes of memory for each of these: a tensor in a header has some 15."""
+"""Largest number of separators. Values take up to 100 bytes of memory each; a tensor in a header has about 15."""
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Return the object that `content` is, as UTF-8 JSON.
+    """Return the object in `content`, which is UTF-8 JSON.
 
     Raises:
-        ValueError: it is something else, too large or too deep, or has a key twice or text that is not Unicode.
+        ValueError: It is no object, too large or too deep, or has a duplicate key or text that is not Unicode.
     """
     if is_too_large(content):
         raise ValueError("JSON with more values than any model needs")
@@ -32,17 +32,17 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def is_too_large(content: bytes) -> bool:
-    """Return whether `content` may take more memory as an object than there should be for it."""
+    """Return whether `content` may take too much memory as an object."""
     return len(content) > MAX_JSON_BYTES or sum(map(content.count, (b"[", b"{", b",", b":"))) > _MAX_SEPARATORS
 
 
 def shown(text: str) -> str:
-    """Return foreign text as it may appear in a message: quoted, in one line, not too long."""
+    """Return untrusted text for a message: quoted, in one line, and shortened if it is long."""
     return repr(text) if len(text) <= 100 else f"{text[:80]!r}..."
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether `text` can be written as UTF-8: half a surrogate pair, such as an escape may give, can't."""
+    """Return whether `text` can be written as UTF-8; a lone surrogate, for example from an escape, cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -51,7 +51,7 @@ def is_unicode(text: str) -> bool:
 
 
 def as_unicode(text: str) -> str:
-    """Return `text` with what is no Unicode (of a shell argument in another encoding, say) in backslash form."""
+    """Return `text` with lone surrogates (for example from a shell argument in another encoding) in backslash form."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -1,7 +1,7 @@
-"""Number of CPU threads: as many as there is work for, on the cores that are really free.
+"""Number of CPU threads, limited by the work and by the free cores.
 
-OpenMP threads that wait for each other spin. On a core that another process uses, too, a small model takes many times
-longer than with one thread. Torch counts neither other processes nor the quota of a container.
+Waiting OpenMP threads spin. On a core that another process also uses, a small model takes many times longer than with
+one thread. torch considers neither other processes nor the quota of a container.
 """
 
 import math
@@ -102,7 +102,7 @@ def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -
 
 
 def named_threads(environment: Mapping[str, str], *, asked: int | None, now: int) -> ThreadChoice | None:
-    """Return the number that a user has named: `asked`, or `now` if a variable has set it; None without either.
+    """Return the number that a user has chosen: `asked`, or `now` if a variable has set it; None without either.
 
     A variable of `variables_of_ranks` is not the user's.
     """
@@ -133,13 +133,13 @@ def useful_threads(values: int) -> int:
 def read_cores(*, with_load: bool = True) -> Cores:
     """Return the cores that this process may use now. Measuring the load takes a fifth of a second.
 
-    Processes that start together would measure each other: none of several ranks measures the load.
+    Processes that start together would measure each other, so that none of several ranks measures the load.
     """
     numbers = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     quota = read_quota(Path("/"))
     if not with_load or len(numbers) == 1 or (quota is not None and quota < 2):
         return Cores(allowed=len(numbers), quota=quota)
-    # This process itself sleeps meanwhile.
+    # This process sleeps during the measurement.
     shares = psutil.cpu_percent(interval=_LOOK_S, percpu=True)
     busy = sum(share for number, share in enumerate(shares) if number in numbers) / 100
     return Cores(allowed=len(numbers), quota=quota, busy=busy)

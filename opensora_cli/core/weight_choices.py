@@ -1,4 +1,4 @@
-"""Choices of weights and their layout, for settings and for the code that reads checkpoints."""
+"""Choices of weights and their layouts, for settings and readers of checkpoints."""
 
 from enum import StrEnum
 

@@ -60,7 +60,7 @@ class StoredFrame(Protocol):
 
     @property
     def duration(self) -> float:
-        """Seconds, if no frame follows."""
+        """Duration in seconds, if no frame follows."""
 
     def to_rgb(self) -> torch.Tensor:
         """Return the frame as uint8 RGB (H, W, 3), upright."""

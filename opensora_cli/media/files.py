@@ -1,4 +1,4 @@
-"""Places of pictures and videos, and whether they can be read. Needs no torch."""
+"""Paths of pictures and videos, and checks that they can be read. It does not need torch."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from opensora_cli.core.reading import reading, require_file
 
 
 def media_path(path: str | os.PathLike[str], *, format: str, num_frames: int) -> Path:
-    """Return the place of a result: `path`, or the folder of a PNG sequence."""
+    """Return the path of a result: `path`, or the folder of a PNG sequence."""
     target = Path(path)
     if format != "png" or num_frames == 1:
         return target

@@ -12,7 +12,7 @@ _SEPARATOR = "-"
 
 
 def file_stem(prompt: str, *, seed: int) -> str:
-    """Return the name, without ending, of the video that `prompt` makes: `raining-sea_seed42`.
+    """Return the name, without ending, of the video of `prompt`: `raining-sea_seed42`.
 
     Letters, digits and vowel signs of every script stay (in lower case, since two names that differ only in case are
     one file on some systems); anything else becomes one `-`. Different prompts keep different names: where the prompt
@@ -23,7 +23,7 @@ def file_stem(prompt: str, *, seed: int) -> str:
 
 
 def prompt_stem(prompt: str, *, index: int) -> str:
-    """Return the name, without ending, by which evaluation suites such as VBench look for a sample: `raining, sea-0`.
+    """Return the name, without ending, of a sample for evaluation suites such as VBench: `raining, sea-0`.
 
     Characters that no file name can have become `_`. A longer prompt than 200 bytes is cut and ends with a hash.
     """

@@ -97,7 +97,7 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
 def _opened(path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
         with _decoding(path):
-            # As a file: imageio takes a path such as `http:x` or `a.zip/b.png` for something else.
+            # Open as a file because imageio treats a path such as `http:x` or `a.zip/b.png` in another way.
             file = stack.enter_context(path.open("rb"))
             Image.open(file, formats=_FORMATS)
             file.seek(0)
@@ -238,7 +238,7 @@ def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[
     animation_flag, exif_flag = 0x02, 0x08
     chunks = [
         _chunk(b"VP8X", bytes([animation_flag | (exif_flag if metadata else 0), 0, 0, 0]) + size),
-        _chunk(b"ANIM", bytes(4) + struct.pack("<H", 0)),  # Background color; 0 loops for ever.
+        _chunk(b"ANIM", bytes(4) + struct.pack("<H", 0)),  # Background color; 0 loops forever.
         *shown,
     ]
     if metadata:

@@ -1,4 +1,4 @@
-"""Fitting pictures and clips to the size that a model works at."""
+"""Resizing of pictures and clips to the size of a model."""
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ def _resize_pictures(frames_THWC: torch.Tensor, height: int, width: int) -> torc
 
 
 def _resize_clip(frames_THWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    # Frame by frame: a large clip as floats would take four times its bytes, twice.
+    # Resize frame by frame because two float copies of a large clip would each take four times its bytes.
     resized = [
         torch.nn.functional.interpolate(
             frame.permute(2, 0, 1)[None].float(), size=(height, width), mode="bilinear", align_corners=False
@@ -67,7 +67,7 @@ def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
     """Return pixels as uint8 (T, H, W, C) on the CPU, clamped to [-1, 1]."""
     channels, frames, height, width = pixels_CTHW.shape
     levels_THWC = torch.empty(frames, height, width, channels, dtype=torch.uint8)
-    # Frame by frame: the copies in between are at least four times as large as the result.
+    # Convert frame by frame because intermediate copies are at least four times as large as the result.
     for pixels_CHW, levels_HWC in zip(pixels_CTHW.unbind(1), levels_THWC, strict=True):
         levels_HWC.copy_(pixels_CHW.float().clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0))
     return levels_THWC

@@ -24,7 +24,7 @@ from opensora_cli.core.reading import read_text
 from opensora_cli.core.signals import held_back
 
 Describe = Callable[[int], Mapping[str, object] | None]
-"""Returns the sidecar, with `schema` and `bytes`, from the `result_bytes` of its media; None for no sidecar."""
+"""Function from the `result_bytes` of media to its sidecar, with `schema` and `bytes`; None means no sidecar."""
 
 
 class Extra(NamedTuple):
@@ -33,7 +33,7 @@ class Extra(NamedTuple):
     path: Path
     content: bytes
     replace: bool
-    """Whether a file of this name is replaced, instead of an OutputError."""
+    """Whether an existing file of this name is replaced. Otherwise OutputError is raised."""
 
 
 def sidecar_path(media: Path) -> Path:
@@ -62,7 +62,7 @@ def read_sidecar(sidecar: Path) -> dict[str, Any]:
 def conflicting_file(media: Path, sidecar: Path | None) -> Path | None:
     """Return the file that a new result would replace: the media, or another file in place of the sidecar, else None.
 
-    A sidecar without its media is an unfinished result, and does not count. Raises OutputError as `is_there`.
+    A sidecar without its media is an unfinished result, and does not count. Raises OutputError like `is_there`.
     """
     if is_there(media):
         return media

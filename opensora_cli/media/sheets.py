@@ -1,4 +1,4 @@
-"""Several pictures in one: the frames of a clip side by side, and many clips on a sheet."""
+"""Pictures composed of others: frames of a clip side by side, and many clips on a sheet."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Read the tags that `write_media` wrote into a file: prompt, seed and more. Needs no torch."""
+"""Reader of the tags that `write_media` wrote to a file: prompt, seed and more. It does not need torch."""
 
 import json
 import struct

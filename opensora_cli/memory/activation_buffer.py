@@ -1,4 +1,4 @@
-"""The host buffer of offloaded activations, and the copies to and from it."""
+"""Host buffer of offloaded activations, and the copies to and from it."""
 
 import weakref
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from opensora_cli.memory.host_memory import PageLock, page_aligned
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A part of a `HostStack`, in elements."""
+    """Part of a `HostStack`, in elements."""
 
     start: int
     stop: int
     live: bool = True
-    """Whether it has not been released."""
+    """Whether the slot is still in use."""
 
 
 class HostStack:
-    """Flat memory of one dtype that is used as a stack; on `meta` it only counts.
+    """Stack of flat memory of one dtype; on `meta` it only counts.
 
-    Space is taken at the top. It may be released in any order: the top falls as soon as nothing there is live. Raises
-    RuntimeError if there is too little memory.
+    Slots are allocated at the top and may be released in any order. The top falls as soon as no slot there is live.
+    Raises RuntimeError if there is too little memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, device: str) -> None:
@@ -34,25 +34,25 @@ class HostStack:
             self.elements = torch.empty(numel, dtype=dtype, device=device)
         self._lock: PageLock | None = None
         self.peak = 0
-        """The most elements that were in use."""
+        """Peak number of elements in use."""
         self._slots: list[Slot] = []
 
     def lock_pages(self, device: torch.device) -> None:
-        """Let a CUDA device copy beside the computation; again has no effect.
+        """Lock pages so that copies of a CUDA device overlap with computation. A second call has no effect.
         Raises HardwareError if the memory cannot be page-locked.
         """
         if self._lock is None:
             self._lock = PageLock(self.elements, device)
-            # At exit the system unlocks it.
+            # The system unlocks the pages at exit.
             weakref.finalize(self, self._lock.release).atexit = False
 
     @property
     def used(self) -> int:
-        """Elements below the top."""
+        """Number of elements below the top."""
         return self._slots[-1].stop if self._slots else 0
 
     def push(self, numel: int) -> Slot:
-        """Take space at the top. Raises RuntimeError if there is too little."""
+        """Allocate a slot at the top. Raises RuntimeError if there is too little space."""
         start, size = self.used, self.elements.numel()
         if start + numel > size:
             raise RuntimeError(
@@ -65,13 +65,13 @@ class HostStack:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Release space; again has no effect."""
+        """Release a slot. A second call has no effect."""
         slot.live = False
         while self._slots and not self._slots[-1].live:
             self._slots.pop()
 
     def clear(self) -> None:
-        """Release all space."""
+        """Release all slots."""
         for slot in self._slots:
             slot.live = False
         self._slots = []
@@ -82,17 +82,17 @@ class HostStack:
 
 
 class Copies(Protocol):
-    """How tensors are copied from a device to the host, and back."""
+    """Interface for copies of tensors from a device to the host, and back."""
 
     def to_host(self, source: Tensor, host: Tensor) -> None:
-        """Begin to copy what the current stream computes as `source`; its memory may be freed at once."""
+        """Start copying `source` after the current stream has computed it; its memory may be freed immediately."""
 
     def to_device(self, host: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Begin to copy to `target`, which was allocated on the current stream; return what to wait for."""
+        """Start copying to `target`, which was allocated on the current stream; return an event to await, or None."""
 
 
 class PlainCopies:
-    """Copies that are done when the call returns."""
+    """Synchronous copies, which are done when the call returns."""
 
     def to_host(self, source: Tensor, host: Tensor) -> None:
         host.copy_(source)
@@ -102,29 +102,29 @@ class PlainCopies:
 
 
 class StreamCopies:
-    """Copies beside the computation, on two CUDA streams of their own: one for each direction."""
+    """Asynchronous copies on two separate CUDA streams, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no annotation there
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def to_host(self, source: Tensor, host: Tensor) -> None:
-        """Copy when the current stream has computed `source`."""
+        """Copy after the current stream has computed `source`."""
         self._down.wait_stream(torch.cuda.current_stream(source.device))
-        # What lay in this part of the host's memory before may still be copied up.
+        # The previous contents of this part of host memory may still be in a copy to the device.
         self._down.wait_stream(self._up)
         with torch.cuda.stream(self._down):
             host.copy_(source, non_blocking=True)
-        # Keeps its memory from being given to others before the copy is done.
+        # Prevents reuse of its memory before the copy is done.
         source.record_stream(self._down)
 
     def to_device(self, host: Tensor, target: Tensor) -> torch.cuda.Event:
-        """Copy when the copies down are done, and what the current stream did with the target's memory before."""
+        """Copy after the copies to the host, and after earlier use of the target's memory by the current stream."""
         self._up.wait_stream(torch.cuda.current_stream(target.device))
         self._up.wait_stream(self._down)
         with torch.cuda.stream(self._up):
             target.copy_(host, non_blocking=True)
-        # After an error it may be freed without anyone having waited for the copy.
+        # After an error, it may be freed without a wait for the copy.
         target.record_stream(self._up)
         copied: torch.cuda.Event = self._up.record_event()
         return copied

@@ -1,9 +1,9 @@
 """Offloading of activations to host memory between forward and backward.
 
-Offloaded are the inputs of checkpointed blocks (see `checkpointing`). With checkpointing they are nearly all that is
-held between forward and backward; each is read once, and it is known when: backward runs the blocks in reverse order,
-so that the buffer is a stack, and what the next block needs is fetched while one computes. Parameters are never
-offloaded, nor views of them: every step needs them again, and freeing a saved copy would not free the parameter.
+The inputs of checkpointed blocks are offloaded (see `checkpointing`). With checkpointing, they are nearly all memory
+between forward and backward. Backward reads each once and runs the blocks in reverse order. So the buffer is a stack,
+and the inputs of the next block are prefetched while a block computes. Parameters and their views are never
+offloaded: every step needs them again, and freeing a saved copy would not free the parameter.
 """
 
 import weakref
@@ -19,55 +19,55 @@ from opensora_cli.memory.activation_buffer import Copies, HostStack, PlainCopies
 
 
 class OffloadedActivation:
-    """The handle of an offloaded tensor; `ActivationManager.onload` takes it."""
+    """Handle of an offloaded tensor for `ActivationManager.onload`."""
 
     def __init__(self, entry: "_Entry") -> None:
         self._entry: _Entry | None = entry
 
     @property
     def host(self) -> Tensor | None:
-        """The copy in the buffer, which a GPU may still be writing; None if the tensor stayed where it was."""
+        """Copy in the buffer, which a GPU may still be writing; None if the tensor stayed on its device."""
         return None if self._entry is None or self._entry._slot is None else self._entry._host
 
 
 class ActivationManager:
-    """Offloads activations to a buffer in host memory that is allocated once and used as a stack.
+    """Manager that offloads activations to a stack in host memory, which is allocated once.
 
-    `offloading` is the way to train with it: it takes what autograd saves inside its block. `offload` and `onload`
-    are for callers that keep track of tensors themselves. A tensor that is saved several times, as by all blocks that
-    share the modulation vector or the rotary tables, is moved once in each direction; it is known by storage, offset,
-    shape, strides, dtype and version.
+    `offloading` is for training: it offloads tensors that autograd saves inside its block. `offload` and `onload` are
+    for callers that track tensors themselves. A tensor that is saved several times, such as the modulation vector or
+    the rotary tables of all blocks, is copied once in each direction. It is identified by storage, offset, shape,
+    strides, dtype and version.
 
-    On CUDA copies run on streams of their own: down as soon as a tensor is saved, up one block ahead. As anything that
-    autograd saves, an offloaded tensor must not be changed in place. Space is released when the graph that saved a
-    tensor is freed, so that a failed forward or backward pass leaves nothing behind once its exception is forgotten;
-    `reset` does it at once. One manager serves one process and one thread of forward passes.
+    On CUDA, copies run on separate streams: to the host as soon as a tensor is saved, and back one block ahead. Like
+    any tensor that autograd saves, an offloaded tensor must not be changed in place. Space is released when the graph
+    of a tensor is freed. A failed pass therefore leaves nothing behind once its exception is dropped; `reset` releases
+    the space immediately. One manager serves one process and one thread of forward passes.
     """
 
     def __init__(self) -> None:
         self.outside_bytes = 0
-        """Bytes of the tensors that were to be saved now, and stay on their device: those of another dtype."""
+        """Bytes of saved tensors of other dtypes, which stay on their device now."""
         self.copied_to_host = 0
-        """Bytes, since the beginning."""
+        """Total bytes copied to the host."""
         self.copied_to_device = 0
-        """Bytes, since the beginning."""
+        """Total bytes copied to the device."""
         self._stack: HostStack | None = None
         self._entries: weakref.WeakValueDictionary[_Identity, _Entry] = weakref.WeakValueDictionary()
-        # What each block saved, in the order of forward.
+        # Tensors that each block saved, in the order of forward.
         self._regions: list[list[weakref.ref[_Entry]]] = [[]]
         self._handles: list[OffloadedActivation] = []
         self._copies: dict[torch.device, Copies] = {}
 
     def __deepcopy__(self, memo: object) -> Self:
-        # The copy of a model, as for an average of its weights, goes through the same buffer.
+        # The copy of a model, for example for an average of its weights, uses the same buffer.
         return self
 
     def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
-        """Allocate a buffer of `numel` numbers, in place of an earlier one; `peak_bytes` is what a run needed.
+        """Allocate a buffer of `numel` elements instead of an earlier one. `peak_bytes` shows how much a run needed.
 
-        On the device `meta` it has no memory, and a model on meta shows what it needs.
-        Raises ValueError if the buffer would hold nothing, and RuntimeError if the earlier buffer is in use, or there
-        is too little memory.
+        On the device `meta` the buffer has no memory, and a model on meta shows its needs.
+        Raises ValueError if the buffer would be empty, and RuntimeError if the earlier buffer is in use, or there is
+        too little memory.
         """
         if numel <= 0:
             raise ValueError(f"numel={numel} must be over 0")
@@ -79,8 +79,8 @@ class ActivationManager:
         self._stack = HostStack(numel, dtype, device=device)
 
     def offload(self, x: Tensor) -> OffloadedActivation:
-        """Copy a tensor to the buffer; its own memory is free when the caller forgets it.
-        Raises RuntimeError if there is no buffer, or it is full, and ValueError if x has another dtype.
+        """Copy a tensor to the buffer. Its own memory is freed when the caller drops it.
+        Raises RuntimeError if there is no buffer or it is full, and ValueError if x has another dtype.
         """
         stack = self._require_stack()
         if x.dtype != stack.elements.dtype:
@@ -93,10 +93,9 @@ class ActivationManager:
         return handle
 
     def onload(self, x: OffloadedActivation) -> Tensor:
-        """Return a tensor on the device that it came from, without its graph, and release its space.
+        """Return a tensor on its original device, without its graph, and release its space.
 
-        Raises RuntimeError if it is not the last that was offloaded of those that are left, or is not offloaded any
-        more.
+        Raises RuntimeError if it is not the last one in the buffer, or is no longer offloaded.
         """
         if x._entry is None:
             raise RuntimeError("this activation was onloaded before, or dropped by reset(): offload it again")
@@ -112,10 +111,10 @@ class ActivationManager:
 
     @contextmanager
     def offloading(self) -> Iterator[None]:
-        """Offload what autograd saves inside the block: the block of code is one step of the prefetch in backward.
+        """Offload tensors that autograd saves inside this context, which is one step of the prefetch in backward.
 
-        Tensors of another dtype stay where they are, and count in `outside_bytes`; parameters stay and do not count.
-        Raises RuntimeError if there is no buffer, or it is full.
+        Tensors of another dtype stay on their device and count in `outside_bytes`; parameters stay and do not count.
+        Raises RuntimeError if there is no buffer or it is full.
         """
         self._require_stack()
         while self._regions and not any(entry() for entry in self._regions[-1]):
@@ -125,7 +124,7 @@ class ActivationManager:
             yield
 
     def reset(self) -> None:
-        """Release all space; fetching an activation that was offloaded before raises an error."""
+        """Release all space. Fetching an earlier activation then raises an error."""
         if self._stack is not None:
             self._stack.clear()
         for handle in self._handles:
@@ -135,12 +134,12 @@ class ActivationManager:
         self._regions = [[]]
 
     def buffers(self) -> list[Tensor]:
-        """Return the host memory that was set up."""
+        """Return the host memory of the buffer, if any."""
         return [] if self._stack is None else [self._stack.elements]
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         return self._stack.elements.numel() * self._stack.elements.element_size() if self._stack else 0
 
     @property
@@ -150,15 +149,15 @@ class ActivationManager:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of this buffer that were in use."""
+        """Peak number of bytes of this buffer in use."""
         return self._stack.peak * self._stack.elements.element_size() if self._stack else 0
 
     def _stays(self, x: Tensor) -> bool:
-        """Whether a tensor that autograd saves is left where it is."""
+        """Return whether a saved tensor stays on its device."""
         return x.dtype != self._require_stack().elements.dtype
 
     def _pack(self, x: Tensor) -> "Tensor | _Saved":
-        # A wrapper such as DTensor is more than the storage that could be copied.
+        # A wrapper such as DTensor has no single storage to copy.
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or hasattr(x, "__tensor_flatten__"):
             return x
         entry = self._entry(x)
@@ -169,7 +168,7 @@ class ActivationManager:
         if isinstance(saved, Tensor):
             return saved
         tensor = saved.entry.fetch()
-        # The rest of this block's, then the block that runs next.
+        # Fetch the other tensors of this block, then those of the next one in backward.
         for region in reversed(self._regions[max(saved.region - 1, 0) : saved.region + 1]):
             for entry in filter(None, (reference() for reference in region)):
                 entry.start()
@@ -180,7 +179,7 @@ class ActivationManager:
         storage = x.untyped_storage()
         key = _Identity(storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         entry = self._entries.get(key)
-        # Another storage may have come to lie where a freed one was.
+        # Another storage may have the address of a freed one.
         if entry is None or entry.storage() is not storage:
             stack = self._require_stack()
             entry = _Entry(self, x.detach(), stack=None if self._stays(x) else stack)
@@ -199,7 +198,7 @@ class ActivationManager:
 
 
 class _Identity(NamedTuple):
-    """What two saved tensors have in common if they are the same."""
+    """Key that is equal for two saved tensors if they are the same."""
 
     storage: int
     offset: int | torch.SymInt
@@ -210,14 +209,14 @@ class _Identity(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What autograd holds for a tensor that it saved."""
+    """Object that autograd holds instead of a saved tensor."""
 
     entry: "_Entry"
     region: int
 
 
 class _Entry:
-    """A saved tensor, offloaded or left on its device; its space is released with it."""
+    """Saved tensor, offloaded or on its device. Its space is released with it."""
 
     def __init__(self, manager: ActivationManager, source: Tensor, *, stack: HostStack | None) -> None:
         self._manager = manager
@@ -242,7 +241,7 @@ class _Entry:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to fetch it, unless that was done."""
+        """Start fetching the tensor, unless that has started."""
         if self._tensor is None and self._slot is not None and self._slot.live:
             host = self._host
             self._tensor = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
@@ -250,7 +249,7 @@ class _Entry:
             self._manager.copied_to_device += self._num_bytes
 
     def fetch(self) -> Tensor:
-        """Return it on its device, for the current stream to use. Raises RuntimeError if it was dropped."""
+        """Return the tensor on its device, for use on the current stream. Raises RuntimeError if it was dropped."""
         self.start()
         if self._tensor is None or (self._slot is not None and not self._slot.live):
             raise RuntimeError("this activation was dropped by reset(): run the forward pass again")
@@ -266,9 +265,9 @@ class _Entry:
 
 
 def _strides_without_gaps(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of `x` if its elements lie side by side, else as close to its order as that can be.
+    """Return the strides of `x` without gaps, in the order of its dimensions in memory.
 
-    In other strides, kernels may add in another order, and gradients differ in their last bits.
+    With other strides, kernels may sum in another order, and gradients differ in their last bits.
     """
     strides = [0] * x.ndim
     step = 1

@@ -1,8 +1,8 @@
-"""Activation checkpointing (Chen et al. 2016): blocks are recomputed in backward instead of kept.
+"""Activation checkpointing (Chen et al. 2016): blocks are recomputed in backward instead of saving their activations.
 
-Blocks are wrapped from outside: a model knows nothing of it, and the names of its parameters stay. It is torch's own
-non-reentrant checkpointing, so that gradients are those of plain training bit for bit (dropout and autocast are
-repeated), and it works inside DDP and FSDP2, whichever is applied first.
+Blocks are wrapped from outside: the model's code and the names of its parameters stay unchanged. torch's own
+non-reentrant checkpointing repeats dropout and autocast, so that gradients are bitwise identical to plain training. It
+works inside DDP and FSDP2, in any order of wrapping.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,22 +22,22 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from opensora_cli.memory.activations import ActivationManager
 
 RECOMPUTING = "_recomputing"
-"""An attribute of a module, if it has it: makes the context in which its checkpoint is computed again in backward."""
+"""Optional attribute of a module: function that returns the context for recomputing its checkpoint in backward."""
 _ATTENTION = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-"""Kept by selective checkpointing: attention takes most operations for each byte of its result."""
-# Of a module that is checkpointed: how.
+"""Operations whose results selective checkpointing saves: attention takes most operations per byte of its result."""
+# Attribute of a checkpointed module with its `_Policy`.
 _POLICY = "_grad_checkpoint"
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Policy:
-    """How a module is checkpointed."""
+    """Options of checkpointing for a module."""
 
     gc_step: int
     activations: ActivationManager | None
@@ -45,19 +45,19 @@ class _Policy:
 
 
 class GradCheckpoint:
-    """The checkpointing of the modules at `paths`; `remove`, or the end of a `with` block, undoes it."""
+    """Checkpointing of the modules at `paths`. `remove`, or the end of a `with` block, undoes it."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
         self._undo: list[Callable[[], object]] = []
 
     def remove(self) -> None:
-        """Make the model compute as before; again has no effect."""
+        """Undo the checkpointing. A second call has no effect."""
         while self._undo:
             self._undo.pop()()
 
     def replace(self, module: nn.Module, name: str, value: object) -> None:
-        """Give a module an attribute, until `remove`."""
+        """Set an attribute of a module until `remove`."""
         attributes = vars(module)
         before = attributes.get(name)
         self._undo.append(
@@ -82,25 +82,23 @@ def set_grad_checkpoint(
     activations: ActivationManager | None = None,
     keep_attention: bool = False,
 ) -> GradCheckpoint:
-    """Checkpoint the blocks of a model: the modules in its `ModuleList`s, called by any other.
+    """Checkpoint the blocks of a model, that is, the modules in its `ModuleList`s.
 
-    Any other module of the model is checkpointed where it is called through `auto_grad_checkpoint`. Inside a checkpoint
-    there are no further ones, and without gradients there are none. Offloading with `activations` needs its buffer
-    before the first forward pass.
+    Other modules of the model are checkpointed in calls through `auto_grad_checkpoint`. Checkpoints do not nest, and
+    without gradients there are none. Offloading with `activations` needs its buffer before the first forward pass.
 
     Args:
-        use_fp32_attention: hand queries, keys and values to the `attention` function of the checkpointed blocks in fp32
-            and with autocast off, and give its result the dtype of the values again. A function that casts its
-            arguments itself still does.
-        gc_step: blocks for each checkpoint where `auto_grad_checkpoint` runs a sequence. Blocks that a model calls one
-            by one have a checkpoint each.
-        depth: path of a `ModuleList` -> how many of its blocks, from the first; None, or no entry: all. The last ones
-            are the best to leave out: backward frees what they keep before it computes the others again.
-        keep_attention: keep the results of torch's own attention instead of recomputing them (selective checkpointing).
+        use_fp32_attention: call the `attention` function of the checkpointed blocks in fp32 with autocast off, and cast
+            its result back to the dtype of the values. A function that casts its arguments itself still does so.
+        gc_step: number of blocks per checkpoint in a sequence that `auto_grad_checkpoint` runs. Blocks that a model
+            calls one by one have a checkpoint each.
+        depth: path of a `ModuleList` -> number of blocks to checkpoint, from the first. None, or no entry, means all.
+            The last blocks are the best to skip: backward frees their activations before it recomputes the others.
+        keep_attention: save the results of torch's own attention instead of recomputing them (selective checkpointing).
 
     Raises:
-        ValueError: gc_step is under 1, a path is not there, a depth is not possible, no attention could be wrapped, or
-            the model is checkpointed already.
+        ValueError: gc_step is under 1, a path does not exist, a depth is not possible, no attention can be wrapped, or
+            the model is already checkpointed.
     """
     if gc_step < 1:
         raise ValueError(f"gc_step={gc_step} must be at least 1")
@@ -114,7 +112,7 @@ def set_grad_checkpoint(
         if _POLICY in vars(module) or (path in wrapped and "forward" in vars(module)):
             done.remove()
             raise ValueError(f"{path or type(module).__name__} is wrapped already: undo that first, with remove()")
-        # What only holds such blocks is no block itself.
+        # A module that contains blocks is no block itself.
         if path in wrapped or not any(_is_at_or_below(block, path) for block in wrapped):
             done.replace(module, _POLICY, policy)
         if path in wrapped:
@@ -129,11 +127,11 @@ def set_grad_checkpoint(
 
 
 def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Call a module, or modules one after the other, with checkpoints where `set_grad_checkpoint` has set them.
+    """Call a module, or modules one after the other, with the checkpoints that `set_grad_checkpoint` has set.
 
-    In a sequence, what a block returns takes the place of as many arguments of the next, from the first; the others
-    stay, so that `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` is the whole stack. Every
-    block gets `kwargs`.
+    In a sequence, the results of a block replace the first arguments of the next one; other arguments stay. So
+    `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` runs the whole stack. Every block gets
+    `kwargs`.
     """
     if isinstance(module, nn.ModuleList | nn.Sequential | Sequence):
         return _run_sequence(list(module), args, kwargs)
@@ -144,12 +142,12 @@ def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether calls of a module itself are checkpointed."""
+    """Return whether direct calls of a module are checkpointed."""
     return _POLICY in vars(module) and "forward" in vars(module)
 
 
 def _choose(model: nn.Module, depth: Mapping[str, int | None], others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the paths of the modules to wrap, and those of the blocks that are left out."""
+    """Return the paths of the modules to wrap, and the paths of the skipped blocks."""
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         # A stack within a block belongs to the block.
@@ -176,7 +174,7 @@ def _is_at_or_below(path: str, place: str) -> bool:
 
 
 def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # A method, and through the class: the copy of a module calls its own forward, and FSDP2 may change the class.
+    # Look up forward in the class: the copy of a module calls its own forward, and FSDP2 may change the class.
     forward, recomputing = partial(type(self).forward, self), vars(self).get(RECOMPUTING)
     return _run(forward, vars(self)[_POLICY], args, kwargs, recomputing=recomputing)
 
@@ -218,10 +216,10 @@ def _run(
     *,
     recomputing: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:
-    """Call a function inside a checkpoint, unless it is in one already."""
+    """Call a function inside a checkpoint, unless it is already in one."""
     if _inside_checkpoint.get() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    # Only tensors that are arguments themselves are saved as autograd saves tensors; the rotary tables are in a tuple.
+    # Autograd saves only tensors that are arguments themselves, and the rotary tables are in a tuple.
     leaves, structure = tree_flatten((args, kwargs))
 
     def run(*leaves: Any) -> Any:
@@ -251,7 +249,7 @@ def _within(outer: Callable[[], AbstractContextManager[None]], inner: AbstractCo
 
 
 class _Float32Attention:
-    """Attention in fp32, whatever it is called with."""
+    """Attention that computes in fp32 for arguments of any dtype."""
 
     def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         self._attention = attention

@@ -1,4 +1,4 @@
-"""Counting the bytes that tensors hold: live, at their peak, over time, and by the modules that made them."""
+"""Counter of the bytes that tensors hold: live, at the peak, over time, and by the modules that made them."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,65 +18,65 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 NO_OWNER = ""
-"""The owner of what no watched module made."""
+"""Owner of tensors that no watched module made."""
 
 KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes allocated or released: one point of the timeline."""
+    """Allocation or release of bytes: one point of the timeline."""
 
     storage: int
-    """Number of the storage, counted from 0 in the order in which they were first seen."""
+    """Number of the storage, from 0 in the order of first appearance."""
     num_bytes: int
-    """Negative when released."""
+    """Change of the live bytes, negative for a release."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A named moment."""
+    """Named moment on the timeline."""
 
     name: str
     position: int
-    """How many changes came before it."""
+    """Number of earlier changes."""
     live_bytes: int
     peak_bytes: int
-    """The most since the mark before, or since the beginning."""
+    """Peak since the previous mark, or since the beginning."""
 
 
 @dataclass(slots=True)
 class _Counted:
-    """A storage that is alive."""
+    """Live storage."""
 
     number: int
     num_bytes: int
     alive: "weakref.ref[torch.UntypedStorage]"
-    """Forgets it when it dies."""
+    """Weak reference whose callback counts the release of the storage."""
 
 
 class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Counts, inside its block, the storages of the tensors that are made there, and of those that are added.
+    """Counter of the storages of tensors that are made inside its context, and of added tensors.
 
-    A storage counts once however many views share it, from the operation that makes it until its last tensor dies:
-    also after the block, and also where only autograd holds it. Works forward and backward, in inference mode, on any
-    device, and on meta tensors, which have sizes but no memory; on fake ones where it is entered inside of their mode.
+    A storage with any number of views counts once, from the operation that makes it until its last tensor is freed,
+    even after the context, and even if only autograd holds it. It works in forward, backward and inference mode, on any
+    device, and on meta tensors, which have no memory. For fake tensors, enter it inside their mode.
 
-    Not counted: what a kernel allocates and frees within itself (workspaces), what an allocator rounds up or keeps,
-    and a storage's change of size until an operation sees it again, if it is not followed.
+    Temporary memory inside a kernel (workspaces), and memory that an allocator rounds up or caches, do not count. A
+    resized storage counts with its new size from the next operation on, or at once with `follow_sizes`.
 
     Args:
-        device_type: count the tensors of this kind of device alone; None: all.
-        limit: bytes above which an operation raises MemoryError, once it has made its result; None: there is none.
-        follow_sizes: also count what `UntypedStorage.resize_` does inside the block, as FSDP2 empties and fills
-            storages.
+        device_type: count only tensors on this type of device. None means all devices.
+        limit: bytes above which an operation raises MemoryError after making its result. None means no limit.
+        follow_sizes: also count changes by `UntypedStorage.resize_` inside the context, with which FSDP2 empties and
+            fills storages.
     """
 
     def __init__(self, *, device_type: str | None = None, limit: int | None = None, follow_sizes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
-        """The most since the beginning, or since `reset_peak`."""
+        """Peak since the beginning, or since `reset_peak`."""
         self.changes: list[Change] = []
         """All allocations and releases, in order."""
         self.marks: list[Mark] = []
@@ -93,14 +93,14 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would first import it, for a second
+        return False  # skipping would import dynamo, which takes a second
 
     def __enter__(self) -> Self:
         """Count from now on."""
         stack = ExitStack()
         if not self._entered:
             self._counts_fake = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
-        # It is entered again inside of itself, for the parts of an operation.
+        # The counter is entered again inside itself, for the parts of an operation.
         if self._follow_sizes and not self._entered:
             stack.enter_context(_following_sizes(self._resized))
         self._entered.append(stack)
@@ -108,26 +108,26 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more; tensors that were counted still count until they die."""
+        """Stop counting new tensors; counted tensors still count until they are freed."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count what it makes."""
+        """Run an operation, and count its results."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
             return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor: its operations on the tensors inside it come here, too.
+            # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
             return NotImplemented
         if torch.is_inference_mode_enabled() and _is_composite(func):
-            # Otherwise autograd takes such operations apart before they come here. Their parts make tensors too.
+            # Outside of inference mode, autograd decomposes such operations first. Their parts also make tensors.
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        is_fresh = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
+        is_fresh = func is torch.ops.aten.lift_fresh.default  # a result of `torch.tensor`
         if func.is_view and not is_fresh:
             return result
         given: set[int] | None = set() if is_fresh else None
@@ -146,10 +146,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
     def add(self, held: nn.Module | Tensor | Iterable[Tensor], owner: str | None = None) -> None:
-        """Count tensors that existed before, and set their owner.
+        """Count existing tensors, and set their owner.
 
-        The owner also counts as that from the beginning of what is counted already; None: it has none, or the one it
-        had.
+        For tensors that are already counted, the new owner applies from the beginning. None means no owner, or keeps
+        the previous one.
         """
         if isinstance(held, nn.Module):
             held = [*held.parameters(), *held.buffers()]
@@ -162,9 +162,9 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     @contextmanager
     def watch(self, module: nn.Module, name: str = "") -> Iterator[None]:
-        """Inside the block, own what `module` and the modules in it make in their forward in their names.
+        """Inside the context, assign tensors from forward passes of `module` and its submodules to these modules.
 
-        `name` is that of the root; the others follow, as in `transformer.double_blocks.0`.
+        `name` is the name of the root; names of submodules begin with it, as in `transformer.double_blocks.0`.
         """
         removers: list[Callable[[], None]] = []
 
@@ -194,27 +194,27 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._peak_position = len(self.changes)
 
     def peak_by_owner(self) -> dict[str, int]:
-        """Return what was alive when the peak was first reached, owner to bytes."""
+        """Return the live bytes by owner when the peak was first reached."""
         return self._by_owner(self._peak_position)
 
     def owners_at(self, mark: Mark) -> dict[str, int]:
-        """Return what was alive at a mark, owner to bytes."""
+        """Return the live bytes by owner at a mark."""
         return self._by_owner(mark.position)
 
     def storages_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the storages of those tensors that are counted."""
+        """Return the numbers of the storages of counted tensors among `tensors`."""
         found = (self._counted.get(tensor.untyped_storage()._cdata) for tensor in _tensors(list(tensors)))
         return {counted.number for counted in found if counted is not None}
 
     def live_at(self, position: int) -> dict[int, int]:
-        """Return what was alive after so many changes, number of a storage to bytes."""
+        """Return the live bytes by number of storage after `position` changes."""
         return self._live(position, lambda number: number)
 
     def repeated(self, times: Mapping[int, int], *, one_by_one: Iterable[Sequence[int]] = ()) -> "TensorBytes":
-        """Return the timeline on which storages, by their numbers, are there so many times.
+        """Return the timeline with storages repeated; `times` maps numbers of storages to counts.
 
-        In the spans of positions `one_by_one` the first of them comes or goes, and at the end of the span the others,
-        releases first.
+        Inside a span of positions in `one_by_one`, only one copy is allocated or released. The other copies follow at
+        the end of the span, releases first.
         """
         spans = {end: (begin, end) for begin, end in one_by_one}
         single = {position for span in spans.values() for position in range(*span)}
@@ -234,7 +234,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return found
 
     def most_of(self, counts: Callable[[str], bool]) -> int:
-        """Return the most bytes that those owners had at any time for whom `counts` is true."""
+        """Return the peak bytes, at any time, of all owners together for which `counts` is true."""
         live = most = 0
         counted = [counts(owner) for owner in self._owners]
         for change in self.changes:
@@ -244,7 +244,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return most
 
     def owner(self, change: Change) -> str:
-        """Return the owner that a change counts for."""
+        """Return the owner of a change."""
         return self._owners[change.storage]
 
     def _by_owner(self, position: int) -> dict[str, int]:
@@ -258,10 +258,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return {name: total for name, total in totals.items() if total}
 
     def _count(self, tensor: Tensor, storage: torch.UntypedStorage, *, owner: str | None = None) -> None:
-        # DTensor finds out about shapes on whole fake tensors, of which a rank holds nothing.
+        # DTensor computes shapes with whole fake tensors, which no rank holds.
         if isinstance(tensor, FakeTensor) and not self._counts_fake:
             return
-        # Of a fake tensor, only the tensor itself knows the device.
+        # Only a fake tensor itself knows its device; its storage does not.
         if self._device_type is not None and tensor.device.type != self._device_type:
             return
         key = storage._cdata
@@ -296,7 +296,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 @contextmanager
 def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `resized` with each storage that changes its size through `resize_` inside the block."""
+    """Call `resized` with each storage that `resize_` changes inside the context."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -312,7 +312,7 @@ def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:
-    """Yield the plain tensors of a tree, those inside wrappers such as DTensor too."""
+    """Yield the plain tensors of a tree, including tensors inside wrappers such as DTensor."""
     for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             continue

@@ -18,17 +18,17 @@ from opensora_cli.memory.fp8_storage import Fp8Linear, StoredLinear, largest_of_
 
 INT8_LARGEST = 127
 _PIECE = 2**24
-"""Numbers that are rounded, or scaled, at a time."""
+"""Number of values that are rounded or scaled at the same time."""
 _FEWEST_ROWS = 32
 """Fewest rows for `torch._int_mm`, which refuses 16."""
 _SAMPLED_TOKENS, _SAMPLED_ROWS = 16, 256
 
 Rounded = tuple[Tensor, Tensor]
-"""Numbers in 8 bits, and the scale of each row, in fp32."""
+"""Values in 8 bits, and the scale of each row in fp32."""
 
 
 class LastInput:
-    """The last input of some layers, in 8 bits, while that input exists: q, k and v have the same input."""
+    """Cache of the last input of some layers in 8 bits, while the input exists: q, k and v have the same input."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
@@ -47,7 +47,7 @@ class LastInput:
 
 
 class ProductLinear(StoredLinear, ABC):
-    """A linear layer that multiplies in 8 bits. It shares the bias of `linear`, and `last` with its block."""
+    """Linear layer that multiplies in 8 bits. It shares the bias of `linear`, and `last` with its block."""
 
     last: LastInput
 
@@ -75,7 +75,7 @@ class ProductLinear(StoredLinear, ABC):
 
 
 class Int8Linear(ProductLinear):
-    """A layer with an int8 parameter `weight`, and `weight_scale`, (out_features, 1) in fp32."""
+    """Linear layer with an int8 parameter `weight`, and `weight_scale`, (out_features, 1) in fp32."""
 
     def __init__(self, linear: nn.Linear, last: LastInput) -> None:
         weight = linear.weight.detach()
@@ -86,7 +86,7 @@ class Int8Linear(ProductLinear):
         self.last = last
 
     def round_input(self, flat: Tensor) -> Rounded:
-        """Round to the nearest integers, the largest number of a token to 127."""
+        """Round to the nearest integers; the largest magnitude of a token becomes 127."""
         return _in_pieces(flat, torch.int8, INT8_LARGEST, lambda piece: piece.round_())
 
     def multiply(self, rounded: Rounded, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -104,14 +104,14 @@ class Int8Linear(ProductLinear):
 
 
 class Fp8ProductLinear(ProductLinear, Fp8Linear):
-    """An `Fp8Linear` that multiplies its stored weight, without dequantizing it, with the GPU's row-wise kernel."""
+    """`Fp8Linear` that multiplies its stored weight without dequantizing it, with the GPU's row-wise kernel."""
 
     def __init__(self, linear: nn.Linear, last: LastInput) -> None:
         Fp8Linear.__init__(self, linear)
         self.last = last
 
     def round_input(self, flat: Tensor) -> Rounded:
-        """Round to float8, the largest number of a token to the largest of the format."""
+        """Round to float8; the largest magnitude of a token becomes the largest value of the format."""
         return _in_pieces(flat, torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max, lambda piece: piece)
 
     def multiply(self, rounded: Rounded, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -186,13 +186,13 @@ def _rounded_product(layer: ProductLinear, tokens: Tensor, rows: slice) -> Tenso
 
 
 def _spans(rows: Tensor) -> Iterator[slice]:
-    """Return slices of the rows that are computed at a time."""
+    """Return slices of rows that are computed together."""
     step = max(_FEWEST_ROWS, _PIECE // rows.shape[1])
     return (slice(start, min(start + step, len(rows))) for start in range(0, len(rows), step))
 
 
 def _in_pieces(flat: Tensor, dtype: torch.dtype, largest: float, round_: Callable[[Tensor], Tensor]) -> Rounded:
-    """Return tokens in `dtype`, each scaled so that its largest number is `largest`, and their scales."""
+    """Return tokens in `dtype`, each scaled so that its largest magnitude is `largest`, and their scales."""
     values = torch.empty(flat.shape, dtype=dtype, device=flat.device)
     scale = torch.empty(len(flat), 1, dtype=torch.float32, device=flat.device)
     for span in _spans(flat):

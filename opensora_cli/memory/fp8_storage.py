@@ -1,9 +1,9 @@
 """Linear layers that store their weight in 8 bits and dequantize it on each access: half the memory of bf16.
 
-This is storage: what is computed with is a tensor of the former dtype. It is not exact. Each row (output feature) has a
-scale of its own, so that a row of large numbers costs the others nothing, and it is a power of two: float8_e4m3fn has
-three bits behind its first, so the product is exact in bfloat16, where another scale would be rounded once more. Of
-normally distributed weights the root mean square error is 2.6 % of theirs.
+Only the storage has 8 bits: layers compute with a tensor of the former dtype. Storage is not exact. Each row (output
+feature) has its own scale, so that a row of large numbers does not affect others. The scale is a power of two:
+float8_e4m3fn has a mantissa of three bits, so that the product is exact in bfloat16, where another scale would be
+rounded once more. The root mean square error of normally distributed weights is 2.6 %.
 """
 
 import torch
@@ -15,10 +15,10 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer whose parameter `weight` has 8 bits, beside `weight_scale`, (out_features, 1) in fp32.
+    """Linear layer with a parameter `weight` in 8 bits, and `weight_scale`, (out_features, 1) in fp32.
 
-    The attribute `weight` is the product of the two, dequantized on each access, in the dtype that the weight had. The
-    bias of `linear` is taken over.
+    The attribute `weight` is their product, dequantized on each access, in the dtype of the original weight. The layer
+    shares the bias of `linear`.
     """
 
     def __init__(self, linear: nn.Linear, values: Tensor, scale: Tensor) -> None:
@@ -34,16 +34,16 @@ class StoredLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight, (out_features, in_features)."""
+        """Dequantized weight, (out_features, in_features)."""
         values = self._parameters["weight"]
         assert values is not None
-        # A power of two is exact in bf16, but float16 has none so small as the scale of a small weight.
+        # A power of two is exact in bf16, but the scale of a small weight may be too small for float16.
         product = torch.float32 if self.dtype is torch.float16 else self.dtype
         return values.to(product).mul_(self.weight_scale.to(product)).to(self.dtype)
 
 
 class Fp8Linear(StoredLinear):
-    """Its parameter `weight` is float8_e4m3fn: an error of 1/16 of each number, at most.
+    """Linear layer with a parameter `weight` in float8_e4m3fn, with an error of at most 1/16 of each number.
 
     Raises CheckpointError if the weight has numbers that are not finite.
     """
@@ -54,16 +54,16 @@ class Fp8Linear(StoredLinear):
 
 @torch.no_grad()
 def store_in_fp8(block: nn.Module, *, frozen: bool = False) -> None:
-    """Replace the linear layers inside a module by ones that keep their weight in 8 bits, one after the other.
+    """Replace the linear layers inside a module, one after the other, by layers that store their weight in 8 bits.
 
-    Beside the result, one weight in fp32 is held at a time. Names of parameters stay; each layer gets a `weight_scale`.
-    The module is not on meta; layers that are in 8 bits already are left alone, and so are those that require
-    gradients, if only the `frozen` ones are meant.
+    Besides the result, only one weight in fp32 is in memory at a time. Names of parameters stay; each layer gets a
+    `weight_scale`. The module must not be on meta. Layers in 8 bits are skipped, and with `frozen`, layers that require
+    gradients, too.
 
     Raises:
-        CheckpointError: a weight has numbers that are not finite; the layers before it have been replaced.
+        CheckpointError: A weight has numbers that are not finite; the layers before it have been replaced.
     """
-    # By name: a list of the layers would keep each until the last is replaced.
+    # Iterate by name because a list of layers would keep each in memory until the last is replaced.
     for name in [name for name, _ in block.named_children()]:
         child = block.get_submodule(name)
         if not isinstance(child, nn.Linear):
@@ -88,7 +88,7 @@ def require_finite(largest: Tensor) -> None:
 
 
 def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float8_e4m3fn of the shape of `weight`, (O, I), and the scale of each row, (O, 1) in fp32."""
+    """Return `weight`, (O, I), in float8_e4m3fn, and the scale of each row, (O, 1) in fp32."""
     largest = largest_of_rows(weight)
     require_finite(largest)
     mantissa, exponent = torch.frexp(largest / _LARGEST)

@@ -1,6 +1,6 @@
-"""Host memory: page-locked for copies beside the computation, or shared by all ranks of a machine.
+"""Host memory that is page-locked for asynchronous copies, or shared by all ranks of a machine.
 
-torch's own page-locked memory comes in powers of two, which would be up to twice what weights or activations need.
+torch's own page-locked memory has sizes of powers of two, up to twice the needs of weights or activations.
 """
 
 import mmap
@@ -20,14 +20,14 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for every device
+_PORTABLE = 1  # cudaHostRegisterPortable: valid for every device
 _SEGMENT_BYTES = 256 * 2**20
-"""Of one file; its memory is free when no tensor in it is in use any more."""
+"""Size of one shared file, whose memory is freed when no tensor in it is in use."""
 _ALIGNMENT = 512
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """Return (nbytes,) uint8 that begins with a page, and shares no page of memory with anything else."""
+    """Return (nbytes,) uint8 that begins at a page, and shares no page with other memory."""
     page = mmap.PAGESIZE
     with torch.inference_mode(False):
         memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
@@ -36,10 +36,9 @@ def page_aligned(nbytes: int) -> Tensor:
 
 
 class PageLock:
-    """Locks the pages of memory until it is released; made by `page_aligned`, the memory must live as long.
+    """Lock on the pages of memory from `page_aligned` until `release`. The memory must live as long.
 
-    The context of the CUDA device that copies is made here, and on no other. Raises HardwareError if the system
-    refuses.
+    A CUDA context is created only on the device that copies. Raises HardwareError if the system refuses the lock.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
@@ -55,7 +54,7 @@ class PageLock:
             )
 
     def release(self) -> None:
-        """Unlock the pages, when the device is done with them; again has no effect."""
+        """Unlock the pages after the device is done with them. A second call has no effect."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
             with torch.cuda.device(self._device):
@@ -68,7 +67,7 @@ def _cudart() -> Any:
 
 
 class SideStream:
-    """A CUDA stream for copies. On the CPU, where calls are synchronous, it does nothing."""
+    """CUDA stream for copies. On the CPU, where calls are synchronous, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -85,13 +84,13 @@ class SideStream:
         return mark
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Let work queued from now on wait for a mark; the caller does not wait."""
+        """Make work that is queued from now on wait for a mark; the caller does not wait."""
         if self._stream is not None and mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     @contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Make this the current stream of the thread, waiting for a mark of another."""
+        """Make this the current stream of the thread after a mark of another stream."""
         if self._stream is None:
             yield
             return
@@ -100,19 +99,18 @@ class SideStream:
             yield
 
     def synchronise(self) -> None:
-        """Wait until the device has done all queued work, on any stream."""
+        """Wait until the device has done all queued work on all streams."""
         if self._stream is not None:
             torch.cuda.synchronize(self._stream.device)
 
 
 class SharedCopies:
-    """Takes tensors that every rank has computed, and gives each rank a view of one common copy.
+    """Store of one common copy of tensors that every rank has computed, with a view for each rank.
 
-    The ranks of the group, on one machine, hold the same tensors in the same order. The copies lie in files
-    that never have a name, so that a killed process leaves none: of `segment_bytes` unless a tensor is larger, in
-    memory where that has room, or else in the folder of temporary files. Where neither has, or the ranks cannot see
-    each other's files, each rank keeps its own. Tensors may be read when the context has ended, and must not be
-    written to.
+    The ranks of the group, on one machine, hold the same tensors in the same order. The copies are in unnamed files, so
+    that a killed process leaves none. The files have `segment_bytes` unless a tensor is larger, and are in memory if it
+    has room, or else in the temporary folder. If neither has room, or the ranks cannot see each other's files, each
+    rank keeps its own tensors. Tensors may be read after the context has ended, and must not be written to.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
@@ -128,12 +126,12 @@ class SharedCopies:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After a failure there is nothing to wait for.
+        # After a failure, other ranks may never arrive.
         if error is None:
             dist.barrier(self._group)
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return the common copy of a tensor on the CPU, whose own memory is free when the caller lets go of it."""
+        """Return the common copy of a tensor on the CPU, whose own memory is freed when the caller drops it."""
         size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._segment is None or self._used + size > self._segment.numel():
             self._begin_segment(max(size, self._segment_bytes))
@@ -153,21 +151,21 @@ class SharedCopies:
         with file or nullcontext():
             place = None if file is None else [f"/proc/{os.getpid()}/fd/{file.fileno()}", *_identity(file.fileno())]
             segment = _mapped(*broadcast_json(place, self._group) or (None, 0, 0), nbytes=nbytes)
-            # When all have it open, it goes with the last of them, however that ends.
+            # Once all ranks have opened the file, it is deleted when the last rank ends in any way.
             self._has_room = all(all_gather_json(segment is not None, self._group))
         self._segment = segment if self._has_room else None
 
 
 def _unnamed_file(nbytes: int) -> IO[bytes] | None:
-    """Return a file without a name whose space is reserved, so that writing to its map cannot fail.
+    """Return an unnamed file with reserved space, so that writing to its map cannot fail.
 
-    It is in memory if half of what is available is enough, or else in the folder of temporary files. None: there is no
-    room, or this system has no such files.
+    It is in memory if half of the available memory is enough, or else in the temporary folder. None means that there
+    is no room, or that this system has no such files.
     """
     if sys.platform != "linux":
         return None
     makers: list[Callable[[], IO[bytes]]] = [tempfile.TemporaryFile]
-    # Where a control group has no room, the kernel ends a process that asks for it: no error tells of that.
+    # If a control group has no room, the kernel kills a process that asks for memory, without an error.
     if nbytes <= read_private_memory().free_bytes // 2:
         makers.insert(0, lambda: os.fdopen(os.memfd_create("osora"), "r+b"))
     for make in makers:
@@ -185,9 +183,9 @@ def _identity(file: int | str) -> tuple[int, int]:
 
 
 def _mapped(path: str | None, device: int, inode: int, *, nbytes: int) -> Tensor | None:
-    """Return a map of another process's file; None where that process's files cannot be seen."""
+    """Return a map of another process's file; None if its files cannot be seen."""
     with suppress(OSError, RuntimeError):
-        # In a container of its own, a process sees others under those numbers.
+        # In a separate container, the same process ID may belong to another process.
         if path is not None and _identity(path) == (device, inode):
             return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     return None

@@ -1,4 +1,4 @@
-"""The weights of streamed blocks in the host's memory, and their copies to a device."""
+"""Weights of streamed blocks in host memory, and their copies to a device."""
 
 import mmap
 import threading
@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
 
 HostSource = Literal["pinned", "mapped"]
-"""pinned: one page-locked copy of the weights; mapped: the weights as they are, such as mapped from a file."""
+"""Source of the copies. pinned: one page-locked copy of the weights; mapped: the original weights, as in a file."""
 
 T = TypeVar("T")
 
 STAGING_BYTES = 32 * 2**20
-"""Of each of the two buffers through which mapped weights go: so large that a copy takes much longer than its start."""
+"""Size of each of the two staging buffers for mapped weights: a copy takes much longer than its launch."""
 
 ALIGNMENT = 512
-"""Bytes. Every weight begins at a multiple, as torch places tensors on CUDA, so that the same kernels are chosen."""
+"""Alignment of weights in bytes. It is that of torch's CUDA tensors, so that the same kernels are chosen."""
 
 
 class BlockWeights:
-    """Those parameters of a block that are on the CPU, and where each goes in one run of bytes.
+    """Parameters of a block that are on the CPU, and their offsets in one run of bytes.
 
-    A parameter that several modules of the block share is there once, and each lies row by row. Parameters on another
-    device are left out: these are shared with what is outside the blocks, and are already where they are needed. So are
-    those that require gradients, if only the `frozen` ones are meant.
-    Floating-point parameters have `dtype` in the run; None: each its own. Those of modules in `without` are left out.
+    A parameter that several modules of the block share appears once. Parameters are contiguous, row by row. Parameters
+    on another device are skipped: they are shared with modules outside of the blocks. With `frozen`, parameters that
+    require gradients are skipped, too, and so are parameters of modules in `without`.
+    Floating-point parameters have `dtype` in the run. None means that each keeps its dtype.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class BlockWeights:
 
     @property
     def host(self) -> list[nn.Parameter]:
-        """The parameters on the CPU, in the order of the run."""
+        """Parameters on the CPU, in the order of the run."""
         return list(self._users)
 
     def views(self, run: Tensor) -> list[Tensor]:
-        """Return the tensors that a run of (nbytes or more,) uint8 holds, on any device, shaped as the parameters."""
+        """Return the tensors in a run of (nbytes or more,) uint8, on any device, with the shapes of the parameters."""
         return [
             run[offset : offset + size].view(dtype).view(weight.shape)
             for offset, size, dtype, weight in zip(self._offsets, self._sizes, self._dtypes, self._users, strict=True)
         ]
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
-        """Have the block compute with other tensors, in the order of `host`, until `take_back`."""
+        """Replace the block's parameters by `tensors`, in the order of `host`, until `take_back`."""
         for users, tensor in zip(self._users.values(), tensors, strict=True):
             _give(nn.Parameter(tensor, requires_grad=False), users)
 
     def take_back(self) -> None:
-        """Have the block hold its own parameters again."""
+        """Restore the block's own parameters."""
         for weight, users in self._users.items():
             _give(weight, users)
 
     @torch.no_grad()
     def move_to(self, run: Tensor, shared: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Copy the parameters to a run of (nbytes or more,) uint8 on the CPU; the block holds these copies from now on.
+        """Copy the parameters to a run of (nbytes or more,) uint8 on the CPU. The block keeps these copies.
 
-        `shared` maps parameters that several blocks have to what they hold instead, which is itself until one has
-        moved.
+        `shared` maps parameters of several blocks to their replacements. A parameter maps to itself until one of the
+        blocks has moved.
         """
         users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for (weight, own), view in zip(self._users.items(), self.views(run), strict=True):
@@ -97,12 +97,12 @@ class BlockWeights:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes that a weight takes in such a run."""
+    """Return the aligned number of bytes of a weight in a run."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def slot_bytes(block: nn.Module) -> int:
-    """Return how many bytes the weights of a block need in one run of memory; the block may be on the meta device."""
+    """Return the number of bytes for a block's weights in one run of memory. The block may be on the meta device."""
     return BlockWeights(block).nbytes
 
 
@@ -112,13 +112,13 @@ def _give(weight: nn.Parameter, users: Sequence[tuple[nn.Module, str]]) -> None:
 
 
 class HostWeights(Protocol):
-    """The weights of blocks in the host's memory."""
+    """Weights of blocks in host memory."""
 
     nbytes: int
-    """Of memory that was taken for them."""
+    """Bytes of memory that were allocated for the weights."""
 
     def start(self, copy: Callable[[], T]) -> Future[T]:
-        """Have `copy` done, which calls `copy_to`; in the order of the calls."""
+        """Run `copy`, which calls `copy_to`. Copies run in the order of the calls."""
 
     def copy_to(self, index: int, slot: Tensor) -> None:
         """Copy block number `index` to `slot`, on the device's current stream."""
@@ -128,18 +128,17 @@ class HostWeights(Protocol):
 def open_host_weights(
     source: HostSource, blocks: Sequence[BlockWeights], *, device: torch.device, side: SideStream
 ) -> Iterator[HostWeights]:
-    """Get weights ready to be copied to a device, and yield them.
+    """Prepare weights for copies to a device, and yield them.
 
-    When the context ends, threads have ended, copies are done, and no memory is locked any more. Nothing is locked for
-    a CPU.
+    At the end of the context, threads are stopped, copies are done, and memory is unlocked. No memory is locked for a
+    CPU.
 
     Args:
-        source: `pinned` moves the blocks' weights, block by block, to memory of which pages are locked, where they
-            remain when it is unlocked; the memory that they were in is free unless others hold it. `mapped` leaves them
-            where they are.
+        source: `pinned` moves the blocks' weights, block by block, to page-locked memory, where they stay after it is
+            unlocked. Their former memory is freed unless it is used elsewhere. `mapped` does not move them.
 
     Raises:
-        HardwareError: the memory cannot be locked.
+        HardwareError: The memory cannot be locked.
     """
     with _LockedMemory(device) as memory:
         try:
@@ -153,7 +152,7 @@ def open_host_weights(
 
 
 class _LockedMemory:
-    """Memory of the host, page-locked where the device that copies from it is a GPU."""
+    """Host memory, page-locked if the device that copies from it is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -161,7 +160,7 @@ class _LockedMemory:
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return (nbytes,) uint8 that begins with a page."""
+        """Return (nbytes,) uint8 that begins at a page."""
         memory = page_aligned(nbytes)
         if self._device.type == "cuda" and nbytes:
             self._locks.append(PageLock(memory, self._device))
@@ -177,12 +176,12 @@ class _LockedMemory:
 
 
 class _PinnedWeights:
-    """Weights in locked memory: the device fetches a block in one asynchronous copy."""
+    """Weights in locked memory. The device fetches a block in one asynchronous copy."""
 
     def __init__(self, blocks: Sequence[BlockWeights], memory: _LockedMemory) -> None:
         counts = Counter(weight for block in blocks for weight in block.host)
         shared: dict[nn.Parameter, nn.Parameter] = {weight: weight for weight, count in counts.items() if count > 1}
-        # What has moved is freed before the next block moves.
+        # Drop these references, so that a moved block is freed before the next block moves.
         counts.clear()
         self._runs = []
         with torch.inference_mode(False):
@@ -202,9 +201,9 @@ class _PinnedWeights:
 
 
 class _MappedWeights:
-    """Weights anywhere in the host's memory. A thread copies them piece by piece to one of two locked buffers, from
-    which the device fetches them, while the thread reads the next piece into the other. Those that are cast, on the
-    CPU, it copies to where they go.
+    """Weights anywhere in host memory. A thread copies them piece by piece to two locked buffers in turn. The device
+    fetches one buffer while the thread reads the next piece into the other. On the CPU, the thread copies weights that
+    are cast directly to their slots.
     """
 
     def __init__(self, blocks: Sequence[BlockWeights], memory: _LockedMemory, side: SideStream) -> None:

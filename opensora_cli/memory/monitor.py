@@ -1,4 +1,4 @@
-"""Time and memory of a program's phases and of a model's blocks, and logging how much memory is in use."""
+"""Time and memory of a program's phases and of a model's blocks, and logging of memory use."""
 
 import logging
 import time
@@ -16,23 +16,23 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProfiledPhase:
-    """What one phase of a program took."""
+    """Time and memory of one phase of a program."""
 
     name: str
     seconds: float
-    """Of the wall clock, once the device had finished."""
+    """Wall-clock time until the device had finished."""
     allocated_gib: float | None
-    """In use on the device at its end; None without CUDA."""
+    """Memory in use on the device at the end of the phase; None without CUDA."""
     peak_allocated_gib: float | None
-    """The most during it."""
+    """Peak of the memory in use during the phase."""
     peak_reserved_gib: float | None
-    """The most that torch's allocator reserved on the GPU meanwhile."""
+    """Peak of the memory that torch's allocator reserved on the GPU during the phase."""
 
 
 class AccelerationProfiler:
-    """Measures the time and the CUDA memory of named phases, one after the other; without CUDA only the time.
+    """Profiler of the time and CUDA memory of named phases, one after the other; without CUDA, only of the time.
 
-    `device` None is the current CUDA device where there is one.
+    The default `device` is the current CUDA device if there is one.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -42,7 +42,7 @@ class AccelerationProfiler:
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:
-        """Measure the block as the phase `name`; also when it fails. Phases do not nest: each resets the peak."""
+        """Measure the context as the phase `name`, even if it fails. Phases do not nest: each resets the peak."""
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
             torch.cuda.reset_peak_memory_stats(self._cuda)
@@ -78,21 +78,21 @@ class AccelerationProfiler:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeated measurements of one thing, in seconds."""
+    """Mean and deviation of repeated measurements, in seconds."""
 
     count: int
     mean_s: float
     deviation_s: float
-    """Standard deviation, of a sample (n-1); 0 for a single one."""
+    """Sample standard deviation (n-1); 0 for a single measurement."""
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Spread":
-        """Return mean and deviation of at least one measurement."""
+        """Return the mean and deviation of at least one measurement."""
         return cls(len(seconds), fmean(seconds), stdev(seconds) if len(seconds) > 1 else 0.0)
 
 
 class ModuleTimes:
-    """Times the forward calls of modules: on a CPU by its clock, on CUDA by events, so that nothing waits."""
+    """Timer of the forward calls of modules: by the clock on a CPU, and by events on CUDA, without synchronization."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._is_cuda = torch.device(device).type == "cuda"
@@ -101,11 +101,11 @@ class ModuleTimes:
 
     @contextmanager
     def watch(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Inside the block, time every call of these modules, each under its name."""
+        """Time every call of these modules inside the context, each under its name."""
         removers: list[Callable[[], None]] = []
         for name, module in modules.items():
             enter, leave = self._event_hooks(name) if self._is_cuda else self._clock_hooks(name)
-            # Around other hooks: what brings weights or offloads activations counts.
+            # Outside of other hooks, so that streaming of weights and offloading of activations count.
             removers.append(module.register_forward_pre_hook(enter, prepend=True).remove)
             removers.append(module.register_forward_hook(leave).remove)
         try:
@@ -115,12 +115,12 @@ class ModuleTimes:
                 remove()
 
     def clear(self) -> None:
-        """Forget all times."""
+        """Delete all times."""
         self._seconds.clear()
         self._events.clear()
 
     def spreads(self) -> dict[str, Spread]:
-        """Return mean and deviation over the calls of each module that was called; waits for the device."""
+        """Return the mean and deviation over the calls of each called module. It waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
         timed = {
@@ -161,17 +161,17 @@ def blocks_of(model: nn.Module, name: str) -> dict[str, nn.Module]:
 
 
 def log_cuda_memory(stage: str | None = None) -> None:
-    """Log how much CUDA memory is in use and reserved now in a stage; without CUDA, that there is none."""
+    """Log the CUDA memory that is in use and reserved at a stage; without CUDA, log that there is no device."""
     _log("CUDA memory", stage, torch.cuda.memory_allocated, torch.cuda.memory_reserved)
 
 
 def log_cuda_max_memory(stage: str | None = None) -> None:
-    """Log the most CUDA memory that was in use and reserved, as `log_cuda_memory`."""
+    """Log the peak of CUDA memory that was in use and reserved, like `log_cuda_memory`."""
     _log("most CUDA memory", stage, torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
 
 
 def log_model_params(model: nn.Module) -> None:
-    """Log how many parameters a model has, how many of them are trained, and their bytes; shared ones count once."""
+    """Log the number of parameters of a model, of trained ones, and their bytes. Shared parameters count once."""
     weights = list(model.parameters())
     total = sum(weight.numel() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)

@@ -1,4 +1,4 @@
-"""Block streaming: a model runs with few blocks on the device, and the next one's weights are copied meanwhile."""
+"""Block streaming: a model runs with few blocks on the device, and the next block's weights are prefetched."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -15,21 +15,21 @@ from opensora_cli.memory.host_memory import SideStream
 from opensora_cli.memory.host_weights import BlockWeights, HostSource, HostWeights, open_host_weights
 
 _SLOTS = 2
-"""One for the block that computes, one for the next."""
+"""Number of slots: one for the block that computes, and one for the next."""
 
 
 @dataclass(slots=True)
 class StreamingFigures:
-    """What streaming takes."""
+    """Memory and copies of streaming."""
 
     device_bytes: int = 0
-    """Held on the device for weights, from beginning to end."""
+    """Bytes on the device for weights, constant for the whole context."""
     host_bytes: int = 0
-    """Bytes taken in the host's memory, beside or instead of that which the weights were in."""
+    """Bytes allocated in host memory, in addition to or instead of the weights' former memory."""
     copied_bytes: int = 0
-    """Copied to the device so far; copies that have started count."""
+    """Bytes copied to the device, including copies that have started."""
     runs: list[Tensor] = field(default_factory=list)
-    """The memory on the device, until the end."""
+    """Memory on the device, until the end of the context."""
 
 
 @contextmanager
@@ -45,35 +45,35 @@ def stream_blocks(
 ) -> Iterator[StreamingFigures]:
     """Run a model with the weights of at most `resident` of its blocks on the device.
 
-    All of these but two stay there, spread evenly over the blocks. The others go through two slots, round and round: as
-    soon as a block has computed, the one after the next takes its place, copied on a stream of its own while the next
-    computes. With one resident block there is one slot, and nothing overlaps. Blocks may be called in any order and be
-    left out, but only that of the stacks is fast. The results are those of a model that is on the device as a whole.
+    All of these but two stay there, spread evenly over the blocks. The other blocks use two slots in turn. When a block
+    has computed, the block after the next one is copied to its slot, on a separate stream, while the next one computes.
+    With one resident block, there is one slot, and nothing overlaps. Blocks may be called in any order and be skipped,
+    but only the order of the stacks is fast. The results are those of a model that is on the device as a whole.
 
-    A block has its weights on the device during its forward only; at any other time its parameters are on the CPU,
-    under their names. With `pinned` they are other tensors from then on, of the same values. The figures that it yields
-    are kept up to date. When the context ends, the device's memory is free again.
+    A block has its weights on the device only during its forward; at any other time its parameters are on the CPU,
+    under their names. With `pinned`, they are other tensors from then on, with the same values. The yielded figures are
+    updated continuously. When the context ends, the device's memory is freed.
 
-    Where gradients are recorded, each block needs a checkpoint (`set_grad_checkpoint`), so that nothing keeps its
-    weights until backward. They come again when it is computed again, from the last block to the first, and stay until
-    the one before it is: by then autograd, which goes back in the reverse order of forward, is done with them.
+    With gradients, each block needs a checkpoint (`set_grad_checkpoint`), so that autograd does not hold its weights
+    until backward. Backward recomputes the blocks from the last to the first, and copies their weights again. They stay
+    until the previous block is recomputed, when autograd has finished with them.
 
     Args:
-        stacks: the blocks, in the order in which they run; their parameters are on the CPU. Everything else of the
-            model is on the device, and buffers of blocks are moved there.
-        resident: how many blocks' weights may be on the device at a time, from 1; with as many as there are all stay.
-        source: where the weights of the blocks that don't stay wait: `pinned` is one page-locked copy; `mapped` is no
-            copy, but a thread that reads them where they are.
-        dtype: that the floating-point weights are computed in, to which they are cast as they are copied, and for good
-            where they are `pinned`; None: their own. On the CPU alone.
-        trains: leave weights that require gradients where they are: on the device.
-        without: modules inside the blocks whose weights stay where they are, since nothing computes with them there.
+        stacks: blocks in the order in which they run, with parameters on the CPU. Everything else of the model is on
+            the device. Buffers of blocks are moved there.
+        resident: largest number of blocks with weights on the device at the same time, at least 1.
+        source: place of the weights of streamed blocks: `pinned` is one page-locked copy; `mapped` is no copy, but a
+            thread that reads the original weights.
+        dtype: compute dtype of floating-point weights, to which copies are cast, permanently if they are `pinned`. None
+            means their own. Only for the CPU.
+        trains: leave weights that require gradients on the device.
+        without: modules inside the blocks whose weights are not moved because nothing computes with them there.
 
     Raises:
         ValueError: `resident` is not positive, or weights are on the meta device.
-        HardwareError: memory cannot be page-locked.
-        RuntimeError: (from a call of the model) gradients are recorded for weights that are streamed, or, with
-            `trains`, through blocks without a checkpoint.
+        HardwareError: Memory cannot be page-locked.
+        RuntimeError: (from a call of the model) Gradients are recorded for streamed weights, or, with `trains`, through
+            blocks without a checkpoint.
     """
     device = torch.device(device)
     modules = list(dict.fromkeys(block for stack in stacks for block in stack))
@@ -87,7 +87,7 @@ def stream_blocks(
     side = SideStream(device)
     with ExitStack() as ends:
         runs = figures.runs
-        # Last of all: only when no copy is under way may the memory go to others.
+        # Runs last because the memory may be freed only after all copies are done.
         ends.callback(runs.clear)
         host = ends.enter_context(open_host_weights(source, streamed, device=device, side=side))
         figures.host_bytes = host.nbytes
@@ -108,10 +108,10 @@ def stream_blocks(
 
 @contextmanager
 def stream_model(model: nn.Module, *, device: torch.device | str, resident: int) -> Iterator[StreamingFigures]:
-    """Run a model of any kind with `stream_blocks`: blocks are the modules in its `ModuleList`s and `Sequential`s.
+    """Run any model with `stream_blocks`. Its blocks are the modules in its `ModuleList`s and `Sequential`s.
 
-    A block in another is a part of it. All else of the model is on the device meanwhile, and all of it on the CPU
-    afterwards. Errors are those of `stream_blocks`.
+    A block inside another is a part of it. All other parts of the model are on the device inside the context, and the
+    whole model is on the CPU afterwards. Raises the errors of `stream_blocks`.
     """
     model.cpu()
     stacks: list[nn.ModuleList] = []
@@ -132,7 +132,7 @@ def stream_model(model: nn.Module, *, device: torch.device | str, resident: int)
 
 
 def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
-    """Return the bytes of weights that `stream_blocks` holds on the device, from the blocks' `slot_bytes` in order.
+    """Return the bytes that `stream_blocks` holds on the device for weights, from the blocks' `slot_bytes` in order.
 
     Raises ValueError if `resident` is not positive.
     """
@@ -142,7 +142,7 @@ def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
 
 
 def kept_blocks(count: int, *, resident: int) -> list[int]:
-    """Return the numbers of the blocks, of `count`, that `stream_blocks` keeps on the device.
+    """Return the indexes of the blocks, among `count`, that `stream_blocks` keeps on the device.
 
     Raises ValueError if `resident` is not positive.
     """
@@ -156,16 +156,16 @@ def kept_blocks(count: int, *, resident: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Slot:
-    """A place on the device for one block at a time."""
+    """Device memory for one block at a time."""
 
     run: Tensor
     number: int | None = None
-    """Of the block that is in it, or being copied there; None: it is empty."""
+    """Index of the block that is in the slot or being copied there. None means an empty slot."""
     copied: Future[torch.cuda.Event | None] | None = None
 
 
 class _Streamer:
-    """Lends blocks their weights on the device, and fetches those that come next."""
+    """Streamer that gives blocks their weights on the device, and prefetches the next ones."""
 
     def __init__(self, host: HostWeights, side: SideStream, figures: StreamingFigures, *, trains: bool) -> None:
         self._host = host
@@ -180,7 +180,7 @@ class _Streamer:
         self._modules: Sequence[nn.Module] = ()
 
     def keep(self, block: BlockWeights, run: Tensor) -> None:
-        """Copy a block to a run of memory on the device, where it stays."""
+        """Copy a block to a run of memory on the device, permanently."""
         with torch.inference_mode(False), torch.no_grad():
             views = block.views(run)
             for view, weight in zip(views, block.host, strict=True):
@@ -189,12 +189,12 @@ class _Streamer:
         self._figures.copied_bytes += block.nbytes
 
     def rotate(self, ring: Sequence[BlockWeights], runs: Sequence[Tensor]) -> None:
-        """Let all other blocks, more than there are `runs`, go through these, and begin to fill them."""
+        """Stream all other blocks through `runs`, which are fewer, and start filling them."""
         self._ring, self._slots = list(ring), [_Slot(run) for run in runs]
         self._fetch_ahead(0)
 
     def follow(self, modules: Sequence[nn.Module], blocks: Sequence[BlockWeights]) -> None:
-        """Lend each block its weights whenever it is called, or computed again in backward."""
+        """Give each block its weights on the device whenever it is called, or recomputed in backward."""
         self._modules = modules
         for module, block in zip(modules, blocks, strict=True):
             vars(module)[RECOMPUTING] = partial(self._recomputing, block)
@@ -204,7 +204,7 @@ class _Streamer:
             ]
 
     def close(self) -> None:
-        """Leave the modules as they were, and let go of what is on the device."""
+        """Restore the modules, and release the memory on the device."""
         while self._hooks:
             self._hooks.pop().remove()
         for module in self._modules:
@@ -235,11 +235,11 @@ class _Streamer:
         try:
             yield
         finally:
-            # What autograd has saved by now holds the memory, not the parameters.
+            # By now, tensors that autograd has saved hold the memory, not the parameters.
             self._take_back()
 
     def _lend(self, block: BlockWeights, *, backwards: bool = False) -> None:
-        # An interruption leaves a forward without the hook that follows it.
+        # After an interruption, the forward hook of the previous block may not have run.
         self._take_back()
         tensors = self._kept[block] if block in self._kept else self._arrived(block, backwards=backwards)
         self._lent = block
@@ -252,7 +252,7 @@ class _Streamer:
             self._lent = None
 
     def _arrived(self, block: BlockWeights, *, backwards: bool) -> list[Tensor]:
-        """Return the weights of a streamed block on the device, fetched now if they are not on their way."""
+        """Return the weights of a streamed block on the device; start fetching them if that has not started."""
         number = self._ring.index(block)
         self._fetch_ahead(number, backwards=backwards)
         (slot,) = (slot for slot in self._slots if slot.number == number)
@@ -267,10 +267,10 @@ class _Streamer:
             return block.views(slot.run)
 
     def _fetch_ahead(self, number: int, *, backwards: bool = False) -> None:
-        """Begin to fetch this block of the ring and those that are computed after it, as far as there are slots.
+        """Start fetching this block of the ring and the following blocks, one for each slot.
 
-        A pass without gradients is followed by one like it. One with gradients goes back where it ends, and the next
-        one begins where that ends: the blocks that are in the slots then are the first ones again.
+        A pass without gradients is followed by another one. A forward pass with gradients is followed by a backward
+        pass, after which the slots contain the first blocks again.
         """
         step = -1 if backwards else 1
         coming = range(number, number + step * len(self._slots), step)
@@ -285,7 +285,7 @@ class _Streamer:
                 self._fetch(each, free.pop())
 
     def _fetch(self, number: int, slot: _Slot) -> None:
-        # What was in the slot may still be computed with.
+        # Computation with the previous contents of the slot may still be running.
         copy = partial(self._copy, number, slot.run, self._side.mark())
         slot.number = None
         slot.copied = self._host.start(copy)

@@ -1,4 +1,4 @@
-"""Linear layers: how they are split between ranks, and one with a low-rank update beside it."""
+"""Linear layers: plans for splitting them between ranks, and a layer with a low-rank update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class ShardedLinear:
-    """One linear layer of the sharding plan; `path` is the module path inside the block.
+    """Sharding plan of one linear layer; `path` is the module path inside the block.
 
-    The split features consist of parts of the sizes `pieces`, in order. Each part is split by itself: a rank holds its
-    share of the first, then its share of the second. `units` is, for each piece, how many adjacent features are never
-    split: the width of a head, or 1. Ranks need not have equally many units, but each at least one.
+    The split features consist of parts of the sizes `pieces`, in order. Each part is split separately: a rank holds its
+    share of the first, then its share of the second. `units` is the number of adjacent features in each piece that are
+    never split: the width of a head, or 1. Ranks may have different numbers of units, but each at least one.
     """
 
     path: str
@@ -36,14 +36,14 @@ class ShardedLinear:
 
 @runtime_checkable
 class PartialLinear(Protocol):
-    """A linear layer that multiplies in its own way, and not by the tensor `weight`."""
+    """Linear layer with its own multiplication instead of a product with the tensor `weight`."""
 
     def part(self, x: Tensor, features: slice) -> Tensor:
         """Return some of the output features; (..., in_features) -> (..., features)."""
 
 
 def features_of(linear: nn.Module) -> Callable[[Tensor, slice], Tensor]:
-    """Return what computes, of an input, some output features of a linear layer, or of a module with its interface.
+    """Return a function that computes some output features of a linear layer, or of a module with its interface.
 
     A weight that is stored in 8 bits is dequantized once.
     """
@@ -62,17 +62,17 @@ def features_of(linear: nn.Module) -> Callable[[Tensor, slice], Tensor]:
 
 def _with_low_rank(out: Tensor, x: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
     low = functional.linear(x, a_RI)
-    # In place: the output may be the widest tensor of a block.
+    # In place because the output may be the widest tensor of a block.
     out.view(-1, out.shape[-1]).addmm_(low.reshape(-1, low.shape[-1]), b_OR.t())
     return out
 
 
 class LowRankLinear(nn.Module):
-    """Computes with the weight W + B·A of a linear layer, without changing it. Made for inference.
+    """Linear layer with the weight W + B·A, which leaves W unchanged. It is for inference.
 
-    W (of `base`, an `nn.Linear` or a module with its interface) stays as it is: mapped from a file, or stored in 8
-    bits. The update costs rank · (in_features + out_features) numbers of memory, and is not rounded to the precision of
-    W. Its scale is already in `b_OR`.
+    W belongs to `base`, an `nn.Linear` or a module with its interface. It may be mapped from a file, or stored in 8
+    bits. The update needs memory for rank · (in_features + out_features) numbers, and is not rounded to the precision
+    of W. `b_OR` includes its scale.
     """
 
     def __init__(self, base: nn.Module, a_RI: Tensor, b_OR: Tensor) -> None:

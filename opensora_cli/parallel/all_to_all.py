@@ -1,4 +1,4 @@
-"""All-to-all for links that differ or are slow: in two stages over machines, and with fewer bytes on the wire."""
+"""All-to-all for slow or different links: in two stages over machines, and with fewer bytes on the wire."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ from opensora_cli.parallel.rendezvous import group_with
 from opensora_cli.parallel.scheduling import BandwidthMonitor
 
 WireFormat = Literal["bf16", "fp8"]
-"""`bf16` is two bytes an element; `fp8` is one (e4m3), and four for the scale of each row."""
+"""Format of elements on the wire: `bf16` has two bytes each; `fp8` has one (e4m3), and four per row for a scale."""
 
 _FP8 = torch.float8_e4m3fn
 _SCALE_BYTES = 4
@@ -31,19 +31,19 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangePlan:
-    """How the ranks of a group exchange tokens for heads."""
+    """Plan for exchanging tokens for heads between the ranks of a group."""
 
     inner: int = 1
-    """Ranks of a group in a row that fast links join: over 1, exchanges have two stages, inside and between."""
+    """Number of consecutive ranks with fast links. Over 1, exchanges have two stages: inside and between them."""
     wire: WireFormat | None = None
-    """What elements are rounded to on their way; None: they travel as they are."""
+    """Format that elements are rounded to for the exchange. None means no rounding."""
     chunks: int = 1
-    """Groups of heads that are exchanged one after the other, while attention of the one before is computed."""
+    """Number of groups of heads. Each is exchanged while attention of the previous group is computed."""
 
     def stage_bytes(self, parts: Parts, itemsize: int) -> dict[str, int]:
-        """Return what all ranks put on the wire in one exchange: in sum, or inside and between those of `inner`.
+        """Return the bytes that all ranks send in one exchange: in total, or inside and between groups of `inner`.
 
-        `itemsize` is that of the tensor, in bytes. Raises ValueError as `wire_parts`.
+        `itemsize` is that of the tensor, in bytes. Raises ValueError like `wire_parts`.
         """
         parts = wire_parts(parts, self.wire)
         itemsize = {None: itemsize, "bf16": 2, "fp8": 1}[self.wire]
@@ -58,14 +58,14 @@ class ExchangePlan:
 
 
 class Route(Protocol):
-    """How parts get to their ranks; itself an `Exchange`, of elements as they are."""
+    """Route of parts to their ranks: an `Exchange` of elements without rounding."""
 
     def __call__(self, sent: Tensor, parts: Parts, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Every rank of a group sends to every other."""
+    """Route in which every rank of a group sends to every other."""
 
     group: dist.ProcessGroup
     monitor: BandwidthMonitor | None = None
@@ -76,7 +76,7 @@ class Direct:
         return _measured(self.monitor, sent, parts.sent(rank), parts.received(rank), self.group)
 
     def begin(self, sent: Tensor, parts: Parts) -> tuple[Tensor, Callable[[], dist.Work]]:
-        """Return where the result will be, and what issues the exchange and returns its handle."""
+        """Return the tensor for the result, and a function that starts the exchange and returns its handle."""
         rank = dist.get_rank(self.group)
         expected = parts.received(rank)
         received = sent.new_empty(sum(expected))
@@ -94,7 +94,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class TwoStages:
-    """Each rank hands what is for place p of any machine to the rank at place p of its own, which sends it there."""
+    """Route in two stages: a rank sends parts for place p of any machine to place p of its own, which forwards them."""
 
     local_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
@@ -109,7 +109,7 @@ class TwoStages:
         )
         places, nodes = range(inner), range(dist.get_world_size(self.node_group))
 
-        # Lengths of what goes from one place of one node to another.
+        # Length of the part from one place of one node to another.
         def length(from_node: int, from_place: int, to_node: int, to_place: int) -> int:
             return parts.length(from_node * inner + from_place, to_node * inner + to_place)
 
@@ -146,8 +146,8 @@ def _measured(
 
 
 def compressed(route: Route, wire: WireFormat | None, sent: Tensor, parts: Parts) -> Tensor:
-    """Be the `Exchange` by way of `route`, of elements that are rounded to `wire`.
-    Raises ValueError as `wire_parts`.
+    """Exchange parts through `route`, with elements rounded to `wire`, as an `Exchange`.
+    Raises ValueError like `wire_parts`.
     """
     if wire is None:
         return route(sent, parts)
@@ -155,7 +155,7 @@ def compressed(route: Route, wire: WireFormat | None, sent: Tensor, parts: Parts
 
 
 def wire_parts(parts: Parts, wire: WireFormat | None) -> Parts:
-    """Return the parts of what `to_wire` makes. Raises ValueError for `fp8` if rows are divided or joined."""
+    """Return the parts for the result of `to_wire`. Raises ValueError for `fp8` if rows are divided or joined."""
     if wire != "fp8":
         return parts
     if parts.row is None:
@@ -164,17 +164,17 @@ def wire_parts(parts: Parts, wire: WireFormat | None) -> Parts:
 
 
 def to_wire(sent: Tensor, parts: Parts, wire: WireFormat) -> Tensor:
-    """Return flat elements as they travel."""
+    """Return flat elements in the format of the wire."""
     if wire == "bf16":
         return sent.to(torch.bfloat16)
     wire_parts(parts, wire)  # raises
     values, scales = quantise(sent.view(-1, parts.row or 1))
-    # Values and scales share a message: a second one would cost its latency again.
+    # Values and scales share a message because a second one would cost its latency again.
     return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=-1).view(-1)
 
 
 def unpacked(received: Tensor, parts: Parts, wire: WireFormat, *, dtype: torch.dtype) -> Tensor:
-    """Undo `to_wire`."""
+    """Return the elements from the format of the wire; inverse of `to_wire`."""
     if wire == "bf16":
         return received.to(dtype)
     rows = received.view(-1, (parts.row or 1) + _SCALE_BYTES)
@@ -183,9 +183,9 @@ def unpacked(received: Tensor, parts: Parts, wire: WireFormat, *, dtype: torch.d
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp8 values and the fp32 scale of each row (..., 1) by which to multiply them; the largest becomes 448.
+    """Return fp8 values, and the fp32 scale of each row (..., 1) as a factor for them; the largest value becomes 448.
 
-    Rows lie along the last dimension, and have at least one element.
+    Rows are along the last dimension, and have at least one element.
     """
     largest = x.abs().amax(dim=-1, keepdim=True).float()
     # A row of zeros would divide by zero.
@@ -203,13 +203,12 @@ def compressed_all_to_all(
     gather_sizes: Sequence[int] | None = None,
     wire: WireFormat | None = None,
 ) -> Tensor:
-    """Do what `all_to_all` does, with elements and gradients that are rounded for the way.
+    """Return the result of `all_to_all` with elements and gradients that are rounded for the exchange.
 
-    An element x of an fp32 tensor comes out wrong by at most |x| / 256 with `bf16`. With `fp8` it is at most |x| / 16,
-    or 2^-18 of the largest element of its row, whichever is more; a row is what lies along the last dimension. A row
-    that holds an infinity or NaN arrives as NaN with `fp8`. Of a 16-bit tensor `bf16` saves nothing. With `wire` None
-    elements travel as they are. Raises ValueError if the sizes are wrong, or one of the dimensions is the last one,
-    which `fp8` keeps whole.
+    The error of an element x of an fp32 tensor is at most |x| / 256 with `bf16`. With `fp8` it is at most |x| / 16, or
+    2^-18 of the largest element of its row if that is more; a row is along the last dimension. A row with an infinity
+    or NaN arrives as NaN with `fp8`. `bf16` saves nothing for a 16-bit tensor. `wire` None means no rounding. Raises
+    ValueError if the sizes are wrong, or if one of the dimensions is the last one, which `fp8` keeps whole.
     """
     if process_group is None or wire is None:
         return all_to_all(
@@ -223,13 +222,13 @@ def compressed_all_to_all(
 
 
 def node_groups(group: dist.ProcessGroup, *, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups of `hierarchical_all_to_all`: the ranks on this machine, and those with this place on each.
+    """Create the groups of `hierarchical_all_to_all`: the ranks on this machine, and ranks with this place on each.
 
-    All ranks of the run call this. Those of `group` follow one another machine by machine.
+    All ranks of the run must call this. The ranks of `group` must be ordered machine by machine.
 
     Raises:
-        ValueError: the machines do not have equally many ranks.
-        AbsentRanks: these did not call it.
+        ValueError: The machines have different numbers of ranks.
+        AbsentRanks: Some ranks did not call this.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) % ranks_per_node:
@@ -240,9 +239,9 @@ def node_groups(group: dist.ProcessGroup, *, ranks_per_node: int) -> tuple[dist.
 
 
 def open_route(mesh: ParallelMesh, plan: ExchangePlan, monitor: BandwidthMonitor | None = None) -> Route:
-    """Return the route of exchanges between the Ulysses ranks of a mesh; with two stages all ranks of the run call it.
+    """Return the route between the Ulysses ranks of a mesh. With two stages, all ranks of the run must call this.
 
-    `monitor` gets the time of every exchange, of two stages that of each, under the name of its group.
+    `monitor` gets the time of every exchange, or of each of its two stages, under the name of its group.
     """
     if plan.inner == 1:
         group = mesh.group("ulysses")
@@ -269,15 +268,15 @@ def hierarchical_all_to_all(
     gather_sizes: Sequence[int] | None = None,
     wire: WireFormat | None = None,
 ) -> Tensor:
-    """Do what `all_to_all` does among all ranks of several machines, bit for bit, forward and backward.
+    """Return the result of `all_to_all` among all ranks of several machines, bitwise identical, forward and backward.
 
-    Ranks are numbered machine by machine. Each hands what is for place l of any machine to the rank at place l,
-    which sends every machine one message with what all of its own wrote. So between M machines of L ranks each rank
-    sends M - 1 messages, instead of L (M - 1) of which each has an L-th of the size. Inside a machine everything
-    travels twice.
+    Ranks are numbered machine by machine. Each sends its parts for place l of any machine to place l of its own
+    machine, which sends every machine one message with the parts of all its ranks. So between M machines of L ranks,
+    each rank sends M - 1 messages, instead of L (M - 1) messages with an L-th of the size. Inside a machine, data is
+    sent twice.
 
-    `node_groups` makes both groups. Sizes have an entry for each of all ranks. `wire` is as for
-    `compressed_all_to_all`, and all else as for `all_to_all`.
+    `node_groups` creates both groups. Sizes have an entry for each of all ranks. `wire` is the same as in
+    `compressed_all_to_all`, and the other arguments are the same as in `all_to_all`.
     """
     inner, outer = dist.get_world_size(local_group), dist.get_world_size(node_group)
     if inner * outer == 1:

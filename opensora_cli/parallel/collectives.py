@@ -1,12 +1,12 @@
 """Collectives with gradients, for shares of any size.
 
-In all of them a group of one rank, or None, means that there is nothing to do. All ranks of a group must agree on the
-sizes, and on whether the tensor takes part in gradients: its backward is a collective too. Gradients are those of one
-process that holds everything and whose loss is the sum of the ranks' losses, except where a function says otherwise.
-Results never share memory with what was handed in, unless nothing was to be done, and nothing is kept for the backward.
+A group of one rank, or None, means that a collective does nothing. All ranks of a group must agree on the sizes, and on
+whether the tensor requires gradients, because backward is a collective, too. By default, gradients are those of one
+process with all data, whose loss is the sum of the ranks' losses. Results share memory with inputs only if a collective
+does nothing, and no tensor is saved for backward.
 
-Dimensions may be negative. `sizes` are the lengths of the shares along `dim`, one for each rank; None: all are equal.
-A tensor that contradicts its sizes raises ValueError.
+Dimensions may be negative. `sizes` are the lengths of the shares along `dim`, one for each rank. None means equal
+lengths. A tensor that contradicts its sizes raises ValueError.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Renamed in torch 2.13; earlier ones have only the older names.
+# Renamed in torch 2.13; earlier versions have only the older names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -28,38 +28,38 @@ GradScale = Literal["up", "down"] | None
 
 
 class Parts(NamedTuple):
-    """What the ranks send one another in an all-to-all: rank s sends rank t `unit * sources[s] * targets[t]` elements.
+    """Lengths of an all-to-all: rank s sends rank t `unit * sources[s] * targets[t]` elements.
 
-    The parts of a rank lie in one flat tensor, in the order of ranks, before and after.
+    The parts of a rank are in one flat tensor, in the order of ranks, before and after.
     """
 
     unit: int
     sources: Sizes
     targets: Sizes
     row: int | None
-    """Elements along the last dimension, of which every part has whole rows; None: parts divide that dimension."""
+    """Number of elements along the last dimension, which parts keep whole. None means that parts divide it."""
 
     def length(self, source: int, target: int) -> int:
-        """Return how many elements one rank sends another."""
+        """Return the number of elements that one rank sends another."""
         return self.unit * self.sources[source] * self.targets[target]
 
     def sent(self, rank: int) -> list[int]:
-        """Return how many elements `rank` sends each."""
+        """Return the number of elements that `rank` sends each rank."""
         return [self.length(rank, target) for target in range(len(self.targets))]
 
     def received(self, rank: int) -> list[int]:
-        """Return how many elements `rank` gets from each."""
+        """Return the number of elements that `rank` receives from each rank."""
         return [self.length(source, rank) for source in range(len(self.sources))]
 
 
 Exchange = Callable[[Tensor, Parts], Tensor]
-"""An all-to-all of flat tensors, without gradients: what a rank sends, to what it gets."""
+"""All-to-all of flat tensors without gradients: function from the sent tensor to the received one."""
 
 
 def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Return the shares of all ranks, joined along `dim` in the order of ranks; the gradients of all are summed.
 
-    Uneven shares travel padded to the longest.
+    Uneven shares are padded to the longest.
     """
     if _alone(group):
         return x
@@ -74,7 +74,7 @@ def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None
 def reduce_scatter(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Return this rank's share of the sum over all ranks, divided along `dim` in the order of ranks.
 
-    `x` has the same shape on all ranks. Uneven shares travel padded to the longest.
+    `x` has the same shape on all ranks. Uneven shares are padded to the longest.
     """
     if _alone(group):
         return x
@@ -93,7 +93,7 @@ def all_to_all(
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Divide a tensor along one dimension and join it along another: what was whole becomes a share, and vice versa.
+    """Divide a tensor along one dimension, and join its shares along another.
 
     Nothing is padded. `input_` is whole along `scatter_dim`, and this rank's share along `gather_dim`. Raises
     ValueError if it does not have the sizes it should have, or both dimensions are the same.
@@ -115,7 +115,7 @@ def exchange_with_gradient(
     scatter_sizes: Sequence[int] | None,
     gather_sizes: Sequence[int] | None,
 ) -> Tensor:
-    """Do what `all_to_all` does, forward and backward, by way of `exchange`; `rank` is one of `ranks`."""
+    """Return the result of `all_to_all` through `exchange`, forward and backward; `rank` is one of `ranks`."""
     scatter, gather = scatter_dim % input_.ndim, gather_dim % input_.ndim
     if scatter == gather:
         raise ValueError(f"dimension {scatter} cannot be divided and joined at once")
@@ -142,10 +142,10 @@ def _exchanged(
 def gather_forward_split_backward(
     input_: Tensor, dim: int, process_group: Group, grad_scale: GradScale = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Join the shares of all ranks along `dim`; backward, take this rank's share of the gradient.
+    """Join the shares of all ranks along `dim`; in backward, take this rank's share of the gradient.
 
-    This is right where all ranks go on to compute the same from the whole, and its loss counts once; `all_gather` sums.
-    `grad_scale` `up` multiplies the gradient by the number of ranks, `down` divides it.
+    Use this if all ranks compute the same from the whole, and its loss counts once; `all_gather` sums gradients.
+    `grad_scale` `up` multiplies the gradient by the number of ranks, and `down` divides it.
     """
     if _alone(process_group):
         return input_
@@ -161,9 +161,9 @@ def gather_forward_split_backward(
 def split_forward_gather_backward(
     input_: Tensor, dim: int, process_group: Group, grad_scale: GradScale = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Take this rank's share along `dim` of what all ranks hold; backward, join the gradients of all.
+    """Take this rank's share along `dim` of a tensor that all ranks hold; in backward, join the gradients of all ranks.
 
-    `input_` is the same on all ranks. `grad_scale` is as for `gather_forward_split_backward`.
+    `input_` is the same on all ranks. `grad_scale` is the same as in `gather_forward_split_backward`.
     """
     if _alone(process_group):
         return input_
@@ -174,7 +174,7 @@ def split_forward_gather_backward(
         return _times(gather_forward_split_backward(gradient, dim, process_group, sizes=sizes), factor)
 
     def own(whole: Tensor) -> Tensor:
-        # A copy: a view would keep the whole alive for as long as the share is.
+        # Copy because a view would keep the whole tensor alive.
         share = torch.split(whole, list(sizes), dim)[dist.get_rank(process_group)]
         return share.clone(memory_format=torch.contiguous_format)
 
@@ -184,7 +184,7 @@ def split_forward_gather_backward(
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """Return the sum over all ranks; the gradient passes unchanged.
 
-    For ranks that go on to compute the same from the sum: after a linear layer whose input features are divided.
+    It is for ranks that compute the same from the sum: after a linear layer with divided input features.
     """
 
     def total(x: Tensor) -> Tensor:
@@ -196,15 +196,15 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Return `x` unchanged; its gradients of all ranks are summed.
+    """Return `x` unchanged; the gradients of all ranks are summed.
 
-    For ranks that hold the same and each compute a part from it: before a linear layer with divided output features.
+    It is for ranks that compute different parts from the same tensor: before a linear layer with divided outputs.
     """
     return x if _alone(group) else _apply(x, lambda x: x.view_as(x), partial(all_reduce_sum, group=group))
 
 
 class _ThereAndBack(torch.autograd.Function):
-    """Call one function forward, and another, which has gradients itself, with the gradient."""
+    """Function that calls `there` in forward, and `back`, which is differentiable itself, on the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -222,15 +222,15 @@ def _apply(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor]
 
 
 def exchange_directly(group: dist.ProcessGroup, sent: Tensor, parts: Parts) -> Tensor:
-    """Be the `Exchange` of a group in which every rank sends to every other."""
+    """Exchange parts as an `Exchange` in which every rank of a group sends to every other."""
     rank = dist.get_rank(group)
     return exchange_flat(sent, parts.sent(rank), parts.received(rank), group)
 
 
 def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send every rank its part of a flat tensor and return the parts that came, in the order of ranks.
+    """Send every rank its part of a flat tensor, and return the received parts in the order of ranks.
 
-    `lengths` are those of the parts that are sent, in elements, and `expected` those of the parts that come.
+    `lengths` are the lengths of sent parts in elements, and `expected` those of received parts.
     """
     received = sent.new_empty(sum(expected))
     dist.all_to_all_single(as_bytes(received), as_bytes(sent), expected, lengths, group=group)
@@ -238,7 +238,7 @@ def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: 
 
 
 def packed(x: Tensor, sizes: Sizes, dim: int) -> Tensor:
-    """Return the parts of `x` along `dim` one after the other, flat; without a copy where they already lie so."""
+    """Return the parts of `x` along `dim` one after the other, flat; without a copy if they are in this order."""
     if x.is_contiguous() and prod(x.shape[:dim]) == 1:
         return x.view(-1)
     flat = x.new_empty(x.numel())
@@ -248,7 +248,7 @@ def packed(x: Tensor, sizes: Sizes, dim: int) -> Tensor:
 
 
 def joined(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int) -> Tensor:
-    """Undo `packed`: return the tensor of `shape` whose parts along `dim` `flat` holds."""
+    """Return the tensor of `shape` from its parts along `dim` in `flat`; inverse of `packed`."""
     return flat.view(shape) if prod(shape[:dim]) == 1 else torch.cat(_parts(flat, shape, sizes, dim), dim)
 
 
@@ -281,7 +281,7 @@ def _reduced(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """Return a tensor of one-byte elements as uint8, others unchanged: gloo does not know fp8."""
+    """Return a tensor of one-byte elements as uint8 because gloo does not support fp8; others unchanged."""
     return flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
 
 

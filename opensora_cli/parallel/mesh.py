@@ -1,4 +1,4 @@
-"""The one owner of the groups of ranks: a mesh with an axis for each way in which work is divided."""
+"""Owner of all process groups: a mesh with an axis for each division of work."""
 
 import os
 import sys
@@ -14,28 +14,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from opensora_cli.core.exceptions import HardwareError
 
 AXES = ("replicate", "shard", "guidance", "ring", "ulysses", "tensor")
-"""Outermost first: ranks that exchange the most, those of `tensor`, are adjacent, and so on the same machine."""
+"""Axes, outermost first. Ranks of `tensor` exchange the most, so that they are adjacent and on the same machine."""
 
 _JOINT_AXES = (("replicate", "shard"), ("ring", "ulysses"))
-"""Axes whose ranks also form a group: data-parallel and sequence-parallel ones."""
+"""Pairs of axes whose ranks also form a group: data-parallel and sequence-parallel axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """How many ranks lie along each axis of a mesh, each from 1."""
+    """Number of ranks along each axis of a mesh, at least 1."""
 
     replicate: int = 1
     """Data-parallel copies of the weights."""
     shard: int = 1
-    """Data-parallel ranks between which the weights of a copy are divided."""
+    """Data-parallel ranks that divide the weights of a copy."""
     guidance: int = 1
-    """Ranks between which the branches of classifier-free guidance are divided."""
+    """Ranks that divide the branches of classifier-free guidance."""
     ring: int = 1
     """Ranks of ring attention."""
     ulysses: int = 1
     """Ranks of Ulysses attention."""
     tensor: int = 1
-    """Ranks between which the heads and features of each block are divided."""
+    """Ranks that divide the heads and features of each block."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -44,11 +44,11 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return prod(astuple(self))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank lies along each axis, from 0; the last axis runs fastest."""
+        """Return the coordinate of a rank along each axis, from 0; the last axis varies fastest."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
@@ -56,10 +56,10 @@ class MeshShape:
 
 
 class ParallelMesh:
-    """The groups of ranks of a process, made once, by all ranks at the same time, after `dist.init_process_group`.
+    """Process groups of a rank. All ranks create them once, at the same time, after `dist.init_process_group`.
 
-    Ranks are laid out in row-major order. The groups of every axis, of (replicate, shard) and of (ring, ulysses) are
-    made here, in one order on all ranks. Raises ValueError if the number of ranks is not that of `shape`.
+    Ranks are in row-major order. The groups of every axis, of (replicate, shard) and of (ring, ulysses) are created
+    here, in the same order on all ranks. Raises ValueError if the number of ranks is not that of `shape`.
     """
 
     def __init__(self, shape: MeshShape, *, device_type: str) -> None:
@@ -67,7 +67,7 @@ class ParallelMesh:
             raise ValueError(f"{shape} has {shape.size} ranks, but there are {dist.get_world_size()}")
         self.shape = shape
         self._ranks = torch.arange(shape.size).view(astuple(shape))
-        # Needs no other rank, and serves for all axes along which there is one rank.
+        # This group needs no other rank, and serves for all axes with one rank.
         with libraries_on_stderr():
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {(): alone}
@@ -76,17 +76,17 @@ class ParallelMesh:
         self.device_mesh = DeviceMesh.from_group(
             [self.group(axis) for axis in AXES], device_type, mesh=self._ranks, mesh_dim_names=AXES
         )
-        """The same as torch sees it, with all of `AXES`: `device_mesh["replicate", "shard"]` is what FSDP takes."""
+        """Mesh as torch's `DeviceMesh` with all of `AXES`: `device_mesh["replicate", "shard"]` is for FSDP."""
 
     def coordinate(self, axis: str) -> int:
-        """Return where this rank lies along `axis`, from 0."""
+        """Return the coordinate of this rank along `axis`, from 0."""
         return self.shape.coordinates(dist.get_rank())[axis]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the group of those ranks that differ from this one along `axes` only, in the order of the mesh.
+        """Return the group of ranks that differ from this one only along `axes`, in the order of the mesh.
 
-        `axes` are of `AXES`, in any order; none gives this rank alone. The first call for axes of which no group was
-        made yet makes one, so all ranks must call it. Raises ValueError if there is no such axis.
+        `axes` are from `AXES`, in any order; without axes, the group is this rank alone. The first call for new axes
+        creates a group, so that all ranks must make it. Raises ValueError for an unknown axis.
         """
         unknown = set(axes) - set(AXES)
         if unknown:
@@ -97,9 +97,9 @@ class ParallelMesh:
         return self._groups[wanted]
 
     def stages(self, axis: str, *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Make two groups along an axis: of `inner` ranks in a row, and of those with the same place in each such row.
+        """Create two groups along an axis: `inner` consecutive ranks, and ranks with the same place in each such row.
 
-        All ranks call it. `inner` divides the ranks of the axis.
+        All ranks must call this. `inner` must divide the ranks of the axis.
         """
         lines = self._ranks.movedim(AXES.index(axis), -1).reshape(-1, getattr(self.shape, axis) // inner, inner)
         places = lines.transpose(1, 2).reshape(-1, lines.shape[1])
@@ -126,18 +126,18 @@ def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
 
 
 def backend_of(device_type: str) -> str:
-    """Return the backend for `dist.init_process_group`: gloo for CPUs, and NCCL beside it for GPUs.
+    """Return the backend for `dist.init_process_group`: gloo for CPUs, and additionally NCCL for GPUs.
 
-    With both, each collective takes the one for the device of its tensor, so that small messages of the host need no
-    GPU.
+    With both, each collective uses the backend for the device of its tensor, so that small messages of the host need
+    no GPU.
     """
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make a group of `ranks`, numbered as they are given; all ranks of the run call it, in the same order.
+    """Create a group of `ranks`, in the given order. All ranks of the run must call this in the same order.
 
-    Raises HardwareError if they are given in another order than ascending, which torch 2.10 would make of it.
+    Raises HardwareError if the order is not ascending and torch 2.10 would sort the ranks.
     """
     with libraries_on_stderr():
         if list(ranks) == sorted(ranks):
@@ -154,12 +154,12 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Send what libraries write to stdout, where results go, to stderr: gloo in torch 2.10, NCCL if it is asked to."""
+    """Redirect stdout, which is for results, to stderr: gloo in torch 2.10, and NCCL if set, print there."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)
     except OSError:
-        # It is closed.
+        # stdout is closed.
         yield
         return
     try:
@@ -174,7 +174,7 @@ _groups: dict[str, dist.ProcessGroup | None] = {}
 
 
 def use_mesh(mesh: ParallelMesh | None) -> None:
-    """Make the groups of `mesh` those that `get_data_parallel_group` and its like return; None forgets them."""
+    """Set the groups of `mesh` for `get_data_parallel_group` and similar functions; None clears them."""
     _groups.clear()
     if mesh is not None:
         set_data_parallel_group(mesh.group("shard"), mesh.group("replicate", "shard"))
@@ -183,7 +183,7 @@ def use_mesh(mesh: ParallelMesh | None) -> None:
 
 
 def set_data_parallel_group(group: dist.ProcessGroup | None, mixed_group: dist.ProcessGroup | None = None) -> None:
-    """Set the ranks that divide the weights, and all ranks that divide the data, which by default are the same."""
+    """Set the group that divides the weights, and the group that divides the data; by default they are the same."""
     _groups["data"] = group
     _groups["mixed"] = group if mixed_group is None else mixed_group
 
@@ -191,8 +191,8 @@ def set_data_parallel_group(group: dist.ProcessGroup | None, mixed_group: dist.P
 def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup | None:
     """Return the data-parallel ranks that divide the weights of one copy between them (shard).
 
-    `get_mixed_dp_pg` returns instead all ranks that divide the data, over which gradients are summed: those of all
-    copies (replicate x shard). If no group was set it is all ranks: None in a single process.
+    With `get_mixed_dp_pg`, return the ranks of all copies, which divide the data and sum gradients (replicate x shard).
+    Without a set group, the result is the group of all ranks, or None in a single process.
     """
     return _groups.get("mixed" if get_mixed_dp_pg else "data", dist.group.WORLD)
 

@@ -1,4 +1,4 @@
-"""How ranks find each other, and exchange short notes through the store, without a collective."""
+"""Rendezvous of ranks, and exchange of short notes through the store without a collective."""
 
 import importlib
 import json
@@ -26,9 +26,9 @@ _SHORTEST_PAUSE_S = 0.01
 
 
 class AbsentRanks(HardwareError):
-    """Some ranks did not come in time; `ranks` are their numbers in the group.
+    """Some ranks did not arrive before the timeout; `ranks` are their numbers in the group.
 
-    Where this rank itself came too late, `gave_up` is set, and they had given up waiting.
+    `gave_up` means that this rank itself arrived too late, and that `ranks` had already timed out.
     """
 
     def __init__(self, ranks: list[int], *, gave_up: bool = False) -> None:
@@ -38,24 +38,24 @@ class AbsentRanks(HardwareError):
 
 
 class Rendezvous:
-    """Points at which all ranks of a group meet, one after the other.
+    """Series of points at which all ranks of a group meet.
 
-    One that failed leaves the group as it was, for nothing was sent in it. All ranks must make theirs for a group in
-    the same order, with the same `purpose`, which names points of this sort.
+    A failed meeting leaves the group usable because nothing was sent in it. All ranks must create their objects for a
+    group in the same order, with the same `purpose`, which names this kind of meeting.
     """
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
         self._rank, self._size = group.rank(), group.size()
         self._store = group.get_group_store()
-        # Notes of an earlier rendezvous must not be taken for ours.
+        # A unique prefix separates these notes from notes of an earlier rendezvous.
         self._prefix = f"{purpose}/{self._store.add(f'{purpose}/made/{self._rank}', 1)}"
         self._held = 0
 
     def exchange(self, note: str, *, timeout_s: float) -> list[str]:
-        """Return the notes of all ranks, in their order.
+        """Return the notes of all ranks, in the order of ranks.
 
         Raises:
-            AbsentRanks: these did not come within `timeout_s`, or have already given up waiting for others.
+            AbsentRanks: Some ranks did not arrive within `timeout_s`, or have already timed out.
         """
         self._held += 1
         place = f"{self._prefix}/{self._held}"
@@ -66,7 +66,7 @@ class Rendezvous:
             self._store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        # A late rank must not go on alone: the first one that is done decides for all.
+        # A late rank must not continue alone: the first rank to finish decides for all.
         ours = f"{_GONE} {self._rank}" if absent else _COMPLETE
         verdict = self._store.compare_set(f"{place}/{_VERDICT}", "", ours).decode()
         if verdict != _COMPLETE:
@@ -76,21 +76,21 @@ class Rendezvous:
         return [json.loads(self._store.get(key)) for key in keys]
 
     def _forget(self, place: str) -> None:
-        # A rank that has come to the next has read all notes of the one before.
+        # A rank at the next meeting has read all notes of the previous one.
         self._store.delete_key(f"{place}/{self._rank}")
         if self._rank == 0:
             self._store.delete_key(f"{place}/{_VERDICT}")
 
 
 def group_with(ranks: list[int], *, timeout_s: float = 600.0) -> dist.ProcessGroup:
-    """Make a group of `ranks`; every rank of the run calls it at the same time with the ranks of its own group.
+    """Create a group of `ranks`. Every rank of the run calls this at the same time with the ranks of its own group.
 
-    `dist.new_group` wants to be called on all ranks for every group, those of others too, in the same order; here each
-    need only know its own. It works although groups that were made before are broken, the world's too. All ranks of a
-    group name the same, in the same order.
+    `dist.new_group` must be called on all ranks for every group, in the same order; here each rank only needs to know
+    its own group. It works even if earlier groups are broken, including the default group. All ranks of a group must
+    pass the same ranks in the same order.
 
     Raises:
-        AbsentRanks: these did not come.
+        AbsentRanks: Some ranks did not arrive.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -117,24 +117,24 @@ def init_with_retry(
     first_pause_s: float = 1.0,
     report: Callable[[str], None] | None = None,
 ) -> None:
-    """Meet the other ranks and make the default group; as `dist.init_process_group`, with retries.
+    """Join the other ranks and create the default group like `dist.init_process_group`, with retries.
 
-    Rank 0 opens the store at `host` and `port` once, unless the launcher keeps it. The others retry to reach it, each
-    time for `connect_s`, after pauses that double, up to five seconds. What fails after that is not retried: keys that
-    the first try left would confuse the second. Ranks with a `store_file` meet by that file, and ignore `host` and
-    `port`. `device_type` chooses gloo or NCCL. `timeout_s` is the limit of collectives, and for all ranks to come.
-    `report` gets a line on who is missing after ten seconds, and again after twenty, forty and so on; None: whoever
-    started the ranks watches them.
+    Rank 0 opens the store at `host` and `port` once, unless the launcher has it. The others retry the connection, each
+    time for `connect_s`, after pauses that double, up to five seconds. Later failures are not retried because keys from
+    the first attempt would confuse the second. Ranks with a `store_file` use that file, and ignore `host` and `port`.
+    `device_type` chooses gloo or NCCL. `timeout_s` is the timeout of collectives and of the rendezvous.
+    `report` gets a line about missing ranks after ten seconds, and again after twenty, forty and so on. None means no
+    reports because a launcher watches the ranks.
 
     Raises:
-        HardwareError: the store cannot be reached, or not all ranks came.
+        HardwareError: The store cannot be reached, or not all ranks arrived.
     """
     notices = _Notices(f"rank {rank} of {world_size}", timeout_s=timeout_s, report=report)
     limit = timedelta(seconds=timeout_s)
     store: Store
     if store_file is not None:
         store = _file_store(store_file, rank)
-    # Set by torchrun, which keeps a store.
+    # torchrun, which has a store, sets this variable.
     elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = _opened_store(host, port, limit)
     else:
@@ -144,8 +144,8 @@ def init_with_retry(
         with libraries_on_stderr():
             if report is not None:
                 _wait_for_all(store, rank, world_size, notices)
-            # Its functions have the default group of that moment as a default argument. Imported later, they would keep
-            # gloo's threads alive after the group was destroyed, and one that frees a tensor while Python ends aborts.
+            # Its functions store the current default group as a default argument. After a later import, they would keep
+            # gloo's threads alive, and a thread that frees a tensor while Python ends aborts the process.
             importlib.import_module("torch.distributed.nn.functional")
             dist.init_process_group(
                 backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit
@@ -158,10 +158,10 @@ def init_with_retry(
 
 
 def _file_store(path: Path, rank: int) -> FileStore:
-    # Torch would wait for it, for minutes in which signals have no effect.
+    # torch would wait minutes for the folder, and signals have no effect during that time.
     if not path.parent.is_dir():
         raise HardwareError(f"rank {rank}: the folder of the ranks' store is gone: {path.parent}", hint=RETRY_HINT)
-    # Without the number of ranks, with which the last of them would remove the file: the launcher does.
+    # Without the number of ranks, torch does not remove the file. The launcher removes it.
     return FileStore(str(path))
 
 
@@ -176,7 +176,7 @@ def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
 
 
 class _Notices:
-    """Reports of a wait: the first after ten seconds, and each after twice as long as the one before."""
+    """Reports during a wait: the first after ten seconds, and each next one after twice the time."""
 
     def __init__(self, who: str, *, timeout_s: float, report: Callable[[str], None] | None) -> None:
         self._who = who
@@ -187,37 +187,37 @@ class _Notices:
 
     @property
     def passed_s(self) -> float:
-        """Since the wait began."""
+        """Seconds since the wait began."""
         return time.monotonic() - self._start
 
     def give(self, text: str) -> None:
-        """Report what is waited for, if it is time."""
+        """Report the reason for the wait if a report is due."""
         if self._report is not None and self.passed_s >= self._next_s:
             self._next_s *= 2
             self._report(f"{self._who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
 
 
 def _wait_for_all(store: Store, rank: int, world_size: int, notices: _Notices) -> None:
-    """Return when all ranks are here. HardwareError names those that are not when the time is up, RuntimeError if the
-    store is lost.
+    """Wait until all ranks are present. Raises HardwareError, which names the missing ranks, after the timeout, and
+    RuntimeError if the store is lost.
     """
     keys = [f"{_HERE}/{each}" for each in range(world_size)]
     store.set(keys[rank], "")
     missing = list(range(world_size))
     pause_s = _SHORTEST_PAUSE_S
-    # Not with `store.wait`: it prints a warning when its time is up, and signals have no effect meanwhile.
+    # `store.wait` would print a warning after its timeout, and signals have no effect during it.
     while not store.check([keys[each] for each in missing]):
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
         missing = [each for each in missing if not store.check([keys[each]])]
         if missing and notices.passed_s >= notices.timeout_s:
-            # For who comes later, this rank is not here.
+            # Later ranks must not count this rank as present.
             store.delete_key(keys[rank])
             raise HardwareError(
                 f"rank {rank} of {world_size}: {_named(missing)} did not come within {notices.timeout_s:.0f} s",
                 hint=RETRY_HINT,
             )
-        if missing and rank == min({*range(world_size)} - {*missing}):  # one speaks for all who are here
+        if missing and rank == min({*range(world_size)} - {*missing}):  # one rank reports for all present ones
             notices.give(f"waiting for {_named(missing)}, here are {world_size - len(missing)}")
 
 

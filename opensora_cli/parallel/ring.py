@@ -1,7 +1,7 @@
-"""Ring attention (Liu et al. 2023): queries stay where they are, keys and values go round.
+"""Ring attention (Liu et al. 2023): queries stay on their rank, and keys and values rotate.
 
-Each rank holds some tokens. At every step it attends to the keys and values that it has, while they are already sent
-to the next rank and those of the rank before are received. No rank holds more than three shares of keys at a time.
+Each rank holds some tokens. At every step it attends to its present keys and values. Meanwhile it sends them to the
+next rank and receives those of the previous rank. No rank holds more than three shares of keys at the same time.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,11 @@ from opensora_cli.parallel.shares import SequenceLengths
 
 
 class RingAttention:
-    """Self-attention over tokens that are divided between the ranks of a ring, any number on each but none.
+    """Self-attention over tokens that are divided between the ranks of a ring, with at least one token on each.
 
-    Partial results are merged, and gradients summed, in at least fp32. Backward, keys and values go round again with
-    their gradients behind them, so that no more is kept for it than by attention of one process. `lengths` is how many
-    tokens each rank has (`of_ring`) whenever this is called. Raises RequestError if the attention does not compute in
-    parts.
+    Partial results are merged, and gradients summed, in at least fp32. In backward, keys and values rotate again,
+    followed by their gradients, so that no more is saved than by attention of one process. `lengths` has the number of
+    tokens of each rank (`of_ring`) at each call. Raises RequestError if the attention does not compute in parts.
     """
 
     def __init__(self, attention: AttentionFn, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
@@ -42,7 +41,7 @@ class RingAttention:
         tokens = {tensor.shape[2] for tensor in (q_BHND, k_BHND, v_BHND)}
         if len(lengths) != dist.get_world_size(self._group) or tokens != {lengths[rank]} or not all(lengths):
             raise ValueError(f"{sorted(tokens)} tokens at place {rank} of a ring whose ranks should have {lengths}")
-        # Outside of the function that keeps them, so that only what is sent is kept.
+        # Outside of the autograd function, so that it saves only the contiguous tensors.
         k_BHND, v_BHND = k_BHND.contiguous(), v_BHND.contiguous()
         kernel = self._part_kernel(q_BHND, k_BHND, v_BHND)
         out: Tensor = _Ring.apply(q_BHND, k_BHND, v_BHND, kernel, self._group, lengths)  # type: ignore[no-untyped-call]
@@ -52,8 +51,8 @@ class RingAttention:
 def merge(out_BHND: Tensor, lse_BHN: Tensor, part_BHND: Tensor, part_lse_BHN: Tensor) -> Tensor:
     """Merge one more part into `out_BHND`, in place, and return the new log-sum-exp.
 
-    No exponential of a score is taken, so that none overflows: only a weight in 0..1, and the logarithm's stable sum.
-    `out_BHND` is in at least fp32, the part in any dtype.
+    It computes no exponential of a score, which could overflow, but only a weight in 0..1 and a stable `logaddexp`.
+    `out_BHND` is in at least fp32, and the part in any dtype.
     """
     weight_BHN1 = torch.sigmoid(part_lse_BHN - lse_BHN)[..., None].to(out_BHND.dtype)
     out_BHND.lerp_(part_BHND.to(out_BHND.dtype), weight_BHN1)
@@ -78,7 +77,7 @@ class _Ring(torch.autograd.Function):
                 out, lse = part.to(accumulation_dtype(q.dtype)), part_lse
             else:
                 lse = merge(out, lse, part, part_lse)
-            # Or it would still be held while the next is computed.
+            # Free the part before the next one is computed.
             del part
         assert out is not None
         out = out.to(q.dtype)
@@ -102,23 +101,23 @@ class _Ring(torch.autograd.Function):
                 sums = [part.to(dtype).contiguous() for part in sums]
             else:
                 sums = [before.add_(part) for before, part in zip(coming.wait(), sums, strict=True)]
-            # After those keys and values, and at last to the rank that these came from.
+            # Gradients follow their keys and values, and finally return to the rank that these came from.
             coming = _pass_on(sums, group, lengths, step) if len(lengths) > 1 else None
         grad_k, grad_v = sums if coming is None else coming.wait()
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
 class _Coming:
-    """Tensors that are being received from the rank before, and sent to the next."""
+    """Tensors that are being received from the previous rank, and sent to the next one."""
 
     def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
         self._works = works
-        # What is still being sent must stay alive, even if nothing else refers to it.
+        # Tensors that are being sent must stay alive, even without other references.
         self._sent = sent
         self._received = received
 
     def wait(self) -> list[Tensor]:
-        """Return what has come, once; nothing is held here from then on."""
+        """Return the received tensors, and drop all references to them. Call this once."""
         for work in self._works:
             work.wait()
         received = self._received
@@ -127,9 +126,9 @@ class _Coming:
 
 
 def _going_round(tensors: list[Tensor], group: dist.ProcessGroup, lengths: tuple[int, ...]) -> Iterator[list[Tensor]]:
-    """Yield this rank's tensors, then those of the rank before, and so on; the next ones are already being received.
+    """Yield this rank's tensors, then those of the previous rank, and so on, while the next ones are being received.
 
-    It is one list that is refilled each time, so that a reference to it keeps no tensors alive that are done with.
+    It yields the same list with new contents each time, so that a reference to it keeps no old tensors alive.
     """
     held = list(tensors)
     for step in range(len(lengths) - 1):
@@ -140,9 +139,9 @@ def _going_round(tensors: list[Tensor], group: dist.ProcessGroup, lengths: tuple
 
 
 def _pass_on(tensors: list[Tensor], group: dist.ProcessGroup, lengths: tuple[int, ...], step: int) -> _Coming:
-    """Begin to send to the next rank what has come `step` places to here, and to receive the same from the one before.
+    """Start sending tensors that have moved `step` places to the next rank, and receiving those of the previous one.
 
-    All ranks begin all transfers in the same order, which is how they are matched.
+    All ranks start all transfers in the same order, which matches them.
     """
     rank, ranks = dist.get_rank(group), len(lengths)
     length = lengths[(rank - step - 1) % ranks]

@@ -1,4 +1,4 @@
-"""Asynchronous collectives in the order that measurements favour, the same on all ranks."""
+"""Asynchronous collectives in the best measured order, the same on all ranks."""
 
 import math
 import time
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Link:
-    """What was measured of one group's collectives: totals, and the latency and bandwidth that fit them.
+    """Measurements of one group's collectives: totals, and the fitted latency and bandwidth.
 
-    The fit is seconds = latency + bytes / bandwidth by least squares, in which older measurements weigh less and less
-    (Hockney 1994 for the model): a new one multiplies their weight by `forgetting`, from 0 to below 1.
+    The fit is seconds = latency + bytes / bandwidth by least squares (Hockney 1994 for the model). Each new measurement
+    multiplies the weight of older ones by `forgetting`, from 0 to below 1.
     """
 
     forgetting: float = 0.9
@@ -29,16 +29,16 @@ class Link:
     _mean_bytes: float = 0.0
     _mean_seconds: float = 0.0
     _spread: float = 0.0
-    """The weighted sum of squared distances of the bytes from their mean."""
+    """Weighted sum of squared deviations of the bytes from their mean."""
     _joint: float = 0.0
-    """The same of the products of bytes and seconds."""
+    """Weighted sum of products of the deviations of bytes and seconds."""
 
     def record(self, nbytes: int, seconds: float) -> None:
-        """Take in a collective that moved `nbytes` of this rank in `seconds`."""
+        """Record a collective that moved `nbytes` of this rank in `seconds`."""
         self.calls, self.nbytes, self.seconds = self.calls + 1, self.nbytes + nbytes, self.seconds + seconds
         kept = self.forgetting * self._weight
         self._weight = kept + 1.0
-        # Means and sums move together (West 1979): differences of large sums would lose their digits.
+        # Means and sums are updated together (West 1979) because differences of large sums would lose precision.
         far, off = nbytes - self._mean_bytes, seconds - self._mean_seconds
         self._spread = self.forgetting * self._spread + far * far * kept / self._weight
         self._joint = self.forgetting * self._joint + far * off * kept / self._weight
@@ -47,9 +47,9 @@ class Link:
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Bytes of a rank in a second, latency aside; infinite as long as more bytes took no more time.
+        """Bandwidth of a rank in bytes per second, without latency; infinite while more bytes take no more time.
 
-        With measurements of one size only, latency counts as part of it.
+        If all measurements have one size, the time includes latency.
         """
         if self._spread == 0.0:
             return self._mean_bytes / self._mean_seconds if self._mean_seconds > 0.0 else math.inf
@@ -57,29 +57,29 @@ class Link:
 
     @property
     def latency_s(self) -> float:
-        """Seconds that a collective of no bytes would take."""
+        """Latency: seconds of a collective without bytes."""
         return max(0.0, self._mean_seconds - self._mean_bytes / self.bandwidth_bytes_per_s)
 
     def predicted_s(self, nbytes: int) -> float:
-        """Return how many seconds a collective of `nbytes` should take."""
+        """Return the predicted seconds of a collective of `nbytes`."""
         return self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
 
 class Slow(NamedTuple):
-    """A collective that took far longer than others of its group."""
+    """Collective that took far longer than others of its group."""
 
     name: str
-    """Of its group."""
+    """Name of the group."""
     seconds: float
     usual_s: float
-    """What it should have taken, by those before."""
+    """Predicted seconds from earlier collectives."""
 
 
 class BandwidthMonitor:
-    """Remembers how fast the collectives of each process group are, as this rank sees them.
+    """Monitor of the bandwidth of each process group's collectives on this rank.
 
-    A collective counts as slow if it takes over `slow_factor` times what those before it, at least `known_after`,
-    let expect, and `slow_s` longer.
+    A collective is slow if it takes over `slow_factor` times its predicted time, and `slow_s` longer. The prediction
+    needs at least `known_after` earlier collectives.
     """
 
     def __init__(self, *, slow_factor: float = 5.0, slow_s: float = 0.05, known_after: int = 20) -> None:
@@ -91,18 +91,18 @@ class BandwidthMonitor:
         self._slow: list[Slow] = []
 
     def link(self, group: dist.ProcessGroup) -> Link:
-        """Return what is known of a group; at first nothing is, and everything takes no time."""
+        """Return the measurements of a group; without any, all predictions are zero."""
         return self._links.setdefault(group, Link())
 
     def name(self, group: dist.ProcessGroup, name: str) -> None:
-        """Set what a group is called in `take` and `Slow`."""
+        """Set the name of a group for `take` and `Slow`."""
         self._names[group] = name
 
     @contextmanager
     def measure(self, group: dist.ProcessGroup, nbytes: int, *, device: torch.device | str) -> Iterator[None]:
-        """Measure the block as one collective of `group` that moves `nbytes` of this rank's.
+        """Measure the context as one collective of `group` that moves `nbytes` of this rank.
 
-        `device` is waited for before and after, so that its work is measured and nothing else.
+        It synchronizes with `device` before and after, so that only the collective is measured.
         """
         _finish(device)
         start = time.perf_counter()
@@ -112,7 +112,7 @@ class BandwidthMonitor:
 
     @contextmanager
     def observe(self, group: dist.ProcessGroup, nbytes: int, *, device: torch.device) -> Iterator[None]:
-        """Do as `measure`, without waiting for a GPU: `take` counts what has ended on it."""
+        """Measure like `measure`, without waiting for a GPU: `take` records collectives that have ended."""
         if device.type != "cuda":
             with self.measure(group, nbytes, device=device):
                 yield
@@ -124,7 +124,7 @@ class BandwidthMonitor:
         self._timed.append((group, nbytes, start, end))
 
     def record(self, group: dist.ProcessGroup, nbytes: int, seconds: float) -> None:
-        """Take in a collective of `group` that moved `nbytes` of this rank in `seconds`."""
+        """Record a collective of `group` that moved `nbytes` of this rank in `seconds`."""
         link, name = self.link(group), self._names.get(group, group.group_name)
         if link.calls >= self._known_after:
             usual_s = link.predicted_s(nbytes)
@@ -135,7 +135,7 @@ class BandwidthMonitor:
         self._taken[name] = before[0] + nbytes, before[1] + seconds
 
     def take(self) -> tuple[dict[str, float], list[Slow]]:
-        """Return bytes per second of each group, by its name, and what was slow, since the last call."""
+        """Return the bytes per second of each group by name, and the slow collectives, since the last call."""
         while self._timed and self._timed[0][3].query():  # type: ignore[no-untyped-call]
             group, nbytes, start, end = self._timed.popleft()
             self.record(group, nbytes, start.elapsed_time(end) / 1e3)
@@ -145,29 +145,28 @@ class BandwidthMonitor:
 
 
 class Handle:
-    """A collective that was submitted."""
+    """Handle of a submitted collective."""
 
     def __init__(self, scheduler: "CommunicationScheduler", queued: "_Queued") -> None:
         self._scheduler, self._queued = scheduler, queued
 
     def wait(self) -> Tensor:
-        """Return the result, once it is there; issues what must be issued for that."""
+        """Wait for the result and return it; issue the queued collectives that this requires."""
         return self._scheduler.finish(self._queued)
 
 
 class CommunicationScheduler:
-    """Queues asynchronous collectives and issues them, those first that should take the shortest.
+    """Scheduler that queues asynchronous collectives and issues the shortest ones first.
 
-    Serving the shortest first makes the mean wait the least (Smith 1956). What should take how long is what rank 0's
-    `monitor` has measured: collectives of a group must be issued in one order on all of its ranks, and ranks that
-    decided by themselves would wait for one another for ever.
+    This order minimizes the mean wait (Smith 1956). Times come from the `monitor` of rank 0 because collectives of a
+    group must be issued in one order on all of its ranks: ranks with different orders would deadlock.
 
-    All ranks submit the same collectives in the same order, and sooner or later wait for each. They may wait in any
-    order, and at different points: a queue is issued as far as all ranks have submitted it, again and again until what
-    is waited for is under way.
+    All ranks must submit the same collectives in the same order, and wait for each at some time. They may wait in any
+    order, and at different points. The part of the queue that all ranks have submitted is issued, repeatedly until the
+    awaited collective has started.
 
-    `group` has gloo for the host's messages, as `backend_of` gives it; None: all ranks. The collectives may use other
-    groups among its ranks, but only the scheduler issues any meanwhile.
+    `group` must have gloo for messages of the host, as from `backend_of`. None means all ranks. The collectives may use
+    other groups among its ranks, but only the scheduler may issue collectives in the meantime.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, monitor: BandwidthMonitor) -> None:
@@ -177,26 +176,26 @@ class CommunicationScheduler:
     def submit(self, start: Callable[[], dist.Work], result: Tensor, *, group: dist.ProcessGroup) -> Handle:
         """Queue a collective of `group`.
 
-        `start` issues it with `async_op=True` and returns its handle. Its tensors must not be changed until it is
-        waited for. `result` is where the result will be; its bytes are those of the collective.
+        `start` issues it with `async_op=True` and returns its handle. Its tensors must not be changed before the wait.
+        `result` is the tensor for the result; its bytes are those of the collective.
         """
         self._queue.append(_Queued(start, result, group))
         return Handle(self, self._queue[-1])
 
     def finish(self, queued: "_Queued") -> Tensor:
-        """Wait for a collective that was submitted and return its result; `Handle.wait` does this."""
+        """Wait for a submitted collective and return its result; `Handle.wait` calls this."""
         while queued.work is None:
             self._issue()
         queued.work.wait()
         return queued.result
 
     def flush(self) -> None:
-        """Issue all that was submitted; all ranks must call it, or wait for the last."""
+        """Issue all submitted collectives. All ranks must call this, or wait for the last collective."""
         while self._queue:
             self._issue()
 
     def _issue(self) -> None:
-        # At least one: a rank comes here only for something that it has submitted.
+        # The count is at least one because a rank only calls this for its submitted collectives.
         count = torch.tensor(len(self._queue))
         dist.all_reduce(count, op=dist.ReduceOp.MIN, group=self._group)
         batch, self._queue = self._queue[: int(count)], self._queue[int(count) :]

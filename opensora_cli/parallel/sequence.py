@@ -1,4 +1,4 @@
-"""One sample whose tokens are divided between ranks: each computes with its share, and they meet in the attention."""
+"""Sequence parallelism: ranks divide the tokens of a sample, and only attention connects their shares."""
 
 from collections.abc import Callable, Mapping
 
@@ -27,10 +27,10 @@ def sequence_attention(
     plan: ExchangePlan | None = None,
     route: Route | None = None,
 ) -> AttentionFn:
-    """Return attention between the tokens of all sequence-parallel ranks, to hand into a model in place of `attention`.
+    """Return attention between the tokens of all sequence-parallel ranks, to use in a model instead of `attention`.
 
-    Ulysses goes around the ring (USP, Fang & Zhao 2024); where both have one rank it is `attention` itself. `lengths`
-    is the one that the `SequenceParallel` around the model has. `plan` and `route` are those of `UlyssesAttention`.
+    Ulysses attention wraps the ring (USP, Fang & Zhao 2024). If both have one rank, the result is `attention` itself.
+    `lengths` is shared with the model's `SequenceParallel`. `plan` and `route` are those of `UlyssesAttention`.
     Raises RequestError if there is a ring, and the attention does not compute in parts.
     """
     if mesh.shape.ring > 1:
@@ -41,17 +41,17 @@ def sequence_attention(
 
 
 class SequenceParallel:
-    """A model that computes with this rank's share of the tokens, seen from outside as if it computed with all.
+    """Wrapper of a model that computes with this rank's share of the tokens, with whole inputs and results.
 
     All ranks of the group call it with the same arguments, and all get the whole result. Its loss counts once: each
-    rank's gradients of the weights are those of its tokens, and must be summed over the group; gradients of inputs are
-    whole. The model has the attention of `sequence_attention` with the same `lengths`, and otherwise treats every token
-    by itself. The ranks of `group` are those of one ring place after those of another: `mesh.group("ring", "ulysses")`.
+    rank's gradients of the weights come from its own tokens, and must be summed over the group; gradients of inputs are
+    whole. The model must use the attention of `sequence_attention` with the same `lengths`, and otherwise treat tokens
+    separately. The ranks of `group` are ordered by ring place: `mesh.group("ring", "ulysses")`.
 
     Args:
-        sequence_inputs: arguments that hold one entry per token of the result -> dimension of the tokens, the one that
-            is positional first. The result has its tokens where that one has them.
-        text_sequence_inputs: arguments that hold one entry per token of the text -> dimension of the tokens.
+        sequence_inputs: arguments with one entry per token of the result -> dimension of the tokens. The positional
+            argument comes first, and its dimension is also that of the result.
+        text_sequence_inputs: arguments with one entry per token of the text -> dimension of the tokens.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SequenceParallel:
     def __call__(self, tokens: Tensor, /, **inputs: object) -> Tensor:
         """Return `model(tokens, **inputs)`. The names of the arguments are the model's.
 
-        `tokens` is the first of `sequence_inputs`; what is in neither table goes to every rank whole. Raises
+        `tokens` is the first of `sequence_inputs`; arguments in neither table are whole on every rank. Raises
         RequestError if there are more ranks than tokens.
         """
         first, dim = next(iter(self._inputs.items()))
@@ -100,5 +100,5 @@ class SequenceParallel:
             )
         texts = [(inputs.get(name), dim) for name, dim in self._text_inputs.items()]
         text_length = next((text.shape[dim] for text, dim in texts if isinstance(text, Tensor)), 0)
-        # The other way round, so that a rank with a latent token more has a text token less.
+        # Reversed, so that a rank with one more latent token has one less text token.
         return shares(length, ranks), shares(text_length, ranks)[::-1]

@@ -1,4 +1,4 @@
-"""How a whole is divided between ranks: which sizes, where each share lies, and the tokens that each rank holds."""
+"""Shares of ranks: their sizes and positions in the whole, and the tokens that each rank holds."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from opensora_cli.parallel.mesh import ParallelMesh
 
 
 def shares(total: int, parts: int) -> tuple[int, ...]:
-    """Return `parts` sizes that add up to `total`, as equal as can be, the larger ones first: 7 in 3 is (3, 2, 2).
+    """Return `parts` sizes that add up to `total`, as equal as possible, larger ones first: 7 in 3 is (3, 2, 2).
 
     With a total under `parts` the last shares are empty. Raises ValueError if `total` is negative, or `parts` under 1.
     """
@@ -17,17 +17,16 @@ def shares(total: int, parts: int) -> tuple[int, ...]:
 
 
 def span(sizes: Sequence[int], rank: int) -> slice:
-    """Return where the share of `rank` lies in the whole, if the shares follow one another in the order of ranks."""
+    """Return the slice of the share of `rank` in the whole, if shares are in the order of ranks."""
     start = sum(sizes[:rank])
     return slice(start, start + sizes[rank])
 
 
 class SequenceLengths:
-    """The tokens of the joint sequence that each rank holds at present, for the attention between them.
+    """Numbers of tokens of the joint sequence that each rank currently holds, for attention between ranks.
 
-    One object is shared: what cuts the sequence sets it, and what computes the attention reads it. `ring` and `ulysses`
-    are the ranks along the mesh's axes of these names, from 1. Raises ValueError if there is no such place as
-    `ring_rank`.
+    The code that cuts the sequence sets this shared object, and attention reads it. `ring` and `ulysses` are the
+    numbers of ranks along these axes of the mesh, at least 1. Raises ValueError if `ring_rank` is outside of the ring.
     """
 
     def __init__(self, *, ring: int, ulysses: int, ring_rank: int) -> None:
@@ -40,12 +39,12 @@ class SequenceLengths:
 
     @classmethod
     def of_mesh(cls, mesh: ParallelMesh) -> "SequenceLengths":
-        """Return the holder for this rank of a mesh, still empty."""
+        """Return the object for this rank of a mesh, without lengths."""
         return cls(ring=mesh.shape.ring, ulysses=mesh.shape.ulysses, ring_rank=mesh.coordinate("ring"))
 
     @property
     def of_ranks(self) -> tuple[int, ...]:
-        """The tokens of each rank, those of one ring place after those of another."""
+        """Number of tokens of each rank, ordered by ring place."""
         return self._of_ranks
 
     @of_ranks.setter
@@ -56,12 +55,12 @@ class SequenceLengths:
 
     @property
     def of_ulysses(self) -> tuple[int, ...]:
-        """The tokens of each rank of this one's Ulysses group."""
+        """Number of tokens of each rank in this rank's Ulysses group."""
         return self._of_place(self._ring_rank)
 
     @property
     def of_ring(self) -> tuple[int, ...]:
-        """The tokens at each place of the ring: those of a whole Ulysses group."""
+        """Number of tokens at each place of the ring, that is, of a whole Ulysses group."""
         return tuple(sum(self._of_place(place)) for place in range(self.ring))
 
     def _of_place(self, place: int) -> tuple[int, ...]:

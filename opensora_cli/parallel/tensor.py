@@ -19,7 +19,7 @@ from opensora_cli.parallel.shares import shares, span
 
 
 class LinearPlan(Protocol):
-    """Which features of a linear layer are divided, and how."""
+    """Plan for dividing the features of a linear layer."""
 
     @property
     def path(self) -> str:
@@ -27,51 +27,51 @@ class LinearPlan(Protocol):
 
     @property
     def split(self) -> str:
-        """`column`: by output features; `row`: by input features."""
+        """Division: `column` by output features, or `row` by input features."""
 
     @property
     def pieces(self) -> Sequence[int]:
-        """Sizes of the parts, in order, of which each is divided by itself."""
+        """Sizes of the pieces, in order. Each piece is divided separately."""
 
     @property
     def units(self) -> Sequence[int]:
-        """For each piece, how many adjacent features stay on one rank."""
+        """Number of adjacent features, for each piece, that stay on one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureCut:
-    """How a weight or a bias is divided by features."""
+    """Division of a weight or a bias by features."""
 
     dim: int
-    """Of the features."""
+    """Dimension of the features."""
     spans: tuple[tuple[slice, ...], ...]
-    """For each rank, where its parts lie in the whole; one part of each piece of the plan."""
+    """Slices of each rank's parts in the whole, one for each piece of the plan."""
 
     @classmethod
     def of_weight(cls, plan: LinearPlan, ranks: int) -> "FeatureCut":
-        """Return how so many ranks divide the weight of a linear layer.
+        """Return the division of a linear layer's weight between `ranks` ranks.
         Raises RequestError if there are more ranks than units in a piece.
         """
         return cls(0 if plan.split == "column" else 1, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
 
     @classmethod
     def of_bias(cls, plan: LinearPlan, ranks: int) -> "FeatureCut":
-        """Return the same of the bias of a layer that is divided by output features; others keep theirs whole."""
+        """Return the division of the bias of a layer that is divided by output features; other biases stay whole."""
         return cls(0, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many features each rank has."""
+        """Number of features of each rank."""
         return tuple(sum(part.stop - part.start for part in spans) for spans in self.spans)
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Return a copy of the share of one rank, without gradients."""
         parts = [whole.detach().narrow(self.dim, part.start, part.stop - part.start) for part in self.spans[rank]]
-        # Of one part, `cat` makes a copy too.
+        # `cat` also copies a single part.
         return torch.cat(parts, self.dim)
 
     def join(self, shares_of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return the whole, of which `cut` takes the shares."""
+        """Return the whole from the shares of all ranks; inverse of `cut`."""
         shape = list(shares_of_ranks[0].shape)
         shape[self.dim] = sum(self.sizes)
         whole = shares_of_ranks[0].new_empty(shape)
@@ -83,34 +83,34 @@ class FeatureCut:
 
 
 class ColumnLinear(nn.Module):
-    """Some of the output features of a linear layer; the ranks of `group` have the others."""
+    """Linear layer with some of the output features; the other ranks of `group` have the others."""
 
     def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()
-        # A layer of its own, so that code that replaces linear layers leaves the exchange around it.
+        # A separate layer, so that code that replaces linear layers keeps the exchange around it.
         self.linear = linear
         self._group = group
 
     @property
     def weight(self) -> Tensor:
-        """This rank's rows, (out_features, in_features)."""
+        """Rows of this rank, (out_features, in_features)."""
         return self.linear.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """This rank's entries, (out_features)."""
+        """Bias of this rank's features, (out_features)."""
         return self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's features of what all ranks hold; (..., in_features) -> (..., out_features)."""
+        """Return this rank's output features for inputs of all ranks; (..., in_features) -> (..., out_features)."""
         out: Tensor = self.linear(copy_to_group(x, self._group))
         return out
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which this rank has some of the input features, and the ranks of `group` the others.
+    """Linear layer with some of the input features; the other ranks of `group` have the others.
 
-    `linear` has no bias; `bias` is that of the whole, added after the sum.
+    `linear` has no bias. `bias` is that of the whole layer, and is added after the sum.
     """
 
     def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: dist.ProcessGroup) -> None:
@@ -121,11 +121,11 @@ class RowLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's columns, (out_features, in_features)."""
+        """Columns of this rank, (out_features, in_features)."""
         return self.linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks; (..., in_features) -> (..., out_features), the same on all."""
+        """Return the sum over the ranks, the same on all ranks; (..., in_features) -> (..., out_features)."""
         out = all_reduce_sum(self.linear(x), self._group)
         return out if self.bias is None else out + self.bias
 
@@ -133,13 +133,13 @@ class RowLinear(nn.Module):
 def shard_linears(
     block: nn.Module, linears: Iterable[LinearPlan], group: dist.ProcessGroup, *, used_by_all_heads: Iterable[str] = ()
 ) -> None:
-    """Replace linear layers inside a block by this rank's shares of them, one after the other.
+    """Replace linear layers inside a block by this rank's shares, one after the other.
 
-    Only the share is copied: weights may be mapped from a file, or be on the meta device. With the loss counted once,
-    gradients of shares are those of the whole's features, and all others are whole on every rank. The parameters
-    `used_by_all_heads` stay whole, but each rank computes a part of their gradients. These are summed during the
-    backward pass, for those that require a gradient by now. Raises RequestError if there are more ranks than units in a
-    piece, and ValueError if a layer is no plain `nn.Linear`, or does not have the features of the plan.
+    Only the share is copied: weights may be mapped from a file, or be on the meta device. If the loss counts once,
+    gradients of shares are those of the whole layer's features, and all other gradients are whole on every rank. The
+    parameters `used_by_all_heads` stay whole, but each rank computes a part of their gradients. Backward sums these
+    parts for parameters that now require a gradient. Raises RequestError if there are more ranks than units in a piece,
+    and ValueError if a layer is no plain `nn.Linear`, or does not have the features of the plan.
     """
     for plan in linears:
         whole = block.get_submodule(plan.path)
@@ -160,7 +160,7 @@ def _share(whole: nn.Linear, plan: LinearPlan, group: dist.ProcessGroup) -> nn.M
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     weight = _cut(whole.weight, FeatureCut.of_weight(plan, ranks), rank)
     bias = _cut(whole.bias, FeatureCut.of_bias(plan, ranks), rank) if by_rows and whole.bias is not None else None
-    # On meta first: values that torch would initialize there are not used.
+    # Created on meta because the initial values are not used.
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = weight
     if bias is not None:

@@ -1,4 +1,4 @@
-"""Ulysses attention (Jacobs et al. 2023): between its ranks, tokens are exchanged for heads and back."""
+"""Ulysses attention (Jacobs et al. 2023): ranks exchange tokens for heads, and back."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,16 +26,16 @@ from opensora_cli.parallel.shares import SequenceLengths, shares
 class UlyssesAttention:
     """Self-attention over tokens that are divided between ranks: each computes some of the heads for all tokens.
 
-    Any number of tokens on each rank (`lengths.of_ulysses`) and any number of heads will do, if there is a head for
-    each; nothing is padded. There are two exchanges, one of q, k and v at once and one of the result, as many again
-    backward. With a `RingAttention` between the other ranks of the sequence as `attention`, this is the two-dimensional
-    scheme of Fang & Zhao 2024 (USP).
+    Each rank may have any number of tokens (`lengths.of_ulysses`), and any number of heads works if there is one for
+    each rank; nothing is padded. There are two exchanges, one of q, k and v together and one of the result, and two
+    more in backward. With a `RingAttention` between the other ranks of the sequence as `attention`, this is the
+    two-dimensional scheme of Fang & Zhao 2024 (USP).
 
     Args:
-        plan: how the exchanges go. With `chunks` over 1, and where no gradient is asked for, the heads of a rank are
-            exchanged in so many parts, each while attention of the one before is computed: of the bytes only those of
-            the first q, k, v and of the last result are waited for.
-        route: what `open_route` gave for `plan`; None: every rank sends to every other.
+        plan: plan of the exchanges. With `chunks` over 1 and without gradients, the heads of a rank are exchanged in
+            that number of parts, each while attention of the previous one is computed. Then only the exchanges of the
+            first q, k, v and of the last result cause waits.
+        route: result of `open_route` for `plan`. None means that every rank sends to every other.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class UlyssesAttention:
         heads: tuple[int, ...],
         lengths: tuple[int, ...],
     ) -> Tensor:
-        """Do as `__call__`, chunk by chunk: while one is computed, the next comes and the result before it goes."""
+        """Compute `__call__` in chunks: each overlaps with receiving the next chunk and sending the previous result."""
         chunks = min(self._plan.chunks, min(heads))
-        # Of rank r and chunk c at r * chunks + c.
+        # The piece of rank r and chunk c has the index r * chunks + c.
         pieces = [part for of_rank in heads for part in shares(of_rank, chunks)]
         split = [torch.split(tensor, pieces, 1) for tensor in given]
 
@@ -108,7 +108,7 @@ class UlyssesAttention:
             if index + 1 < chunks:
                 coming = submit(index + 1)
             q, k, v = now.wait()
-            # Issued before attention: the next chunk, and the result of the one before.
+            # Issue the next chunk and the previous result before attention.
             scheduler.flush()
             out = self._attention(q, k, v)
             results.append(self._submit(scheduler, (out,), (2, lengths), (1, tuple(pieces[index::chunks]))))
@@ -125,16 +125,16 @@ class UlyssesAttention:
         sent, wire = layout.packed(tensors), self._plan.wire
         on_wire = sent if wire is None else to_wire(sent, layout.parts, wire)
         received, start = self._route.begin(on_wire, wire_parts(layout.parts, wire))
-        # What is sent stays alive with `start`, which the handle holds.
+        # `start`, which the handle holds, keeps the sent tensor alive.
         return _Coming(scheduler.submit(start, received, group=self._group), layout, self._plan, sent.dtype)
 
 
 _Cut = tuple[int, tuple[int, ...]]
-"""A dimension, and how many entries along it each rank has."""
+"""Dimension, and number of entries of each rank along it."""
 
 
 class _Layout:
-    """How several tensors of one shape lie in a flat one, for an exchange of all at once without a copy that joins."""
+    """Layout of several tensors of one shape in a flat one, which exchanges all of them without an additional copy."""
 
     def __init__(self, tensors: tuple[Tensor, ...], rank: int, scatter: _Cut, gather: _Cut) -> None:
         self._scatter, self._gather, self._count = scatter, gather, len(tensors)
@@ -146,7 +146,7 @@ class _Layout:
         self.parts = Parts(self._count * others, gather[1], scatter[1], row=shape[-1])
 
     def packed(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return what is sent: for each rank its pieces of all tensors."""
+        """Return the flat tensor to send, with the pieces of all tensors for each rank."""
         dim, sizes = self._scatter
         of_ranks = zip(*(torch.split(tensor, list(sizes), dim) for tensor in tensors), strict=True)
         pieces = [piece for of_rank in of_ranks for piece in of_rank]
@@ -156,7 +156,7 @@ class _Layout:
         return packed
 
     def joined(self, received: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors out of what came."""
+        """Return the tensors from the received flat tensor."""
         dim, sizes = self._gather
         shapes = [[self._count, *self._shape] for _ in sizes]
         for shape, size in zip(shapes, sizes, strict=True):
@@ -167,7 +167,7 @@ class _Layout:
 
 
 class _Coming(NamedTuple):
-    """Tensors of an exchange that is under way, or queued."""
+    """Tensors of an exchange that is running or queued."""
 
     handle: Handle
     layout: _Layout
@@ -182,7 +182,7 @@ class _Coming(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """What `all_to_all` does, for several tensors of one shape in one exchange."""
+    """Function like `all_to_all` for several tensors of one shape in one exchange."""
 
     @staticmethod
     def forward(

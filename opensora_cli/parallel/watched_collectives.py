@@ -1,4 +1,4 @@
-"""All collectives of a run watched: before each, the ranks that should take part find out whether all have come."""
+"""Watched collectives of a run: before each collective, its ranks check that all of them have called it."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ from opensora_cli.parallel.watching import ranks_named
 
 _LATE_HINT = "see what that rank did last; if it was still at work, allow more: --set parallel.watch_limit_s=SECONDS"
 _POINT_TO_POINT = {"send": "send", "recv_": "receive"}
-# The operators of c10d (torch/csrc/distributed/c10d/Ops.cpp), as people call them.
+# Common names of c10d's operators (torch/csrc/distributed/c10d/Ops.cpp).
 _NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -37,22 +37,21 @@ _NAMES = {
     "reduce_": "reduce",
     "barrier": "barrier",
 }
-# Those of _c10d_functional (torch/csrc/distributed/c10d/Functional.cpp), which DTensor calls; all but wait_tensor.
+# Operators of _c10d_functional (torch/csrc/distributed/c10d/Functional.cpp), which DTensor calls, without wait_tensor.
 _FUNCTIONAL_NAMES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @contextmanager
 def watched_collectives(*, limit_s: float) -> Iterator[None]:
-    """Watch every collective that this thread calls inside the block, backward passes included.
+    """Watch every collective that this thread calls inside the context, including backward passes.
 
-    Before one begins, its ranks exchange notes through the store, and so do the two of a message: that costs round
-    trips, so it is for finding out why a run hangs. All ranks of the run are inside such a block, with the same
-    `limit_s`. A collective from inside raises HardwareError, on every rank that came, if another has not come within
-    `limit_s` seconds, or has called another collective; the message names it, its group and those ranks. Nothing is
-    sent then.
+    Before a collective or a message, its ranks exchange notes through the store. This costs round trips, so that it is
+    for debugging hung runs. All ranks of the run must be inside such a context, with the same `limit_s`. A collective
+    raises HardwareError on every present rank if another rank has not arrived within `limit_s` seconds, or has called
+    another collective. The message names the collective, its group and those ranks, and no data is sent.
 
-    A receive waits for the other rank to call its send: of two ranks that exchange messages, at least one has to call
-    its send first, in `batch_isend_irecv` too. Two that both call their receive first are reported, as if neither sent.
+    A receive waits until the other rank calls its send. So at least one of two ranks that exchange messages must call
+    its send first, also in `batch_isend_irecv`. If both call their receive first, they are reported as if neither sent.
     """
     with _Watching(limit_s):
         yield
@@ -76,7 +75,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         if self._sharded in types:
-            # A DTensor's own dispatch is to come first: the collectives that it calls pass here again.
+            # DTensor's own dispatch must come first: its collectives arrive here again.
             return NotImplemented
         if func.namespace == "c10d" and func._opname in _POINT_TO_POINT:
             self._message(func._opname, args)
@@ -113,7 +112,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert group is not None
         own, peer = group.rank(), int(args[2])
         source, target = (own, peer) if operator == "send" else (peer, own)
-        # Of the messages between two ranks each has a number, which both count.
+        # Both ranks count their messages, so that each message has a number.
         self._messages[group, source, target] += 1
         key, store = f"watched run/{source}>{target}/{self._messages[group, source, target]}", group.get_group_store()
         if operator == "send":
@@ -141,11 +140,11 @@ def _collective_name(func: torch._ops.OpOverload) -> str | None:
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     for each in args:
-        # A reduction's operator is such an object, too.
+        # The operator of a reduction is also a ScriptObject.
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             group: dist.ProcessGroup = dist.ProcessGroup.unbox(each)
             return group
-    # Functional collectives have its name as their last argument but keywords.
+    # The last positional argument of functional collectives is the name of the group.
     last = args[-1]
     if not isinstance(last, str):
         return None
@@ -153,7 +152,7 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 
 def _dtype_of(args: tuple[Any, ...]) -> str:
-    # Of a gather only the rank that gathers has a place for the result: elsewhere the first tensor is an input.
+    # In a gather, only the gathering rank has an output tensor; on other ranks the first tensor is an input.
     tensors = (each for each in tree_leaves(args) if isinstance(each, torch.Tensor))
     first = next(tensors, None)
     return "nothing" if first is None else str(first.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Watched collectives: ranks agree on what they are about to do, and errors name those that did not."""
+"""Watched collectives: ranks compare their calls before a collective, and errors name the ranks that differ."""
 
 import json
 import time
@@ -17,15 +17,15 @@ _REBUILD_HINT = "rebuild the group on all ranks (rebuilt_group), or end the run"
 
 
 class Watched:
-    """Runs collectives of a group, and before each compares what the ranks bring.
+    """Wrapper for collectives of a group that compares the tensors of all ranks before each collective.
 
-    The checks cost some round trips to the store for each collective, so they are for debugging. What they find they
-    raise on all ranks, before anything is sent: the group can still be used. Without any of them a collective runs as
-    it is. All ranks must watch a group in the same way.
+    The checks cost some round trips to the store for each collective, so that they are for debugging. They raise errors
+    on all ranks before any data is sent, so that the group stays usable. Without checks, a collective runs unchanged.
+    All ranks must watch a group in the same way.
 
     Args:
-        timeout_s: all must come within these seconds, and on a GPU the collective must end in as many. On a CPU the
-            collective itself has the limit of its group. None: no limit but half an hour for the checks.
+        timeout_s: seconds within which all ranks must arrive, and on a GPU the collective must end. On a CPU, the
+            collective has the timeout of its group. None means only half an hour for the checks.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Watched:
     def __call__(
         self, collective: Callable[[Tensor], Tensor], tensor: Tensor, *, name: str, uneven_dim: int | None = None
     ) -> Tensor:
-        """Return `collective(tensor)`; along `uneven_dim` the ranks' shapes may differ.
+        """Return `collective(tensor)`. Shapes of the ranks may differ along `uneven_dim`.
 
         `name` is for messages, the same on all ranks: `all_gather of keys`.
 
         Raises:
-            HardwareError: a rank did not come, brings another shape or dtype, calls another collective, or brings what
-                is not finite; or the collective failed, after which the group cannot be used.
+            HardwareError: A rank did not arrive, calls another collective, or has another shape or dtype or a tensor
+                that is not finite; or the collective failed, after which the group cannot be used.
         """
         if self._broken:
             raise HardwareError(f"{name}: an earlier collective of this group failed", hint=_REBUILD_HINT)
@@ -98,10 +98,10 @@ class Watched:
 
 
 class Retried:
-    """Runs a collective again where it fails, on all ranks or none, each time on a group that is made anew.
+    """Wrapper that repeats a failed collective on all ranks, each time on a new group.
 
     The ranks compare notes through the store, which costs round trips. Pauses double, from one second on. All ranks
-    have to come within `timeout_s`, and retry the same groups.
+    must arrive within `timeout_s`, and retry the same groups.
     """
 
     def __init__(self, retries: int, *, timeout_s: float = 600.0) -> None:
@@ -109,10 +109,10 @@ class Retried:
         self._current: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, Rendezvous]] = {}
 
     def __call__(self, collective: Callable[[dist.ProcessGroup], Tensor], group: dist.ProcessGroup) -> Tensor:
-        """Return `collective(group)`, or of the group that has taken its place.
+        """Return `collective(group)`, or the result on the group that has replaced `group`.
 
         Raises:
-            HardwareError: it failed after all retries, or not all ranks came.
+            HardwareError: The collective failed after all retries, or not all ranks arrived.
         """
         current, meeting = self._current.get(group) or (group, Rendezvous(group, "retried"))
         reasons: list[str] = []
@@ -135,14 +135,14 @@ class Retried:
 
 
 def rebuilt_group(group: dist.ProcessGroup, *, timeout_s: float) -> dist.ProcessGroup:
-    """Return a fresh group of the ranks of one that failed; all ranks of the run call it, each for its own.
+    """Return a new group with the ranks of a failed one. All ranks of the run call this, each for its own group.
 
-    With gloo a pair of ranks stays closed after a time-out, and NCCL ends the process, so a group that failed is never
-    used again. It is not destroyed, for that would wait for others. The new one has a name of its own in the store, so
-    that nothing of the old one is taken for new.
+    With gloo, a pair of ranks stays closed after a timeout, and NCCL ends the process, so that a failed group is never
+    used again. It is not destroyed because that would wait for others. The new group has its own name in the store, so
+    that notes of the old group are ignored.
 
     Raises:
-        HardwareError: not all came; then nothing is left but to end.
+        HardwareError: Not all ranks arrived; then the run must end.
     """
     try:
         return group_with(dist.get_process_group_ranks(group), timeout_s=timeout_s)
@@ -154,7 +154,7 @@ def rebuilt_group(group: dist.ProcessGroup, *, timeout_s: float) -> dist.Process
 
 
 def _await_device(timeout_s: float) -> None:
-    # A kernel that never ends cannot be waited for with a limit, but asked whether it has ended.
+    # Waiting for a kernel has no timeout, so poll whether it has ended.
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
     deadline = time.monotonic() + timeout_s
@@ -165,7 +165,7 @@ def _await_device(timeout_s: float) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # torch does not ask it of fp8.
+    # `isfinite` does not support fp8.
     wide = tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
     return bool(wide.isfinite().all())
 
@@ -175,5 +175,5 @@ def _described(tensor: Tensor) -> str:
 
 
 def ranks_named(ranks: list[int]) -> str:
-    """Return them for people."""
+    """Return the ranks as text: `rank 1`, or `ranks 1, 2`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

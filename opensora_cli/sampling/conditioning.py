@@ -1,4 +1,4 @@
-"""The mask and the reference latents that a condition mode asks for."""
+"""Mask and reference latents for a condition mode."""
 
 from collections.abc import Sequence
 
@@ -21,16 +21,16 @@ def prepare_inference_condition(
     The name and the order of the first four parameters are those that the Open-Sora community knows.
 
     Args:
-        z: latents_BCTHW, of which only shape, device and dtype count.
-        mask_cond: the mode, by name or as a row. With one latent frame it is `t2v`.
+        z: latents_BCTHW; only the shape, device and dtype count.
+        mask_cond: mode, by name or as a row. With one latent frame it is `t2v`.
         ref_list: for each sample the encoded references (C,T',H,W), one for each of `reference_parts(mode)`. The head
-            takes the first frames of the first, the tail the last frames of the last; a single one serves both.
-        causal: whether the autoencoder keeps the first frame on its own.
+            takes the first frames of the first, the tail the last frames of the last; one reference serves both.
+        causal: whether the autoencoder encodes the first frame on its own.
         lengths: latent frames given by the video modes.
 
     Raises:
-        RequestError: no such mode, a sample without a reference, or too few frames in a reference or in the clip.
-        ValueError: as many references as samples are needed, each of the latents' channels, height and width.
+        RequestError: The mode is unknown, a sample has no reference, or a reference or the clip has too few frames.
+        ValueError: The number of references is not that of samples, or their channels, height or width differ.
     """
     num_latent_frames = z.shape[2]
     name = mask_cond if isinstance(mask_cond, str) else mask_cond.name
@@ -46,7 +46,7 @@ def prepare_inference_condition(
         raise RequestError(f"condition.mode={name} gives {count} latent frames, and the clip has {num_latent_frames}")
     for index, references in enumerate(_of_batch(ref_list, z.shape[0])):
         if not references:
-            # Falling back to t2v, as the reference implementation does, would ignore what was asked for.
+            # Falling back to t2v, as the reference implementation does, would ignore the request.
             raise RequestError(
                 f"condition.mode={name} needs a reference for sample {index}", hint="give one, or use t2v"
             )
@@ -70,7 +70,7 @@ def _of_batch(
 def _checked(reference_CTHW: torch.Tensor, z: torch.Tensor, count: int, name: str) -> torch.Tensor:
     channels, frames, height, width = reference_CTHW.shape
     if (channels, height, width) != (z.shape[1], *z.shape[3:]):
-        # Assignment would broadcast a 1x1 picture over the frame without a word.
+        # Assignment would silently broadcast a 1x1 picture over the frame.
         raise ValueError(f"a reference of shape {tuple(reference_CTHW.shape)} does not fit latents {tuple(z.shape)}")
     if frames < count:
         raise RequestError(
@@ -83,10 +83,10 @@ def _checked(reference_CTHW: torch.Tensor, z: torch.Tensor, count: int, name: st
 def restore_references(
     latents_BCTHW: torch.Tensor, conditioning_mask_B1THW: torch.Tensor, reference_latents_BCTHW: torch.Tensor
 ) -> torch.Tensor:
-    """Return the latents with the given frames put back where the mask is 1, in every sample of the batch.
+    """Return the latents with the given frames restored where the mask is 1, in every sample of the batch.
 
-    For modes with `gives_pictures`: sampling only approaches the given latents. (The reference implementation restores
-    sample 0 alone.) The result has the dtype and device of `latents_BCTHW`.
+    It is for modes with `gives_pictures` because sampling only approaches the given latents. The reference
+    implementation restores only sample 0. The result has the dtype and device of `latents_BCTHW`.
     """
     return torch.where(
         conditioning_mask_B1THW.to(latents_BCTHW.device) > 0, reference_latents_BCTHW.to(latents_BCTHW), latents_BCTHW

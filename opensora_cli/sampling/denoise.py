@@ -1,7 +1,7 @@
-"""The sampling loop: steps along the velocity, from noise to data.
+"""Sampling loop: steps along the velocity, from noise to data.
 
-Nothing here knows the model. It is handed in as a function: generation, the samples of a training, the estimator on
-fake tensors and the tests all run this loop. Gradients are not switched off here: callers do that.
+The loop gets the model as a function and does not depend on it. Generation, samples during training, the estimator on
+fake tensors and the tests all run this loop. Callers must switch off gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from opensora_cli.sampling.step_cache import CachedStep, Phase
 
 
 class VelocityFn(Protocol):
-    """Evaluates the model for some branches at one time, as a batch or one after the other."""
+    """Function that evaluates the model for some branches at one time, as a batch or one after the other."""
 
     def __call__(
         self,
@@ -27,15 +27,15 @@ class VelocityFn(Protocol):
         /,
         cached: CachedStep | None = None,
     ) -> Mapping[Branch, torch.Tensor]:
-        """Return velocity_BND of every one of `branches` at time `t`, 1 (noise) to 0 (data).
+        """Return velocity_BND of each of `branches` at time `t`, 1 (noise) to 0 (data).
 
-        With `cached`, what the blocks add is kept for later steps of the phase, or is that of an earlier one.
+        With `cached`, block outputs are stored for later steps of the phase, or reused from an earlier step.
         """
 
 
 class Past(NamedTuple):
-    """What a later step looks back at: the latest velocity of a branch, or the latents that were last evaluated in a
-    phase of a step cache."""
+    """State for later steps: the latest velocity of a branch, or the latents of the last evaluation in a phase of a
+    step cache."""
 
     t: float
     value_BND: torch.Tensor
@@ -45,18 +45,18 @@ NO_PAST: Mapping[Branch | Phase, Past] = MappingProxyType({})
 
 
 class Step(NamedTuple):
-    """What a step has left, from which the loop can go on."""
+    """State after a step, from which the loop can continue."""
 
     steps_done: int
     packed_latents_BND: torch.Tensor
     velocity_BND: torch.Tensor
-    """The guided one at the beginning of the step."""
+    """Guided velocity at the beginning of the step."""
     past: Mapping[Branch | Phase, Past] = NO_PAST
-    """Of every branch that has been evaluated, of a solver that looks back; of every phase, with a step cache."""
+    """State of every evaluated branch, for a multistep solver, and of every phase, with a step cache."""
 
 
 OnStep = Callable[[Step], None]
-"""Called after each step."""
+"""Callback after each step."""
 
 
 def _ignore(step: Step) -> None:
@@ -66,7 +66,7 @@ def _ignore(step: Step) -> None:
 def euler_step(latents_BND: torch.Tensor, velocity_BND: torch.Tensor, *, t: float, t_next: float) -> torch.Tensor:
     """Return the latents at `t_next`: latents + (t_next - t)·velocity, in the dtype of the latents.
 
-    The velocity is noise - data at time `t`, 1 (noise) to 0 (data); towards data `t_next` is the lower one.
+    The velocity is noise - data at time `t`, 1 (noise) to 0 (data). Towards data, `t_next` is lower than `t`.
     """
     return latents_BND + (t_next - t) * velocity_BND.to(latents_BND.dtype)
 
@@ -84,13 +84,13 @@ def denoise(
     stop_at: int | None = None,
     on_step: OnStep = _ignore,
 ) -> torch.Tensor:
-    """Return the packed latents at the last of `timesteps`, which fall.
+    """Return the packed latents at the last of `timesteps`, which decrease.
 
-    Only the branches that can change a step's result are computed; `count_evaluations` returns how many that will be.
-    `packed_latents_BND` is noise, or what is there after `steps_done`, its tokens ordered by latent frame; they keep
-    their dtype from step to step. `past` is what that step has left, without which a solver that looks back begins with
-    an Euler step. With `stop_at`, the latents after so many steps are returned. `scales` (see `guidance_scales`) and
-    `cache` (see `cached_steps`) are one for each step, and there is at least one (ValueError).
+    Only branches that can change a step's result are computed; `count_evaluations` returns their number.
+    `packed_latents_BND` is noise, or the latents after `steps_done`, with tokens in the order of latent frames. The
+    dtype stays constant. `past` is the state of that step; without it, a multistep solver begins with an Euler step.
+    With `stop_at`, the latents after that number of steps are returned. `scales` (see `guidance_scales`) and `cache`
+    (see `cached_steps`) have an entry per step. Raises ValueError without a step, or if the lengths do not match.
     """
     if len(timesteps) < 2 or len(scales) != len(timesteps) - 1:
         raise ValueError(f"sampling needs a step, and scales for each: {len(timesteps)} times, {len(scales)} scales")
@@ -117,17 +117,17 @@ def denoise(
             del at_end
         latents_BND = euler_step(latents_BND, slope_BND, t=t, t_next=t_next)
         on_step(Step(step + 1, latents_BND, guided_BND, dict(seen)))
-        del velocities, guided_BND, slope_BND  # not needed any more, while the next is evaluated
+        del velocities, guided_BND, slope_BND  # free their memory for the next evaluation
     return latents_BND
 
 
 def _half_a_step_on(
     velocities: Mapping[Branch, torch.Tensor], past: Mapping[Branch | Phase, Past], *, t: float, t_next: float
 ) -> dict[Branch, torch.Tensor]:
-    """Return velocities by the line through those at `t` and the past; a branch without one keeps its own.
+    """Return velocities half a step ahead, by linear extrapolation; a branch without a past keeps its velocity.
 
-    With steps of one length that is 3/2·now - 1/2·before (Hairer, Nørsett and Wanner, "Solving Ordinary Differential
-    Equations I", III.1). Branch by branch, since where guidance oscillates their sum is another function at each step.
+    With equal steps the result is 3/2·now - 1/2·before (Hairer, Nørsett and Wanner, "Solving Ordinary Differential
+    Equations I", III.1). Branches are extrapolated separately because oscillating guidance changes their sum.
     """
     return {
         branch: velocity_BND
@@ -146,8 +146,8 @@ def last_times(
     begun_at: int,
     steps_done: int,
 ) -> dict[Branch | Phase, float]:
-    """Return the times of the `past` that steps from `begun_at` to `steps_done` leave: of branches, in their order,
-    and then of phases, in that of the first step of each.
+    """Return the times of `past` after the steps from `begun_at` to `steps_done`: first of branches, in their order,
+    then of phases, in the order of their first steps.
     """
     branches: dict[Branch, float] = {}
     phases: dict[Branch | Phase, float] = {}

@@ -1,4 +1,4 @@
-"""The mathematics of one flow-matching step (rectified flow, Liu et al. 2022; logistic-normal time, Esser et al. 2024).
+"""Mathematics of a flow-matching step (rectified flow, Liu et al. 2022; logistic-normal time, Esser et al. 2024).
 
 x0 is data and x1 noise, as packed latents (B,N,D); time runs from 1 (noise) to 0 (data).
 """
@@ -8,33 +8,33 @@ from torch import Tensor, nn
 
 
 def shifted_time(normal_B: Tensor, *, shift: float) -> Tensor:
-    """Turn normal samples into times in (0, 1): t = a·s / (1 + (a-1)·s) with s = sigmoid(normal) and a = `shift`.
+    """Return times in (0, 1) from normal samples: t = a·s / (1 + (a-1)·s) with s = sigmoid(normal) and a = `shift`.
 
-    A shift over 1 gives more time near the noise; see `schedule.flow_shift_for`.
+    A shift over 1 moves times towards noise; see `schedule.flow_shift_for`.
     """
     share_B = torch.sigmoid(normal_B)
     return shift * share_B / (1.0 + (shift - 1.0) * share_B)
 
 
 def noisy_latents(data_BND: Tensor, noise_BND: Tensor, t_B: Tensor, *, sigma_min: float = 1e-5) -> Tensor:
-    """Return x_t = (1-t)·x0 + (1-(1-s)(1-t))·x1 with s = `sigma_min`, the noise that is left at t = 0."""
+    """Return x_t = (1-t)·x0 + (1-(1-s)(1-t))·x1 with s = `sigma_min`, the remaining noise at t = 0."""
     t_B11 = t_B.view(-1, *[1] * (data_BND.ndim - 1))
     return (1.0 - t_B11) * data_BND + (1.0 - (1.0 - sigma_min) * (1.0 - t_B11)) * noise_BND
 
 
 def flow_target(data_BND: Tensor, noise_BND: Tensor, *, sigma_min: float = 1e-5) -> Tensor:
-    """Return the velocity that is learnt, the derivative of x_t by t: (1-s)·x1 - x0."""
+    """Return the target velocity, the derivative of x_t by t: (1-s)·x1 - x0."""
     return (1.0 - sigma_min) * noise_BND - data_BND
 
 
 def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor | None = None) -> Tensor:
     """Return the mean squared error over samples, tokens and channels of packed latents, in fp32.
 
-    `masks_BTHW` is 1 where latents are given. A first or a last frame that is given is then left out, unless frames
-    between them are given too. Every sample counts alike, however many of its frames are left; a sample of which none
-    is left counts as zero.
-    Tokens that do not divide into the frames of the masks are a ValueError, and so are masks with an axis of channels,
-    as `prepare_inference_condition` returns them: take `masks[:, 0]` of these.
+    `masks_BTHW` is 1 where latents are given. A given first or last frame does not count, unless frames between them
+    are also given. Every sample has the same weight for any number of remaining frames. A sample without remaining
+    frames counts as zero.
+    Raises ValueError if tokens do not divide into the frames of the masks, or if masks have an axis of channels, as
+    from `prepare_inference_condition`: use `masks[:, 0]`.
     """
     if masks_BTHW is None:
         return nn.functional.mse_loss(velocity_BND.float(), target_BND.float())
@@ -50,7 +50,7 @@ def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor 
 
 
 def _learnt_frames(masks_BTHW: Tensor) -> Tensor:
-    """Return (B,T), False for given first and last frames of samples in which nothing between is given."""
+    """Return (B,T), False for given first and last frames of samples without given frames between them."""
     given_BT = masks_BTHW.flatten(2).amax(dim=2) > 0
     only_ends_B1 = ~given_BT[:, 1:-1].any(dim=1, keepdim=True)
     learnt_BT = torch.ones_like(given_BT)

@@ -1,11 +1,11 @@
-"""Classifier-free guidance with three branches, and how few of them a step needs.
+"""Classifier-free guidance with three branches, and the branches that a step needs.
 
 With s_img and s_txt the image and text scales, the velocity is
 
     uncond2 + s_img·(uncond - uncond2) + s_txt·(cond - uncond)
 
-after Brooks et al., "InstructPix2Pix" (arXiv 2211.09800, equation 3). The scales oscillate: from step 10 on they are 1
-at every odd step, or have the mean of that. A branch whose velocities cancel out of the sum is not computed.
+after Brooks et al., "InstructPix2Pix" (arXiv 2211.09800, equation 3). The scales oscillate: from step 10 on, they are 1
+at every odd step, or the mean of both values. A branch that cancels out of the sum is not computed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,74 +19,74 @@ from opensora_cli.core.conditions import ConditionMode
 from opensora_cli.core.solvers import Solver
 
 OSCILLATION_START = 10
-"""The first step from which odd steps may be unguided."""
+"""First step from which odd steps may be unguided."""
 
 
 class Branch(StrEnum):
-    """What the model is shown, from nothing to everything; `combine_branches` needs this order."""
+    """Inputs of the model in one evaluation. `combine_branches` needs this order."""
 
     UNCOND2 = "uncond2"
-    """Negative prompt, conditioning all zero, the mask too."""
+    """Negative prompt, and conditioning with all zeros, including the mask."""
     UNCOND = "uncond"
-    """Negative prompt, conditioning."""
+    """Negative prompt and conditioning."""
     COND = "cond"
-    """Prompt, conditioning."""
+    """Prompt and conditioning."""
 
     @property
     def uses_prompt(self) -> bool:
-        """Whether the model sees the prompt and not the negative prompt."""
+        """Whether the model gets the prompt instead of the negative prompt."""
         return self is Branch.COND
 
     @property
     def uses_conditioning(self) -> bool:
-        """Whether the model sees the given frames and not zeros."""
+        """Whether the model gets the given frames instead of zeros."""
         return self is not Branch.UNCOND2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guidance:
-    """How strongly the prompt and the references guide. The defaults are those of the released presets."""
+    """Guidance by the prompt and the references. The defaults are those of the released presets."""
 
     guidance_scale: float = 7.5
     image_guidance_scale: float = 3.0
     text_oscillation: bool = True
     image_oscillation: bool = True
     temporal_image_scaling: bool = True
-    """Let image guidance grow along the clip, from 1 at the first frame; in modes that give pictures only."""
+    """Whether image guidance grows along the clip, from 1 at the first frame, in modes that give pictures."""
     mean_of: int | None = None
-    """Steps of a run, of the mean of whose oscillation each step here has as much; None: scales oscillate by the
-    step."""
+    """Number of steps of a run with oscillation; each step here uses the mean of its oscillation. None means that
+    scales oscillate with the steps."""
     interval: tuple[float, float] = (0.0, 1.0)
-    """The lowest and the highest time, 0 (data) to 1 (noise), of the steps that are guided (Kynkäänniemi et al.,
+    """Lowest and highest time, 0 (data) to 1 (noise), of the guided steps (Kynkäänniemi et al.,
     "Applying Guidance in a Limited Interval", arXiv 2404.07724)."""
 
 
 NO_GUIDANCE = Guidance(guidance_scale=1.0, image_guidance_scale=1.0)
-"""One branch alone, that with the prompt: also of a model that has learned guidance as an input."""
+"""Guidance with only the branch of the prompt, also for models with guidance as an input."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuidanceScales:
-    """The scales of one step."""
+    """Scales of one step."""
 
     text: float
     image: tuple[float, ...]
-    """One for all latent frames, or one for each."""
+    """Image scale for all latent frames, or one for each."""
 
 
 UNGUIDED = GuidanceScales(1.0, (1.0,))
 
 
 def oscillating_scale(scale: float, step: int) -> float:
-    """Return `scale`, or 1 where it is switched off: at odd steps from `OSCILLATION_START` on. Steps count from 0."""
+    """Return `scale`, or 1 at odd steps from `OSCILLATION_START` on. Steps count from 0."""
     return 1.0 if step >= OSCILLATION_START and step % 2 else scale
 
 
 def mean_scale(scale: float, step: int, *, num_steps: int, mean_of: int) -> float:
-    """Return the mean of `oscillating_scale` over two neighbouring steps in a run of `mean_of`, where it has come as
-    far as a run of `num_steps` has before `step`.
+    """Return the mean of `oscillating_scale` over two neighboring steps in a run of `mean_of` steps, at the same
+    progress as `step` in a run of `num_steps`.
 
-    Steps are short against the curve that the latents follow, so that this is where oscillation leads to.
+    Steps are short compared with the curve of the latents, so that oscillation has the effect of this mean.
     """
     return (scale + 1.0) / 2 if step * mean_of >= OSCILLATION_START * num_steps else scale
 
@@ -97,9 +97,9 @@ def guidance_scales(
 ) -> tuple[GuidanceScales, ...]:
     """Return the scales of each step between `timesteps`.
 
-    Without a reference in `mode` the image scale is 1: both unconditional branches then have the same inputs.
+    Without a reference in `mode`, the image scale is 1 because both unconditional branches have the same inputs.
     """
-    # The last frame's scale falls to 1 over the run, and from there back to the first frame's, which is 1.
+    # The last frame's scale falls to 1 over the run. Along the clip, scales grow from 1 to the last frame's scale.
     falling = torch.linspace(guidance.image_guidance_scale, 1.0, len(timesteps)).tolist()
 
     def oscillating(step: int) -> Callable[[float], float]:
@@ -122,9 +122,9 @@ def _scales_at(
     last: float,
     num_latent_frames: int,
 ) -> GuidanceScales:
-    """Return the scales of the step at `t`, at which a scale is `oscillating(scale)` where it is to oscillate.
+    """Return the scales of the step at `t`. `oscillating` returns the value of an oscillating scale at this step.
 
-    `last` is the image scale of the last frame, where it grows along the clip.
+    `last` is the image scale of the last frame if it grows along the clip.
     """
     lowest, highest = guidance.interval
     if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
@@ -143,11 +143,11 @@ def _scales_at(
 
 
 def _telescope(scales: GuidanceScales) -> list[tuple[Branch, tuple[float, ...]]]:
-    """Return the branches that count, each with the weight of its difference to the one before it.
+    """Return the branches that count, each with the weight of its difference to the previous one.
 
-    In the order of `Branch` the guided velocity is the sum of weight·(branch - branch before) with the weights 1, s_img
-    and s_txt. The coefficient of a branch itself is thus its weight less the next one's; where these are equal
-    everywhere it drops out, and the sum over the others keeps its form.
+    In the order of `Branch`, the guided velocity is the sum of weight·(branch - previous branch) with the weights 1,
+    s_img and s_txt. So the coefficient of a branch is its weight minus the weight of the next one. If these are equal
+    for all frames, the branch drops out, and the sum over the others keeps its form.
     """
     ladder = [(Branch.UNCOND2, (1.0,)), (Branch.UNCOND, scales.image), (Branch.COND, (scales.text,))]
     following = [*(weights for _, weights in ladder[1:]), (0.0,)]
@@ -164,18 +164,18 @@ def branches_needed(scales: GuidanceScales) -> tuple[Branch, ...]:
 
 
 def busiest(scales: Sequence[GuidanceScales]) -> GuidanceScales:
-    """Return those of a step that evaluates the most branches."""
+    """Return the scales of a step that evaluates the most branches."""
     return max(scales, key=lambda each: len(branches_needed(each)))
 
 
 def combine_branches(velocities: Mapping[Branch, torch.Tensor], scales: GuidanceScales) -> torch.Tensor:
     """Return the guided velocity_BND from at least the branches in `branches_needed(scales)`.
 
-    Differences are taken before they are scaled, so that low precision loses as little as in the formula above. Tokens
-    are ordered by latent frame; with scales for each frame they must divide into so many (ValueError).
+    Differences are computed before scaling, so that low precision loses as little as in the formula above. Tokens are
+    in the order of latent frames. Raises ValueError if they do not divide into the frames of the scales.
     """
     (first, _), *others = _telescope(scales)
-    # What drops out before the first has the first's weight, and the weights begin with 1.
+    # Branches that drop out before the first one have the same weight, and the weights begin with 1.
     guided = before = velocities[first]
     for branch, weights in others:
         guided = guided + _for_tokens(weights, velocities[branch]) * (velocities[branch] - before)
@@ -189,7 +189,7 @@ def _for_tokens(weights: tuple[float, ...], velocity_BND: torch.Tensor) -> torch
     tokens_per_frame, rest = divmod(velocity_BND.shape[1], len(weights))
     if rest:
         raise ValueError(f"{velocity_BND.shape[1]} tokens do not divide into {len(weights)} latent frames")
-    # Filled on the device: a GPU would be waited for to copy numbers of the host.
+    # Fill on the device because copying numbers from the host would wait for a GPU.
     return torch.cat([velocity_BND.new_full((tokens_per_frame,), weight) for weight in weights])[None, :, None]
 
 
@@ -201,11 +201,11 @@ def count_evaluations(
     steps_done: int = 0,
     ranks: int = 1,
 ) -> int:
-    """Return how often the model is evaluated in steps with these scales: 80 (t2v) or 110 (i2v) times with the presets'
-    50 steps.
+    """Return the number of evaluations in steps with these scales: 80 (t2v) or 110 (i2v) with the 50 steps of the
+    presets.
 
-    After `steps_done`, only the rest; those `reused` by a step cache do not count. Of several `ranks` that share the
-    branches, the one that has the most counts.
+    Only steps after `steps_done` count, without the steps that a step cache has `reused`. If several `ranks` share the
+    branches, the result is that of the rank with the most.
     """
     return sum(
         -(-len(branches_needed(each)) // ranks) * solver.evaluations(is_last=step == len(scales) - 1)

@@ -1,13 +1,13 @@
-"""Between the autoencoder's latents (B,C,T,H,W) and the transformer's tokens (B,N,D)."""
+"""Conversion between the autoencoder's latents (B,C,T,H,W) and the transformer's tokens (B,N,D)."""
 
 import torch
 from einops import rearrange
 
 
 def pack_latents(latents_BCTHW: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Cut latents into one token for each patch, (B,N,C·patch²); time is never patched.
+    """Return latents as one token for each patch, (B,N,C·patch²); time is never patched.
 
-    Height and width must be divisible by `patch_size`, latent positions per token (ValueError).
+    `patch_size` is in latent positions per token. Raises ValueError if it does not divide height and width.
     """
     height, width = latents_BCTHW.shape[3:]
     if height % patch_size or width % patch_size:
@@ -26,7 +26,7 @@ def unpack_latents(
     """Undo `pack_latents`: return latents_BCTHW. `height` and `width` are those of the latents, not of the picture.
 
     Raises:
-        ValueError: the tokens are not those of this many frames of this size.
+        ValueError: The number of tokens does not match this number and size of frames.
     """
     num_tokens = packed_latents_BND.shape[1]
     rows, columns = height // patch_size, width // patch_size
@@ -48,7 +48,7 @@ def unpack_latents(
 def pack_conditioning(
     conditioning_mask_B1THW: torch.Tensor, reference_latents_BCTHW: torch.Tensor, patch_size: int
 ) -> torch.Tensor:
-    """Return the transformer's conditioning_BNK: mask and reference latents as one tensor, mask first, packed.
+    """Return the transformer's conditioning_BNK: the mask and then the reference latents, packed in one tensor.
 
     K is (1 + C)·patch². Zeros everywhere mean that nothing is given.
     """
@@ -63,7 +63,7 @@ def position_ids(
     *,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Return position_ids_BN3, the (frame, row, column) of every token, in fp32 and in the order of `pack_latents`.
+    """Return position_ids_BN3, the (frame, row, column) of every token, in fp32, in the order of `pack_latents`.
 
     `rows` and `columns` count tokens.
     """

@@ -1,4 +1,4 @@
-"""Where sampling starts and which times it visits: the noise and the timesteps of rectified flow.
+"""Noise and timesteps of sampling with rectified flow.
 
 Time runs from 1 (noise) to 0 (data), after Liu et al., "Flow Straight and Fast" (arXiv 2209.03003). The shift towards
 noise for larger frames is that of Esser et al., "Scaling Rectified Flow Transformers" (arXiv 2403.03206, 5.3.2).
@@ -11,7 +11,7 @@ import torch
 
 from opensora_cli.core.exceptions import RequestError
 
-# Frames of 256 tokens are not shifted, those of 4096 tokens by 3; between and beyond, the shift is linear in tokens.
+# The shift is 1 (none) for frames of 256 tokens and 3 for 4096 tokens, and linear in the number of tokens.
 _BASE_TOKENS = 256
 _TOKENS_PER_UNIT_SHIFT = (4096 - 256) / 2
 
@@ -28,11 +28,11 @@ def flow_timesteps(
     num_latent_frames: int,
     flow_shift: float | None = None,
 ) -> list[float]:
-    """Return the `num_inference_steps + 1` timesteps from 1 down to 0 between which the Euler steps lead.
+    """Return the `num_inference_steps + 1` timesteps from 1 down to 0, the ends of the steps.
 
     Evenly spaced times t become a·t/(1 + (a-1)·t), so that a shift a > 1 spends more steps near the noise. `flow_shift`
-    is a itself (None: that of `flow_shift_for`), and 1 spaces the times evenly. A RequestError where there is no step,
-    or the shift is not positive and finite.
+    is a; 1 keeps times evenly spaced, and None means the value of `flow_shift_for`. Raises RequestError if there is no
+    step, or if the shift is not positive and finite.
     """
     if num_inference_steps < 1:
         raise RequestError(f"sampling.num_inference_steps={num_inference_steps} must be at least 1")
@@ -43,14 +43,14 @@ def flow_timesteps(
         if flow_shift is None
         else flow_shift
     )
-    # In fp32 like the reference, so that the times agree with it to the last bit.
+    # In fp32 like the reference, so that the times are bitwise identical.
     times = torch.linspace(1.0, 0.0, num_inference_steps + 1, dtype=torch.float32)
     shifted: list[float] = (shift * times / (1.0 + (shift - 1.0) * times)).tolist()
     return shifted
 
 
 def latent_size(height: int, width: int, *, spatial_compression: int = 8, patch_size: int = 2) -> tuple[int, int]:
-    """Return the latent (height, width) of a picture of so many pixels: whole patches, rounded up.
+    """Return the latent (height, width) of a picture with a size in pixels: whole patches, rounded up.
 
     `spatial_compression` is in pixels per latent position, `patch_size` in latent positions per token, each way.
     """
@@ -73,7 +73,7 @@ def noise_latents(
     """Return the starting noise in latents_BCTHW, one sample for each seed; `height` and `width` are in pixels.
 
     Each sample is one `torch.randn` from its own generator on the target device and in the target dtype, as in the
-    reference. A sample therefore does not depend on what else is in its batch, but does on device and dtype.
+    reference. So a sample depends on the device and dtype, but not on other samples of its batch.
     """
     latent_height, latent_width = latent_size(
         height, width, spatial_compression=spatial_compression, patch_size=patch_size

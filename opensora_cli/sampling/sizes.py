@@ -1,6 +1,6 @@
 """Sizes and lengths that the models were trained on.
 
-A resolution names a number of pixels (`256px` is 256², `720p` is that of 1280x720), a ratio their shape, width first.
+A resolution names a number of pixels: `256px` is 256², `720p` is 1280x720. A ratio names their shape, width first.
 The reference implementation has one table of sizes for sampling and a slightly different one for training.
 """
 
@@ -12,21 +12,21 @@ from opensora_cli.core.exceptions import RequestError
 
 _RATIOS = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1")
 RESOLUTIONS = ("256px", "360p", "720p", "768px", "1024px")
-"""The resolutions of the reference implementation. Others of the same form (`64px`, `480p`) are understood as well."""
+"""Resolutions of the reference implementation. Others of the same form (`64px`, `480p`) are also accepted."""
 
 
 def mirrored_ratio(aspect_ratio: str) -> str:
-    """Return the ratio on its side: `16:9` for `9:16`."""
+    """Return the ratio with its sides swapped: `16:9` for `9:16`."""
     width, _, height = aspect_ratio.partition(":")
     return f"{height}:{width}"
 
 
 ASPECT_RATIOS = tuple(dict.fromkeys([*_RATIOS, *map(mirrored_ratio, _RATIOS)]))
-"""All ratios, width:height, the mirrored ones last."""
+"""All ratios, width:height, mirrored ones last."""
 
 
 def num_pixels(resolution: str) -> float:
-    """Return the pixels of a frame of `resolution`: N² for `Npx`, N·N·16/9 for `Np`; else a RequestError."""
+    """Return the pixels of a frame: N² for `Npx`, N·N·16/9 for `Np`. Raises RequestError for any other text."""
     match = re.fullmatch(r"([1-9]\d{0,4})(px|p)", resolution)
     if match is None:
         nearest = get_close_matches(resolution, RESOLUTIONS, n=1, cutoff=0.0)[0]
@@ -41,7 +41,7 @@ def num_pixels(resolution: str) -> float:
 def ratio_value(aspect_ratio: str) -> float:
     """Return width / height of one of `ASPECT_RATIOS`.
 
-    For another one, a RequestError names the nearest, in shape where the text is a ratio at all, else in spelling.
+    Raises RequestError for another one, with the nearest in shape if the text is a ratio, else in spelling.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", aspect_ratio)
     if aspect_ratio in ASPECT_RATIOS and match is not None:
@@ -58,7 +58,7 @@ def ratio_value(aspect_ratio: str) -> float:
 
 
 def _fitted_size(pixels: float, ratio: float, multiple: int) -> tuple[int, int]:
-    """Return (height, width), rounded down to multiples: first the width, then what height the pixels leave it."""
+    """Return (height, width), rounded down to multiples: first the width, then the height for the pixels."""
     width = int(math.sqrt(pixels * ratio) / multiple) * multiple
     height = int(pixels / width / multiple) * multiple if width else 0
     return height, width
@@ -67,7 +67,7 @@ def _fitted_size(pixels: float, ratio: float, multiple: int) -> tuple[int, int]:
 def _closest_size(pixels: float, size: tuple[int, int], multiple: int) -> tuple[int, int]:
     """Return the size whose area is closest to `pixels`: `size` itself, or one multiple higher or wider.
 
-    The reference implementation also tries lower and narrower ones. Sides that were rounded down never need that.
+    The reference implementation also tries lower and narrower sizes, which rounded-down sides never need.
     """
     height, width = size
     candidates = (size, (height + multiple, width), (height, width + multiple))
@@ -89,32 +89,32 @@ def _size_table(resolution: str, *, multiple: int, training: bool) -> dict[str, 
             if size in table.values():
                 continue
         table[ratio] = size
-    # Where both a ratio and its mirror image are listed, the mirrored size wins, as in the reference.
+    # If both a ratio and its mirror image are listed, the mirrored size wins, as in the reference.
     return table | {mirrored_ratio(ratio): (width, height) for ratio, (height, width) in table.items()}
 
 
 def inference_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[int, int]]:
     """Return ratio -> (height, width) in pixels, for sampling at a resolution such as `256px` or `720p`.
 
-    Both sides divide by `multiple`: pixels per latent position times patch size; 32 for the DC-AE. A RequestError where
-    there is no such resolution, or it is too small for some ratio.
+    Both sides are multiples of `multiple`: pixels per latent position times patch size; 32 for the DC-AE. Raises
+    RequestError if the resolution is unknown, or too small for a ratio.
     """
     return _size_table(resolution, multiple=multiple, training=False)
 
 
 def training_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[int, int]]:
-    """Return ratio -> (height, width) in pixels, for training: closer to the number of pixels, and no size twice.
+    """Return ratio -> (height, width) in pixels, for training: closer to the number of pixels, without duplicates.
 
-    Arguments and errors are those of `inference_sizes`.
+    Arguments and errors are the same as in `inference_sizes`.
     """
     return _size_table(resolution, multiple=multiple, training=True)
 
 
 def nearest_training_size(resolution: str, aspect_ratio: str | float, *, multiple: int = 16) -> tuple[str, int, int]:
-    """Return the ratio whose size for training is nearest in shape, and that (height, width).
+    """Return the ratio whose size for training is nearest in shape, with its (height, width).
 
-    `aspect_ratio` is a name, or width / height; a named one that the table has is its own. Of those that it lacks, most
-    have the size of another one. Other arguments and errors are those of `inference_sizes`.
+    `aspect_ratio` is a name, or width / height. A name in the table maps to itself. Most names outside of the table
+    have the size of another one. Other arguments and errors are the same as in `inference_sizes`.
     """
     table = training_sizes(resolution, multiple=multiple)
     if isinstance(aspect_ratio, str) and aspect_ratio in table:
@@ -126,10 +126,10 @@ def nearest_training_size(resolution: str, aspect_ratio: str | float, *, multipl
 
 
 def image_size(resolution: str, aspect_ratio: str, *, multiple: int = 16) -> tuple[int, int]:
-    """Return the (height, width) in pixels to sample at; arguments as in `inference_sizes`.
+    """Return the (height, width) in pixels for sampling; arguments are the same as in `inference_sizes`.
 
-    A RequestError names the nearest resolution or ratio where there is no such one; also for one too small for its
-    ratio.
+    Raises RequestError with the nearest resolution or ratio if one is unknown, or if the resolution is too small for
+    the ratio.
     """
     ratio_value(aspect_ratio)
     return inference_sizes(resolution, multiple=multiple)[aspect_ratio]

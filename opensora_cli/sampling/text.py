@@ -1,6 +1,6 @@
-"""What the released model expects after a prompt: its frame rate and how much should move.
+"""Suffixes of prompts for the released model: frame rate and motion score.
 
-The model was trained on captions with these suffixes. Negative prompts get none.
+The model was trained on captions with these suffixes. Negative prompts have none.
 """
 
 import re
@@ -10,7 +10,7 @@ _ENDS_WITH_FPS = re.compile(r"\d+ FPS\.$")
 
 
 def add_fps_info_to_text(text: Sequence[str], fps: int = 16) -> list[str]:
-    """Return each prompt as a sentence followed by " {fps} FPS."; one that ends with a frame rate keeps its own.
+    """Return each prompt as a sentence followed by " {fps} FPS.", unless it already ends with a frame rate.
 
     Surrounding whitespace is dropped.
     """
@@ -22,6 +22,6 @@ def add_fps_info_to_text(text: Sequence[str], fps: int = 16) -> list[str]:
 def add_motion_score_to_text(text: Sequence[str], motion_score: int) -> list[str]:
     """Return each prompt followed by " {motion_score} motion score.", from 1 (still) to 7 (very lively).
 
-    It goes after `add_fps_info_to_text`; the presets have 4.
+    Call it after `add_fps_info_to_text`. The presets use 4.
     """
     return [f"{prompt} {motion_score} motion score." for prompt in text]

@@ -1,4 +1,4 @@
-"""Why a run of several ranks ends early, in one message."""
+"""Error messages for runs of several ranks that fail."""
 
 import signal
 import socket
@@ -21,7 +21,7 @@ _HUNG_HINT = "its log shows where it hangs; osora bench-comm shows whether the l
 
 
 class RankFailure(OsoraError):
-    """A rank failed, and with it the run; the message names rank, host, stage, cause and log file."""
+    """A rank failed, and so the run ends; the message names rank, host, stage, cause and log file."""
 
     def __init__(self, message: str, *, hint: str | None, exit_code: int) -> None:
         super().__init__(message, hint=hint)
@@ -30,7 +30,7 @@ class RankFailure(OsoraError):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What happened to one rank; the smaller its `weight`, the likelier it is the origin of all that happened."""
+    """Failure of one rank. The cause with the smallest `weight` is most likely the origin of all failures."""
 
     weight: int
     rank: int
@@ -38,11 +38,11 @@ class Cause:
 
     @property
     def may_follow(self) -> bool:
-        """Whether a better one may show: it may follow from another, or others are about to report the same."""
+        """Whether to wait for more causes: this one may follow from another, or others may report the same error."""
         return self.weight >= _WEIGHTS["silent"] or self.weight == _WEIGHTS["error"]
 
 
-# A rank that dies takes its peers with it: they find their connections closed, and NCCL's watchdog aborts them for it.
+# A rank that dies ends its peers: their connections are closed, and NCCL's watchdog then aborts them.
 _WEIGHTS = {
     "signal": 0,
     "frozen": 1,
@@ -63,9 +63,9 @@ def origin(causes: Iterable[Cause]) -> Cause:
 
 
 def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
-    """Return why a rank that has ended with `code`, negative for a signal and not 0, did so.
+    """Return the cause for a rank that ended with `code`, which is not 0, and negative for a signal.
 
-    `out_of_memory` is whether the system has killed processes for lack of memory meanwhile.
+    `out_of_memory` tells whether the system has killed processes for lack of memory during the run.
     """
     report = process.report
     if code < 0 and report is None:
@@ -75,7 +75,7 @@ def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
         cause = f"ended with exit code {code}" + (f": {plain(last)}" if last else "")
         return _cause(process, "exit", cause, hint=None, exit_code=code)
     if report.kind == "error":
-        # In its own words, since a user can act on it.
+        # The message stays as reported because a user can fix it.
         hint = "\n".join(filter(None, [report.hint, f"reported by {_where(process)}", f"log: {process.log}"]))
         failure = RankFailure(report.message, hint=hint, exit_code=report.exit_code)
         return Cause(_WEIGHTS["error"], process.rank, failure)
@@ -86,14 +86,14 @@ def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
 
 
 def frozen(process: RankProcess, silent_s: float) -> Cause:
-    """Return that a rank gives no sign of life."""
+    """Return the cause for a rank without a sign of life."""
     how = "stopped (SIGSTOP)" if process.is_stopped() else "frozen"
     cause = f"{how}, no sign of life for {silent_s:.0f} s"
     return _cause(process, "frozen", cause, hint=None, exit_code=HardwareError.exit_code)
 
 
 def hung(processes: Iterable[RankProcess]) -> Cause:
-    """Return which of the running ranks is behind, where none makes progress: if possible one that waits on no peer."""
+    """Return the cause for running ranks without progress. It names the rank behind, preferably one not waiting."""
     process = min(processes, key=lambda process: (process.pulse.waits, process.pulse.moves, process.rank))
     pulse = process.pulse
     cause = f"no progress for {pulse.still_s:.0f} s"
@@ -104,7 +104,7 @@ def hung(processes: Iterable[RankProcess]) -> Cause:
 
 
 def shared_error(processes: Iterable[RankProcess]) -> RankFailure | None:
-    """Return the error that a user can act on and that all ranks have, if so; it names no rank, and needs no log."""
+    """Return the user's error if all ranks report the same one, else None. It names no rank and no log."""
     reports = {process.report for process in processes}
     report = reports.pop()
     if reports or report is None or report.kind != "error":
@@ -113,7 +113,7 @@ def shared_error(processes: Iterable[RankProcess]) -> RankFailure | None:
 
 
 def count_memory_kills() -> int:
-    """Return how many processes this system has killed for lack of memory since it started; 0 where unknown."""
+    """Return the number of processes killed for lack of memory since the system started; 0 if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -1,18 +1,18 @@
-"""Starts the ranks of a run on this machine, watches them, and ends them all when one fails.
+"""Launcher that starts the ranks of a run on this machine, watches them, and ends them all when one fails.
 
-A rank gets the environment that torchrun gives, but for the store: ranks meet by a file in a private folder, since each
-account of the machine can write to a store that listens on a port. Ranks of several machines are started by torchrun or
-srun, and recognised in `core.ranks`.
+A rank gets the same environment as from torchrun, except for the store. The ranks use a file store in a private folder
+because every account of the machine can write to a store on a port. torchrun or srun starts the ranks of several
+machines, which `core.ranks` recognizes.
 
-Why not `torch.distributed.elastic.multiprocessing` (torch 2.13)? Tried with `start_processes`, two ranks, and one of
-them killed, two promises could not be kept:
+`torch.distributed.elastic.multiprocessing` (torch 2.13) does not suffice. In a test of `start_processes` with two
+ranks, one of them killed, two requirements failed:
 
-- A dead rank ends the run within 20 s. `PContext.wait` closes the others with SIGTERM and a fixed 30 s: beside a rank
+- A dead rank ends the run within 20 s. `PContext.wait` sends SIGTERM to the other ranks and waits 30 s. With a rank
   that was stopped, or that ignored SIGTERM, it returned after 31.2 s, with three lines of its own on stderr.
-- Nothing survives the launcher. After SIGKILL of the launcher a stopped rank stayed. The link that ends it here is a
-  socket that the rank inherits, and `start_processes` passes no file descriptors on.
+- No process outlives the launcher. After SIGKILL of the launcher, a stopped rank remained. Here, a socket that the
+  rank inherits ends it, and `start_processes` does not pass on file descriptors.
 
-Without `wait` and `close` little more than `subprocess.Popen` would be left of it.
+Without `wait` and `close`, it offers little more than `subprocess.Popen`.
 """
 
 import os
@@ -48,16 +48,16 @@ COMMAND = tuple(module_command("opensora_cli"))
 _LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
 _OF_LAUNCHER = ".launcher"
-"""In a folder of log files, what says whose it is: users' folders may have temporary files of their own in them."""
+"""Name of the launcher's own folder in a folder of log files, which marks the folder as osora's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """The ranks to start on this machine, one for each GPU.
+    """Request to start ranks on this machine, one for each GPU.
 
-    `log_dir` gets a log file per rank, `rank0.log` and so on; it is made where it is missing. `devices` are GPUs as
-    this process counts those it sees; None: the first `gpus`. In `output_dir`, and among the system's temporary files,
-    what killed ranks would have removed themselves is removed.
+    `log_dir` gets a log file per rank, `rank0.log` and so on; a missing folder is created. `devices` are indexes of
+    GPUs that this process sees. None means the first `gpus`. Temporary files of killed ranks are removed from
+    `output_dir` and from the temporary folder of the system.
     """
 
     gpus: int
@@ -76,7 +76,7 @@ class LaunchRequest:
         log_dir: Path,
         output_dir: Path | None = None,
     ) -> "LaunchRequest":
-        """Return the request for `gpus` ranks on the devices that settings name.
+        """Return the request for `gpus` ranks on the devices in the settings.
         Raises RequestError if the settings are for several machines.
         """
         if parallel.nnodes > 1:
@@ -88,8 +88,8 @@ class LaunchRequest:
         return cls(gpus=gpus, device_type=device_type, log_dir=log_dir, devices=parallel.devices, output_dir=output_dir)
 
     def check(self) -> None:
-        """Check what settings alone do not show.
-        Raises RequestError if GPUs are picked for ranks on the CPU, and HardwareError if there are fewer GPUs here.
+        """Check the request against this machine.
+        Raises RequestError for GPU indexes with ranks on the CPU, and HardwareError if the machine has fewer GPUs.
         """
         if self.devices is not None and self.device_type == "cpu":
             listed = ",".join(map(str, self.devices))
@@ -100,7 +100,7 @@ class LaunchRequest:
             raise HardwareError("several ranks can be started on Linux and macOS only")
 
     def visible_devices(self) -> str | None:
-        """Return the value of CUDA_VISIBLE_DEVICES that makes the ranks see `devices`; None: leave it as it is."""
+        """Return the value of CUDA_VISIBLE_DEVICES for `devices`. None means that it stays unchanged."""
         if self.devices is None:
             return None
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -123,27 +123,27 @@ def _require_gpus(gpus: int, devices: tuple[int, ...] | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often the launcher looks, and how long it waits; all in seconds.
+    """Intervals and timeouts of the launcher, in seconds.
 
-    From the moment a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end: half of what is
-    promised, and more where the launcher itself comes late to look.
+    After a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end: half of the promised time.
+    It takes longer if the launcher itself is late.
     """
 
     look_s: float = 0.1
     frozen_s: float = 5.0
-    """Without a sign of life, after which a stopped rank counts as frozen."""
+    """Time without a sign of life after which a stopped rank counts as frozen."""
     starved_s: float = 60.0
-    """The same for a rank that is not stopped: it may be waiting for a disk, or for its turn on a busy machine."""
+    """Time as `frozen_s`, for a rank that is not stopped and may be waiting for a disk or a busy processor."""
     settle_s: float = 2.0
-    """For the origin to show, when a rank reports only what may follow from it."""
+    """Time to wait for the original cause after a rank reports a possible consequence."""
     interrupt_s: float = 4.0
-    """For the ranks to end by themselves after SIGINT."""
+    """Time for the ranks to end by themselves after SIGINT."""
     terminate_s: float = 1.0
-    """The same after SIGTERM; then they are killed."""
+    """Time for the ranks to end by themselves after SIGTERM, before they are killed."""
     finish_s: float = 0.0
-    """More time for the first of these after Ctrl-C, to save what is finished."""
+    """Additional time after SIGINT on Ctrl-C, to save finished work."""
     follow_s: float = 60.0
-    """Of that time, how much the others have once one rank has ended."""
+    """Limit of the time after SIGINT for the other ranks once one rank has ended."""
 
 
 def launch(
@@ -151,15 +151,15 @@ def launch(
 ) -> None:
     """Run `osora` (or `command`) with `arguments` on all ranks of `request`, and return when all are done.
 
-    Rank 0 prints; the others write to their log files. However this function ends, no rank is left. Signals are the
-    caller's: what is raised while it waits, as Ctrl-C does, ends the ranks.
+    Rank 0 prints; the others write to their log files. No rank remains when this function ends. The caller handles
+    signals: an exception during the wait, such as Ctrl-C, ends the ranks.
 
     Raises:
         RequestError: the request contradicts itself.
-        HardwareError: there are fewer GPUs.
+        HardwareError: the machine has fewer GPUs.
         OutputError: the log files cannot be written.
         RankFailure: a rank failed; its exit code is that of the rank's error.
-        KeyboardInterrupt: its argument says what is kept, or why that went wrong.
+        KeyboardInterrupt: its argument tells where work is saved, or why saving failed.
     """
     pace = pace or Pace()
     request.check()
@@ -184,10 +184,10 @@ def launch(
 
 @contextmanager
 def log_folder(name: str) -> Iterator[Path]:
-    """Yield a new folder for log files, which is kept only if a failure's message names it.
+    """Yield a new folder for log files, which is kept only if the message of a failure names it.
 
-    No other account can look into it: what ranks print, and their settings, may have prompts in them.
-    Those of launchers that were killed are removed. Raises OutputError if it cannot be made.
+    Other accounts cannot read it because output and settings of ranks may contain prompts.
+    Folders of killed launchers are removed. Raises OutputError if the folder cannot be created.
     """
     parent = Path(tempfile.gettempdir())
     for killed in parent.glob(f"osora-*/{_OF_LAUNCHER}/.osora-*.tmp"):
@@ -212,7 +212,7 @@ def log_folder(name: str) -> Iterator[Path]:
 
 
 def write_settings(log_dir: Path, document: object) -> Path:
-    """Write what the ranks are to do to a file beside their logs, for this account alone, and return its path."""
+    """Write the settings of the ranks to a file beside their logs, readable by this account only; return its path."""
     path = log_dir / "settings.json"
     write_json_atomic(path, document)
     path.chmod(0o600)
@@ -220,7 +220,7 @@ def write_settings(log_dir: Path, document: object) -> Path:
 
 
 class _Run:
-    """All ranks."""
+    """Ranks of one run."""
 
     def __init__(self, pace: Pace, *, output_dir: Path | None = None, own_time: OwnTime | None = None) -> None:
         self._pace = pace
@@ -242,19 +242,19 @@ class _Run:
             remove_locks_of(pids, folder)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
-        """Start all ranks; `store` is the file by which they meet."""
+        """Start all ranks; `store` is their file store."""
         shared = _environment(request, store)
         for number in range(request.gpus):
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
             log = request.log_dir / f"rank{number}.log"
             try:
-                with held_back():  # so that every rank that was started is known
+                with held_back():  # so that every started rank is recorded
                     self._ranks.append(RankProcess(number, command, environment, log, own_time=self._time))
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
 
     def first_failure(self) -> RankFailure | None:
-        """Wait until all ranks are done, and return None, or until one fails, and return why."""
+        """Wait until all ranks are done, and return None, or until one fails, and return the failure."""
         settle_until: float | None = None
         while True:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
@@ -271,7 +271,7 @@ class _Run:
             time.sleep(self._pace.look_s)
 
     def look(self) -> list[Cause]:
-        """Take what the ranks report, and return what is wrong with any of them."""
+        """Receive the reports of the ranks, and return the causes of failures."""
         self._time.look()
         for rank in self._ranks:
             rank.listen()
@@ -280,8 +280,8 @@ class _Run:
     def end(self, *, finish_s: float) -> None:
         """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
 
-        The ranks get `finish_s` more than usual to end by themselves, unless one had not begun: the others have made
-        nothing without it, and may wait for it in a call that SIGINT does not end.
+        The ranks get `finish_s` more than usual to end by themselves, unless one has not begun: then there is no work
+        to save, and the others may wait for it in a call that SIGINT does not end.
         """
         try:
             for rank in self._ranks:
@@ -301,13 +301,13 @@ class _Run:
             rank.listen()
 
     def kept(self) -> list[str]:
-        """Return what the first rank that was interrupted, or left something, reports of that; nothing if none did."""
+        """Return the first report of an interrupted rank, or of how to continue; empty without such a report."""
         reports = [(rank.report, rank.left) for rank in self._ranks]
         hints = (report.hint or left if report and report.kind == "interrupted" else left for report, left in reports)
         return [hint for hint in hints if hint][:1]
 
     def failed(self) -> list[str]:
-        """Return what the first rank that could not finish its work reports of it; nothing if all could."""
+        """Return the error and hint of the first rank that reports an error; empty without such a rank."""
         reports = [rank.report for rank in self._ranks if rank.report is not None]
         errors = [(report.message, report.hint) for report in reports if report.kind == "error"]
         return ["\n".join(filter(None, error)) for error in errors][:1]
@@ -321,19 +321,19 @@ class _Run:
                 if silent_s > (self._pace.frozen_s if rank.is_stopped() else self._pace.starved_s):
                     found.append(failures.frozen(rank, silent_s))
             elif code != 0:
-                rank.listen()  # what it sent between the last look and its end
+                rank.listen()  # receive messages between the last look and its end
                 out_of_memory = failures.count_memory_kills() > self._memory_kills
                 found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
         return found
 
     def _hung(self) -> list[Cause]:
-        """Return which rank is behind, if a step takes too long, or if no rank gives a sign of work.
+        """Return the cause if a step takes too long, or if no rank gives a sign of work.
 
-        That of a rank which waits for others takes as long as theirs, which may be kept from working by the machine.
+        A step of a waiting rank takes as long as the step of the other ranks, which a busy machine may slow down.
         """
         running = [rank for rank in self._ranks if rank.exit_code() is None]
         pulses = [rank.pulse for rank in running]
-        # A single rank waits for no other.
+        # A single rank never waits for another.
         are_all_idle = len(running) > 1 and all(pulse.is_idle for pulse in pulses)
         are_all_behind = all(pulse.is_late or pulse.is_idle for pulse in pulses)
         is_one_late = any(pulse.is_late and (are_all_behind or not pulse.waits) for pulse in pulses)
@@ -342,7 +342,7 @@ class _Run:
         return [failures.hung(running)]
 
     def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
-        """Wait so long for all ranks to end, but not longer than `after_one` once one of them has."""
+        """Wait up to `seconds` for all ranks to end, and at most `after_one` once one of them has ended."""
         deadline = time.monotonic() + seconds
         one_has_ended = False
         while time.monotonic() < deadline and any(
@@ -355,9 +355,9 @@ class _Run:
 
 
 def _environment(request: LaunchRequest, store: Path) -> dict[str, str]:
-    """Return what all ranks have in common; the names that torchrun has, too, are its."""
+    """Return the environment that all ranks share, with the names of variables that torchrun uses."""
     environment = {
-        # The launcher reports the errors that these warnings announce, in one message.
+        # The launcher reports the errors behind these warnings in one message.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **_loopback_interfaces(),
         **os.environ,
@@ -367,7 +367,7 @@ def _environment(request: LaunchRequest, store: Path) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(request.gpus),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        # What a rank printed before it was killed is in its log.
+        # The log then contains the output of a rank that was killed.
         "PYTHONUNBUFFERED": "1",
     }
     devices = request.visible_devices()
@@ -377,7 +377,7 @@ def _environment(request: LaunchRequest, store: Path) -> dict[str, str]:
 
 
 def _loopback_interfaces() -> dict[str, str]:
-    """Return the variables that keep the ranks' connections on this machine; none where it has no loopback."""
+    """Return variables that keep connections of ranks on this machine; empty without a loopback interface."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == _LOOPBACK for address in addresses):
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

@@ -1,4 +1,4 @@
-"""One rank as its launcher sees it: a process, its log file, and what it reports."""
+"""Launcher's view of one rank: its process, log file and reports."""
 
 import json
 import os
@@ -21,13 +21,13 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class RankProcess:
-    """Starts a rank and watches it.
+    """Process of a rank, started and watched by the launcher.
 
-    A sign of life is a message or used processor time. The latter counts since a rank that is still importing, or in a
-    library that lets no other thread run, cannot send anything: it is busy, not frozen.
+    A sign of life is a message or used processor time. Processor time counts because a rank that is still importing, or
+    is in a library that blocks other threads, cannot send messages: it is busy, not frozen.
 
-    Rank 0 has our stdout and stderr, so that its progress bars stay bars. Those of the others go to their logs, which
-    are overwritten and get tracebacks too. `environment` is all that the rank gets, `own_time` the launcher's.
+    Rank 0 inherits stdout and stderr, so that its progress bars work. The other ranks print to their logs, which are
+    overwritten and also get tracebacks. `environment` is complete, and `own_time` is the clock of the launcher.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, which also leads a process group of its own."""
+        """ID of the process, which leads its own process group."""
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs. What it left running is ended."""
+        """Return the exit code, negative for a signal; None while it runs. Remaining child processes are killed."""
         if self._code is None:
             self._code = self._process.poll()
             if self._code is not None:
@@ -67,7 +67,7 @@ class RankProcess:
         return self._code
 
     def listen(self) -> None:
-        """Take what the rank sent since the last time."""
+        """Receive the messages of the rank since the last call."""
         before = self._unread
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(_CHUNK):
@@ -94,20 +94,20 @@ class RankProcess:
         return self._time.now() - self._last_sign
 
     def is_stopped(self) -> bool:
-        """Whether the process is stopped by a signal."""
+        """Return whether the process is stopped by a signal."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
     def has_begun(self) -> bool:
-        """Whether the rank has reported a stage."""
+        """Return whether the rank has reported a stage."""
         return self.stage != FIRST_STAGE
 
     def interrupt(self) -> None:
-        """Do what Ctrl-C does: to the rank alone, which then ends what it started.
+        """Send SIGINT to the rank only, which then ends its child processes.
 
-        A rank that has not yet begun has nothing to save, and would print a traceback: it is killed.
+        A rank that has not yet begun is killed: it has nothing to save, and would print a traceback.
         """
         self.listen()
         if not self.has_begun():
@@ -116,13 +116,13 @@ class RankProcess:
             self._process.send_signal(signal.SIGINT)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the rank and to all it started, unless it has ended."""
+        """Send SIGTERM to the rank and its child processes, unless it has ended."""
         if self.exit_code() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the rank and all that it started."""
+        """Kill the rank and its child processes."""
         if self.exit_code() is None:
             self._kill_group()
             self._process.wait()
@@ -138,17 +138,17 @@ class RankProcess:
         """Close the link, after the end of the process."""
         self._channel.close()
         if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write(_SHOW_CURSOR)  # a rank that was killed beside its progress bar leaves it hidden
+            sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
 
     def _kill_group(self) -> None:
-        # macOS refuses where only a process that has ended is left.
+        # macOS refuses if the group contains only ended processes.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket
     ) -> "subprocess.Popen[bytes]":
-        # The rank's link writes to it, too: both append.
+        # The rank's link also writes to the log: both append.
         with open(self.log, "ab", opener=open_regular) as log:
             log.truncate(0)
             os.fchmod(log.fileno(), 0o600)
@@ -160,6 +160,6 @@ class RankProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                # Ctrl-C at the terminal is for the launcher, which hands it on.
+                # Ctrl-C at the terminal goes to the launcher, which forwards it.
                 start_new_session=True,
             )

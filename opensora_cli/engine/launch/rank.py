@@ -1,4 +1,4 @@
-"""A rank's side of a run: how it joins the others, and reports that it makes progress."""
+"""Functions for ranks: joining the others, and reporting progress to the launcher."""
 
 import socket
 import sys
@@ -41,20 +41,20 @@ TIMEOUT_S = 600.0
 
 
 def device_type(device: str) -> DeviceType:
-    """Return on what kind of device ranks run where settings name `device`: `auto`, `cpu`, `cuda` or `cuda:0`."""
+    """Return the device type of ranks for the setting `device`: `auto`, `cpu`, `cuda` or `cuda:0`."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cpu" if device == "cpu" else "cuda"
 
 
 def rank_counts(context: RankContext) -> dict[str, object]:
-    """Return the settings that hold the number of ranks, as torchrun or Slurm has started them."""
+    """Return the settings for the number of ranks that torchrun or Slurm has started."""
     return {"parallel.gpus": context.world_size // context.nnodes, "parallel.nnodes": context.nnodes}
 
 
 def settings_of_ranks(settings: S, context: RankContext) -> S:
-    """Return settings with the number of ranks, also where torchrun or Slurm has started them.
-    Raises RequestError if they ask for another number.
+    """Return settings with the number of ranks that were started, also by torchrun or Slurm.
+    Raises RequestError if the settings need another number.
     """
     parallel = settings.parallel
     if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
@@ -68,7 +68,7 @@ def settings_of_ranks(settings: S, context: RankContext) -> S:
 
 
 def rank_device(context: RankContext, device_type: DeviceType) -> torch.device:
-    """Return the device of a rank: the GPU of its number on this machine, or the only one that it sees.
+    """Return the device of a rank: the GPU with its local number, or the only GPU that it sees.
     Raises HardwareError if it sees fewer GPUs.
     """
     if device_type == "cpu":
@@ -76,7 +76,7 @@ def rank_device(context: RankContext, device_type: DeviceType) -> torch.device:
     count = torch.cuda.device_count()
     if context.local_rank < count:
         return torch.device("cuda", context.local_rank)
-    if count == 1:  # as Slurm hands them out with --gpus-per-task=1
+    if count == 1:  # as Slurm assigns them with --gpus-per-task=1
         return torch.device("cuda", 0)
     raise HardwareError(
         f"rank {context.rank} is number {context.local_rank} on {socket.gethostname()}, which has {count} usable GPUs",
@@ -86,13 +86,13 @@ def rank_device(context: RankContext, device_type: DeviceType) -> torch.device:
 
 @contextmanager
 def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = TIMEOUT_S) -> Iterator[torch.device]:
-    """Join the other ranks, and leave them at the end of the block; yields the device of this rank.
+    """Join the other ranks, yield the device of this rank, and leave the group at the end of the block.
 
-    A block that fails does not leave: its process is to end, and to report why first. Leaving would close the
-    connections, and the others would complain about that before the cause is known; with NCCL it can also hang.
+    If the block fails, the rank does not leave: its process must report the cause first, and then end. Leaving would
+    close connections, and the other ranks would report that before the cause is known. With NCCL it can also hang.
 
-    Joining, and a collective that not all ranks come to, fail after `timeout_s`. The time between two steps is watched
-    more closely, see `rank_link.beat`. Raises HardwareError if there is no such GPU, or not all ranks came in time.
+    Joining, and a collective without all ranks, fail after `timeout_s`. The time between two steps has shorter
+    limits, see `rank_link.beat`. Raises HardwareError if the GPU is missing, or not all ranks joined in time.
     """
     device = rank_device(context, device_type)
     if device.type == "cuda":
@@ -109,7 +109,7 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
         timeout_s=timeout_s,
         report=log_wait if context.log is None else None,
     )
-    # A first evaluation may take minutes: each of its parts is a sign of progress.
+    # A first evaluation may take minutes. Each module call is a sign of progress.
     with register_module_forward_hook(lambda *_: move()):
         yield device
     use_mesh(None)
@@ -117,21 +117,21 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
 
 
 def log_wait(text: str) -> None:
-    """Print what a rank waits for on standard error, whichever rank it is: nobody else can know."""
+    """Print on standard error what a rank waits for, on every rank because no other rank knows it."""
     print(escaped(text), file=sys.stderr, flush=True)
 
 
 def agreed(settings: M) -> M:
-    """Return the settings that rank 0 gives, on all ranks."""
+    """Return the settings of rank 0 on all ranks."""
     return settings.model_validate(broadcast_json(settings.model_dump(mode="json")))
 
 
 class WatchedReporter:
-    """Hands everything on to `reporter`, and reports to the launcher each stage and how long its steps take.
+    """Reporter that forwards to `reporter`, and reports each stage and the time of its steps to the launcher.
 
-    From the second step of a stage on, no step may take longer than `rank_link.linked` allows. The first includes
-    warm-up, what follows the last may be anything, and files are read or written at the pace of a disk: those take as
-    long as they take, while there are signs of work. `on_device` names the stages that compute on the rank's device.
+    From the second step of a stage on, no step may take longer than `rank_link.linked` allows. Other times have no
+    limit while there are signs of work: the first step includes warm-up, work of any kind may follow the last step,
+    and disks may be slow. `on_device` names the stages that compute on the rank's device.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class WatchedReporter:
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run a stage that is watched."""
+        """Run a stage, and report its steps to the launcher."""
         on_device = name in self._on_device
         beat(name, on_device=on_device)
         with self._reporter.stage(name, total=total, unit=unit) as progress:

@@ -27,7 +27,7 @@ from opensora_cli.settings.train_loop import Checkpointing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Clips of one size."""
+    """Number and size of the clips in a micro-batch."""
 
     batch_size: int
     num_frames: int
@@ -50,21 +50,21 @@ class BatchShape:
 
 
 def largest_batch_shape(settings: TrainSettings) -> BatchShape:
-    """Return the shape with the most tokens, captions included; for other targets, with the most pixels.
+    """Return the shape with the most tokens, including captions; for other targets, with the most pixels.
     Raises RequestError if a resolution is too small.
     """
     return _largest(settings)[1]
 
 
 def token_grid(settings: TrainSettings, shape: BatchShape) -> tuple[int, int, int]:
-    """Return frames, rows and columns of a clip's tokens."""
+    """Return the frames, rows and columns of a clip's tokens."""
     grid, patch = settings.vae.grid, settings.model.patch_size
     height, width = grid.latent_size(shape.height, shape.width)
     return grid.latent_frames(shape.num_frames), height // patch, width // patch
 
 
 def layer_values(settings: TrainSettings) -> int:
-    """Return the values in a layer of the largest micro-batch, captions included."""
+    """Return the number of values in a layer of the largest micro-batch, including captions."""
     shape = largest_batch_shape(settings)
     if settings.target is TrainTarget.VAE:
         pixels = shape.batch_size * shape.num_frames * shape.height * shape.width
@@ -74,7 +74,7 @@ def layer_values(settings: TrainSettings) -> int:
 
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
-    """Return the same run with micro-batches of this size, of its largest bucket alone.
+    """Return the settings with micro-batches of this size, only from the largest bucket.
     Raises RequestError if a resolution is too small.
     """
     resolution, shape = _largest(settings)
@@ -106,21 +106,21 @@ _SMALLER = "smaller batches need less: data.buckets"
 
 
 class ActivationPlan(Document):
-    """Which blocks are checkpointed, and how."""
+    """Plan for activation checkpointing of the transformer's blocks."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     checkpointing: Checkpointing
     checkpointed_blocks: dict[str, int]
-    """Path of each stack of blocks -> how many are checkpointed, from the first."""
+    """Path of each stack of blocks -> number of checkpointed blocks, counted from the first."""
     needed_bytes: int
-    """The most that one step puts into the host buffer; 0 without offload."""
+    """Peak use of the host buffer in one step; 0 without offload."""
     buffer_bytes: int
     dtype: torch.dtype = Field(exclude=True)
-    """Dtype of the activations that are offloaded; others stay on the device."""
+    """Dtype of offloaded activations; others stay on the device."""
 
     def line(self) -> str:
-        """Return the plan for people."""
+        """Return the plan as text."""
         words = "checkpoints in " + " and ".join(f"{count} {path}" for path, count in self.checkpointed_blocks.items())
         match self.checkpointing:
             case Checkpointing.SELECTIVE:
@@ -131,8 +131,8 @@ class ActivationPlan(Document):
 
 
 def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
-    """Return the plan; None: everything stays on the device, without checkpoints.
-    Raises RequestError if the buffer is too small for a step, or sizes contradict each other.
+    """Return the plan; None means that all activations stay on the device, without checkpointing.
+    Raises RequestError if the buffer is too small for a step, or if sizes contradict each other.
     """
     memory = settings.memory
     if settings.target is not TrainTarget.MMDIT or memory.checkpointing is Checkpointing.NONE:
@@ -163,10 +163,10 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
 
 @contextmanager
 def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterator[ActivationManager | None]:
-    """Hold the activations of a transformer as planned while the block runs; with None, do nothing.
+    """Manage the activations of a transformer as planned inside the block; with None, do nothing.
 
-    Yields the manager of offloaded activations, if there are any. Raises HardwareError if the host has no memory for
-    the buffer.
+    Yields the manager of offloaded activations, or None. Raises HardwareError if the host has no memory for the
+    buffer.
     """
     if plan is None:
         yield None
@@ -192,16 +192,16 @@ def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterato
 
 
 def _block_dtype(settings: TrainSettings) -> torch.dtype:
-    """Return the dtype of the blocks' inputs: that of the weights in use, also under autocast."""
+    """Return the dtype of the blocks' inputs, which is that of the weights in use, also under autocast."""
     are_gathered = settings.strategy.shards and settings.parallel.world_size > 1
     return DTYPES[settings.precision.compute] if are_gathered else weights_dtype(settings)
 
 
 def _needed_bytes(settings: TrainSettings, blocks: dict[str, int], dtype: torch.dtype) -> int:
-    """Return the bytes that a step puts into the buffer, from a forward pass on the meta device."""
+    """Return the peak use of the buffer in bytes, from a forward pass on the meta device."""
     model, shape = settings.model, largest_batch_shape(settings)
     batch, axes = shape.batch_size, settings.parallel.axes(settings.strategy)
-    # The largest part of the ranks that share a clip.
+    # Take the rank with the largest part of a shared clip.
     sharing = axes["ring"] * axes["ulysses"]
     tokens, text_tokens = (
         -(-count // sharing) for count in (prod(token_grid(settings, shape)), settings.text.t5_max_length)

@@ -1,4 +1,4 @@
-"""From settings to a task and its micro-batches."""
+"""Construction of a task and its micro-batches from settings."""
 
 from typing import Any
 
@@ -36,15 +36,15 @@ def build_task(
     token_weights: TokenWeights | None = None,
     reporter: Reporter,
 ) -> Task[Any]:
-    """Return what `settings.target` names, ready to be trained: on its device, and this rank's part of it.
+    """Return the task for `settings.target`, ready for training: this rank's part, on its device.
 
-    Weights that no file gives are random from `loop.seed`, the same on all ranks. `token_weights` is for the
+    Weights without a file are random from `loop.seed`, the same on all ranks. `token_weights` is for the
     transformer.
 
     Raises:
-        RequestError: sizes contradict each other.
-        CheckpointError: frozen parts are missing (all are named) or broken, or so is the file of the first weights.
-        HardwareError: the device has no kernels for it, or those of the chosen attention do not work there.
+        RequestError: Sizes contradict each other.
+        CheckpointError: Frozen parts (all are named) or the first weights are missing or broken.
+        HardwareError: The device has no kernels for the task, or kernels of the chosen attention do not work there.
     """
     # Layers take their first weights from torch's global generator, whose state is the caller's.
     with torch.random.fork_rng(devices=[]):
@@ -59,9 +59,9 @@ def build_task(
 
 
 def plan_attention(settings: TrainSettings, *, device: torch.device, tries_device: bool = True) -> AttentionPlan:
-    """Return what computes the attention of the transformer that is trained, and its gradients; see `choose_attention`.
+    """Return the attention backend for training the transformer, including gradients; see `choose_attention`.
 
-    It raises what that raises.
+    Raises the errors of `choose_attention`.
     """
     use = AttentionUse(
         device=device,
@@ -78,7 +78,7 @@ def plan_attention(settings: TrainSettings, *, device: torch.device, tries_devic
 def open_clips_cache(
     settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
 ) -> ClipCache | None:
-    """Return the complete cache of encoded clips that a run reads, or None; it raises what `prepare_cache` raises."""
+    """Return the complete cache of encoded clips for a run, or None. Raises the errors of `prepare_cache`."""
     if settings.target is not TrainTarget.MMDIT:
         return None
     return prepare_cache(
@@ -100,7 +100,7 @@ def build_batches(
     reporter: Reporter,
     source: ClipSource | None = None,
 ) -> BatchSource[Any]:
-    """Return this rank's micro-batches. Raises what `ClipBatches` raises."""
+    """Return this rank's micro-batches. Raises the errors of `ClipBatches`."""
     return ClipBatches(
         settings,
         data_rank=distribution.data_rank,
@@ -112,10 +112,10 @@ def build_batches(
 
 
 def refuse_before_ranks(settings: TrainSettings) -> None:
-    """Refuse what the ranks would refuse that start: tables that cannot be read, and a cache of another run.
+    """Raise errors before the ranks start for unreadable tables and for a cache of another run.
 
-    What only hashes of the frozen parts know of a cache, the ranks find. It raises what `open_table` and
-    `require_same_settings` raise.
+    The ranks themselves find differences that only the hashes of the frozen parts show. Raises the errors of
+    `open_table` and `require_same_settings`.
     """
     for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
         open_table(each, fixed_starts=False)
@@ -124,8 +124,8 @@ def refuse_before_ranks(settings: TrainSettings) -> None:
 
 
 def count_parameters(settings: TrainSettings) -> int:
-    """Return how many numbers are trained, without allocating any.
-    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a library that is missing.
+    """Return the number of trained parameters, without allocating them.
+    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a missing library.
     """
     match settings.target:
         case TrainTarget.VAE:
@@ -155,11 +155,11 @@ def _build(
             vae_task = build_vae_task(settings, device=device, reporter=reporter)
             if (path := first_weights_of(settings)) is not None:
                 fill_module(vae_task.module, open_checkpoint(path))
-            # A distribution places what is trained, and not a frozen encoder.
+            # A distribution moves trained weights, but not a frozen encoder.
             vae_task.module.to(device)
             return vae_task
         case TrainTarget.MMDIT:
-            # Whole weights for every rank would exceed the host's memory.
+            # Whole weights on every rank would exceed the host's memory.
             transformer = (
                 empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
             )

@@ -32,20 +32,20 @@ from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings
 
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
-"""The scores by which checkpoints are compared."""
+"""Scores that compare checkpoints."""
 
 _LONGEST = timedelta(days=7)
 
 
 class CheckpointWriter:
-    """Saves a run in the background, with all ranks.
+    """Writer that saves a run in the background, with all ranks.
 
     `save` copies everything and returns; weights may change right after it. The next `save` and `wait` wait for the
-    writing to end. All ranks must call them at the same time. A `save` whose writing fails only warns, since a full
-    disk may get space again. A second failure in a row raises, and so does any failure in `wait`.
+    writing to end. All ranks must call them at the same time. A `save` whose writing fails only warns because a full
+    disk may get space again. A second failure in a row raises an error, and so does any failure in `wait`.
 
     A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/` and
-    `running_states.json`. All tensors are whole, so a run may be resumed with another number of ranks.
+    `running_states.json`. All tensors are whole, so that a run can be resumed with another number of ranks.
     """
 
     def __init__(self, output: Path, settings: CheckpointSettings, *, reporter: Reporter | None = None) -> None:
@@ -79,10 +79,10 @@ class CheckpointWriter:
         done: Sequence[str] = (),
         attention: AttentionPlan | None = None,
     ) -> Path:
-        """Copy the state of a run between two steps, start to write it, and return its folder, which appears last.
+        """Copy the state of a run between two steps, start writing it, and return its folder, which appears last.
 
-        The best checkpoint has the lowest `validation_loss`, or else mean loss of the steps since the last call. `done`
-        names the validation and samples of this step; the checkpoint records them and `attention`. Raises OutputError
+        The best checkpoint has the lowest `validation_loss`, or mean loss of the steps since the last call. `done`
+        names validation and samples done in this step; the checkpoint records them and `attention`. Raises OutputError
         on all ranks if the last two saves failed, and TrainingError if the weights are not finite.
         """
         distribution = trainer.distribution
@@ -116,7 +116,7 @@ class CheckpointWriter:
         return target
 
     def warn_of_failure(self) -> None:
-        """Warn if the writing has failed by now. Any rank may call this; it does not wait."""
+        """Warn if the writing has already failed. Any rank may call this; it does not wait."""
         error = self._job.error
         if isinstance(error, OutputError) and not self._has_warned:
             self._has_warned = True
@@ -140,7 +140,7 @@ class CheckpointWriter:
         self._had_failed = error is not None
 
     def _copy(self, trainer: Trainer[Any]) -> dict[str, dict[str, Tensor]]:
-        """Copy this rank's tensors to the host, into the buffers of the last copy where they fit."""
+        """Copy this rank's tensors to the host, into the buffers of the last copy if they fit."""
         bytes_of = [0] * trainer.distribution.ranks
         buffers: dict[tuple[str, str], Tensor] = {}
         copied: dict[str, dict[str, Tensor]] = {}
@@ -173,7 +173,7 @@ def remove_old(output: Path, settings: CheckpointSettings) -> None:
 
 
 def _best(folders: list[Path]) -> Path | None:
-    """Return the folder with the lowest validation loss, or else training loss; the older one of two equals."""
+    """Return the folder with the lowest validation loss, or training loss without one; the older one if equal."""
     scores = {}
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""The clock of a step, and the report of a step."""
+"""Clock and report of a step."""
 
 import time
 from collections import defaultdict
@@ -12,13 +12,13 @@ PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One update, or a skipped one."""
+    """Report of one update, which may be skipped."""
 
     step: int
-    """Number of finished steps, this one included."""
+    """Number of finished steps, including this one."""
     epoch: int
     figures: Mapping[str, float]
-    """`loss`, `grad_norm` and figures of the task: means over all micro-batches and ranks; empty if it was skipped."""
+    """`loss`, `grad_norm` and figures of the task: means over all micro-batches and ranks; empty if skipped."""
     learning_rate: float
     samples: int
     """Number of samples of all ranks."""
@@ -27,13 +27,13 @@ class StepReport:
     seconds: Mapping[str, float]
     """Seconds of this rank by `PARTS`, and `total` from the end of the last step to the end of this one."""
     skipped: bool
-    """Whether nothing was updated, since loss or gradient were not finite."""
+    """Whether nothing was updated because the loss or gradient was not finite."""
     paths: tuple[str, ...]
-    """Paths of this rank's samples; of a skipped step, samples of all ranks that may be the cause."""
+    """Paths of this rank's samples; for a skipped step, samples of all ranks that may be the cause."""
 
 
 class Clock:
-    """Times the parts of steps on the host.
+    """Clock that times the parts of steps on the host.
 
     `marks` wrap each part, to show it in profiles. `wait` synchronizes with the device at the end of each part.
     """

@@ -1,4 +1,4 @@
-"""`osora train --plot`: loss, learning rate and gradient norm of runs as a chart. Needs no torch."""
+"""`osora train --plot`: loss, learning rate and gradient norm of runs as a chart. It does not need torch."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _MAX_LOG_BYTES = 2**30
 
 
 class TrainPlot(Document):
-    """The chart that was written."""
+    """Chart that was written."""
 
     SCHEMA = "osora.train-plot/1"
 
@@ -32,10 +32,10 @@ class TrainPlot(Document):
 
 
 def plot_runs(runs: Sequence[str], path: Path, *, overwrite: bool = False) -> TrainPlot:
-    """Draw the logs of runs, given by their folders, into one chart; validation losses are dashed.
+    """Draw the logs of runs, given by their folders, in one chart; validation losses are dashed.
 
-    Raises RequestError for another ending than .png, .svg or .pdf, FileProblem for a run without a log, OutputError if
-    the chart exists and `overwrite` is not given, and HardwareError if matplotlib is missing.
+    Raises RequestError for an ending other than .png, .svg or .pdf, FileProblem for a run without a log, OutputError
+    if the chart exists and `overwrite` is false, and HardwareError if matplotlib is missing.
     """
     if path.suffix.lower() not in _ENDINGS:
         raise RequestError(f"--plot {path} must end in {', '.join(_ENDINGS)}")
@@ -59,7 +59,7 @@ def plot_runs(runs: Sequence[str], path: Path, *, overwrite: bool = False) -> Tr
 
 
 def _read(run: Path) -> list[Mapping[str, Any]]:
-    """Return the lines of a log, except a broken one: a crash or a run in progress may leave half a line."""
+    """Return the lines of a log, except broken ones: a crash or a run in progress may leave a partial line."""
     path = run / LOG_FILE if run.is_dir() else run
     lines: list[Mapping[str, Any]] = []
     for text in read_text(path, max_bytes=_MAX_LOG_BYTES, hint="name the folder of a run").splitlines():
@@ -75,7 +75,7 @@ def _read(run: Path) -> list[Mapping[str, Any]]:
 
 
 def _points(lines: Sequence[Mapping[str, Any]], event: str | None, name: str) -> tuple[list[float], list[float]]:
-    """Return the steps and the finite values of a figure in the lines of an event; None stands for training."""
+    """Return the steps and the finite values of a figure in the lines of an event; None means training."""
     found = [
         (line.get("step"), value)
         for line in lines

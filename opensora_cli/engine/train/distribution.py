@@ -1,4 +1,4 @@
-"""Work and weights of the ranks of a training run."""
+"""Distribution of work and weights between the ranks of a training run."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,15 +18,15 @@ from opensora_cli.settings.devices import Strategy
 
 
 class Distribution:
-    """The ranks of a training run and what each of them holds. Without a mesh, one process trains alone.
+    """Distribution of a training run over its ranks. Without a mesh, one process trains alone.
 
-    A micro-batch is computed by one data-parallel rank: a process, or several that share its tokens or its features
-    and are given the same one. Gradients are averaged over data-parallel ranks, so a loss has to be a mean over what
-    its rank computes. Where there are several processes, all of them have to call every method, in the same order.
+    One data-parallel rank computes a micro-batch. It is a process, or several processes that get the same micro-batch
+    and share its tokens or features. Gradients are averaged over data-parallel ranks, so that a loss must be a mean
+    over the samples of its rank. All processes must call every method, in the same order.
 
     Args:
-        dtype: in which sharded weights are gathered and computed with; gradients are summed in fp32. None: their own.
-        exchange: how ranks that share tokens exchange them for heads.
+        dtype: dtype of gathered weights and compute; gradients are summed in fp32. None means that of the weights.
+        exchange: plan for exchanging tokens for heads between ranks that share tokens.
         offload_states: keep sharded weights, gradients and moments in host memory.
     """
 
@@ -43,21 +43,21 @@ class Distribution:
         self.device = device
         self.mesh = mesh
         self.monitor = BandwidthMonitor()
-        """Bandwidth of the exchanges of tokens for heads."""
+        """Monitor of the bandwidth of exchanging tokens for heads."""
         self.rank = dist.get_rank() if mesh else 0
         self.ranks = mesh.shape.size if mesh else 1
         self.data_ranks = mesh.shape.replicate * mesh.shape.shard if mesh else 1
-        """Number of micro-batches that are computed at a time."""
+        """Number of micro-batches that are computed at the same time."""
         self.data_rank = mesh.coordinate("replicate") * mesh.shape.shard + mesh.coordinate("shard") if mesh else 0
-        """Index of the one of them that this process takes part in."""
+        """Index of the micro-batch, among these, that this process computes."""
         self.divides = mesh is not None and strategy.shards
-        """Whether `shard` leaves a rank a part of the weights; such a transformer may come on the meta device."""
+        """Whether `shard` divides the weights between ranks; the transformer may then be on the meta device."""
         self._strategy = strategy
         self._dtype = dtype
         self._offload_states = offload_states
         self._links: RankLinks | None = None
         if mesh is not None and self.divides:
-            # The main rank's bandwidth is what is logged.
+            # Only the main rank's bandwidth is logged.
             monitor = self.monitor if self.is_main else None
             self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan(), monitor)
         self._parallel: ParallelTransformer | None = None
@@ -65,14 +65,14 @@ class Distribution:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that talks and writes for all."""
+        """Whether this process reports and writes for all ranks."""
         return self.rank == 0
 
     def shard(self, module: nn.Module) -> Callable[..., Tensor]:
-        """Leave this rank its part of a module, in place and on its device, and return what is called instead of it.
+        """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
 
-        Raises ValueError if weights are divided and the module is no transformer, or a second one, and RequestError if
-        there are more tensor-parallel ranks than heads.
+        Raises ValueError if weights are divided and the module is not the only transformer, and RequestError if there
+        are more tensor-parallel ranks than heads.
         """
         if self.mesh is None:
             return moved(module, self.device)
@@ -92,22 +92,22 @@ class Distribution:
         return self._parallel.forward
 
     def replicate(self, module: nn.Module) -> Callable[..., Tensor]:
-        """Average the gradients of a whole copy while backward is still computing others (DDP).
+        """Wrap a whole copy of a module so that its gradients are averaged during the backward pass (DDP).
 
-        Every trained weight has to be used in every call. FSDP2 with shards of size 1 would hold a second copy of the
-        weights, and Muon needs whole matrices.
+        Every call must use every trained weight. FSDP2 with shards of size 1 would hold a second copy of the weights,
+        and Muon needs whole matrices.
         """
         assert self.mesh is not None
-        # These are 1x1x1 kernels, whose strides along single taps mean nothing: autograd lays out all others alike.
+        # The warning is about 1x1x1 kernels, whose strides along single taps have no meaning.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-        # Frozen weights are the same on all ranks, and may be mapped from their file, where nothing is to be written.
+        # Frozen weights are the same on all ranks, and may be mapped from a file that must not be written to.
         frozen = [name for name, weight in module.named_parameters() if not weight.requires_grad]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)  # type: ignore[no-untyped-call]
         replicated = DistributedDataParallel(
             moved(module, self.device),
             process_group=self.mesh.group("replicate"),
             gradient_as_bucket_view=True,
-            # Without single-stream blocks nothing uses the text output of the last double-stream block.
+            # Without single-stream blocks, the text output of the last double-stream block is unused.
             find_unused_parameters=isinstance(module, MMDiT) and module.config.depth_single_blocks == 0,
         )
         self._replicated.append(replicated)
@@ -117,8 +117,8 @@ class Distribution:
     def accumulating(self, *, last: bool) -> Iterator[None]:
         """Wrap forward and backward of one micro-batch.
 
-        After the block of the last one of an update, gradients are the sum over this rank's micro-batches, averaged
-        over the data-parallel ranks.
+        After the last micro-batch of an update, gradients are the sum over this rank's micro-batches, averaged over
+        the data-parallel ranks.
         """
         with ExitStack() as stack:
             if not last:
@@ -132,7 +132,7 @@ class Distribution:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Wrap forward passes without a backward pass. Gathered weights are freed at the end: updates miss them."""
+        """Wrap forward passes without backward. Gathered weights are freed at the end: updates miss them."""
         try:
             yield
         finally:
@@ -141,17 +141,17 @@ class Distribution:
 
     @torch.no_grad()
     def clip_grad_norm(self, module: nn.Module, max_norm: float) -> Tensor:
-        """Scale down gradients whose norm is over `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
+        """Scale down gradients whose norm exceeds `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
 
-        Return the norm of the whole gradient before that, the same on all ranks, in fp32. It is not finite if a
-        gradient is not finite on any rank; the gradients are then invalid.
+        Return the norm of the whole gradient before clipping, the same on all ranks, in fp32. It is not finite if a
+        gradient on any rank is not finite; the gradients are then invalid.
         """
         parallel = self._parallel
         gradients = {
             name: local(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None
         }
         counted = [gradient for name, gradient in gradients.items() if parallel is None or parallel.counts(name)]
-        # In fp64: squares of what fp32 can hold overflow it.
+        # Sum in fp64 because squares of fp32 values overflow fp32.
         device = torch.device("cpu") if self._offload_states else self.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if counted:
@@ -164,7 +164,7 @@ class Distribution:
         return norm
 
     def mean(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the means over the data-parallel ranks; the names have to be the same on all ranks."""
+        """Return the means over the data-parallel ranks; the names must be the same on all ranks."""
         if self.mesh is None:
             return dict(values)
         names = sorted(values)
@@ -185,20 +185,20 @@ class Distribution:
         self.any(False)
 
     def whole_name(self, name: str) -> str:
-        """Return what a parameter of the sharded module is called in the whole one."""
+        """Return the name in the whole module of a parameter of the sharded one."""
         return name if self._parallel is None else self._parallel.whole_name(name)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole of which every rank gives its part: bitwise identical on all ranks, without gradients.
+        """Return the whole tensor from the parts of all ranks: bitwise identical on all ranks, without gradients.
 
-        The part is of the parameter `name` of the sharded module, or of anything that is divided alike: a moment, an
-        average; on any device, of any dtype, a plain tensor or a DTensor. Anything with another name is whole already.
-        The result may share memory with `tensor`.
+        The part belongs to the parameter `name` of the sharded module, or to a moment or average with the same
+        division. It has any device and dtype, and is a plain tensor or a DTensor. A tensor with another name is
+        already whole. The result may share memory with `tensor`.
         """
         return tensor.detach() if self._parallel is None else self._parallel.whole(name, tensor)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's part of a whole tensor, as a plain tensor on its device: undoes `whole`."""
+        """Return a copy of this rank's part of a whole tensor, as a plain tensor on its device; inverse of `whole`."""
         return whole.detach().clone() if self._parallel is None else self._parallel.part(name, whole)
 
 

@@ -1,4 +1,4 @@
-"""What a training is refused for before torch is imported, before ranks are started, and before files are hashed."""
+"""Checks of a training run before torch is imported, ranks are started, and files are hashed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +14,21 @@ from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Which checkpoint to resume from: `folder`, or the newest; `allow_older`: the one before if that is broken."""
+    """Checkpoint to resume from: `folder`, or the newest. `allow_older` permits an older one if that is broken."""
 
     folder: Path | None = None
     allow_older: bool = False
 
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
-    """Return the checkpoints that a run may resume from, the newest first.
-    Raises CheckpointError if there is none, or the folder is of an earlier version of osora.
+    """Return the checkpoints that a run may resume from, newest first.
+    Raises CheckpointError if there is none, or if an earlier version of osora wrote the folder.
     """
     folders = all_epoch_folders(output) if output.is_dir() else []
     if resume.folder is not None:
         if not resume.folder.is_dir():
             raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
-        # Spelled as in the run's folder, so that it compares equal to its entry there.
+        # Use the path within the run's folder, so that it compares equal to its entry there.
         return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
     if not folders and (output / TRAINING_FILE).is_file():
         raise CheckpointError(
@@ -44,15 +44,15 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
 
 
 def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: bool, has_source: bool = False) -> None:
-    """Refuse what is wrong with a run as far as that is known without torch; the run checks all of it again.
+    """Check a run as far as that is possible without torch; the run repeats these checks.
 
     With a source of its own, a run needs no table.
 
     Raises:
         RequestError: `resume` and `overwrite` contradict each other, or no table is named.
-        FileProblem: a table is missing.
-        CheckpointError: the checkpoint to resume from, the first weights or frozen parts are missing.
-        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
+        FileProblem: A table is missing.
+        CheckpointError: The checkpoint to resume from, the first weights or frozen parts are missing.
+        OutputError: The folder holds an earlier run, and neither `resume` nor `overwrite` is given.
     """
     check_output(settings, resume=resume, overwrite=overwrite)
     require_first_weights(settings)
@@ -62,7 +62,7 @@ def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: b
 
 
 def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
-    """Warn of tables and weights that a run would be refused for: a plan needs none."""
+    """Warn of missing tables and weights, which a run needs and a plan does not."""
     warn_of_missing(lambda: require_first_weights(settings), reporter)
     warn_of_missing(lambda: inputs.require_tables(settings), reporter)
     warn_of_missing(lambda: require_frozen(settings), reporter)
@@ -90,20 +90,20 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
 
 
 def require_first_weights(settings: TrainSettings) -> None:
-    """Raise CheckpointError if the file or folder of the first weights is not there."""
+    """Raise CheckpointError if the file or folder of the first weights is missing."""
     path = first_weights_of(settings)
     if path is not None and not path.exists():
         raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
 
 
 def require_first_adapter(settings: TrainSettings) -> None:
-    """Raise CheckpointError if the file or folder of the first adapter is not there."""
+    """Raise CheckpointError if the file or folder of the first adapter is missing."""
     if settings.lora.init is not None and not Path(settings.lora.init).exists():
         raise CheckpointError(f"lora.init={settings.lora.init} does not exist", hint="name an adapter's folder or file")
 
 
 def require_frozen(settings: TrainSettings) -> None:
-    """Raise CheckpointError if frozen weights are not there; all are named, and how to get them."""
+    """Raise CheckpointError if frozen weights are missing; the message names all of them and how to get them."""
     if settings.target is TrainTarget.MMDIT:
         inputs.require_frozen_parts(settings)
         return
@@ -113,7 +113,7 @@ def require_frozen(settings: TrainSettings) -> None:
 
 
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return paths of frozen weights by name, None where missing: those in `weights`, or the perceptual term's."""
+    """Return paths of frozen weights by name, None if missing: parts in `weights`, or the perceptual term's files."""
     match settings.target:
         case TrainTarget.MMDIT:
             return inputs.find_frozen_parts(settings)

@@ -1,4 +1,4 @@
-"""The moving average of the weights."""
+"""Exponential moving average of the weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from opensora_cli.engine.train.parallelize import local
 
 @torch.no_grad()
 def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
-    """Move the averaged weights towards the current ones: ema = decay * ema + (1 - decay) * weight, in place.
+    """Update the averaged weights in place: ema = decay * ema + (1 - decay) * weight.
 
     `decay` is 0 to 1. `ema_model` is a module of the same structure, or the result of `averaged_copy`. A weight that a
-    model uses in two places counts once. Where weights are sharded, each rank moves its parts.
+    model uses in two places counts once. If weights are sharded, each rank updates its parts.
     """
     averaged = module_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
     current = module_state(model)
@@ -25,7 +25,7 @@ def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *,
 
 
 def warmed_up(decay: float, step: int) -> float:
-    """Return the decay at a step. The first steps average over fewer weights, to forget the first ones."""
+    """Return the decay at a step. Early steps average over fewer weights, to forget the initial ones."""
     return min(decay, (1 + step) / (10 + step))
 
 
@@ -53,7 +53,7 @@ def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[Non
 
 
 def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; a tensor that a module has in two places comes once.
+    """Return parameters and persistent buffers by name; a tensor in two places of the module appears once.
 
     `trained_only` skips frozen weights and buffers.
     """

@@ -1,4 +1,4 @@
-"""The memory of a training step: measured on a real step, or estimated by the same step on fake tensors."""
+"""Memory of a training step: measured in a real step, or estimated by the same step on fake tensors."""
 
 import time
 import warnings
@@ -44,38 +44,38 @@ from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
 OFFLOADED = "offloaded"
-"""Buffer of activations in the host's memory, beside a GPU."""
+"""Buffer of offloaded activations in host memory."""
 ACTIVATIONS = "activations"
-"""Everything else: what a forward pass keeps for the backward pass, and whatever is computed on the way."""
+"""All other tensors: activations saved for the backward pass, and temporary results."""
 _KEPT = (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)
 _MICRO_BATCHES = 2
-"""From the second one of an update on, gradients are there in a forward pass; more change nothing."""
+"""Number of micro-batches per update: in the second forward pass gradients exist; more change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMemory:
-    """Bytes of a training step."""
+    """Memory of a training step in bytes."""
 
     peak_bytes: int
     at_peak: dict[str, int]
-    """What was there at the peak, by kind: `WEIGHTS`, `GRADIENTS`, `BUFFERS`, `ACTIVATIONS` and so on."""
+    """Bytes at the peak by kind: `WEIGHTS`, `GRADIENTS`, `BUFFERS`, `ACTIVATIONS` and so on."""
     most: dict[str, int]
-    """The most of each kind at any time."""
+    """Peak of each kind at any time."""
     device_peak_bytes: int
-    """The peak of what is on the device, where that is a GPU: without states and activations that are offloaded."""
+    """Peak on the device of a GPU, that is, without offloaded states and activations."""
     activations_by_module: dict[str, int]
-    """Of the activations at the peak, those that a module's forward pass made, by its name; backward has no name."""
+    """Activations at the peak from forward passes, by the name of the module; the backward pass has no names."""
     by_weight: dict[str, tuple[int, int, int, int]]
-    """Name -> number of parameters, and bytes of weight, gradient and what the optimizer keeps for it; a block that
-    stands for others has theirs."""
+    """Name -> number of parameters, and bytes of weight, gradient and optimizer state. A block that represents others
+    includes theirs."""
     held_for_backward: int
-    """Activations when the forward pass of the last step has ended."""
+    """Bytes of activations at the end of the last step's forward pass."""
     buffer_bytes: int
-    """Size of the buffer of offloaded activations, which is one of the `BUFFERS`."""
+    """Size of the buffer of offloaded activations, a part of `BUFFERS`."""
     buffer_used_bytes: int
-    """The most that was in it."""
+    """Peak use of the buffer of offloaded activations."""
     counter: TensorBytes
-    """The whole timeline."""
+    """Timeline of all tensors."""
 
 
 def estimate_training(
@@ -85,11 +85,11 @@ def estimate_training(
     activations: ActivationPlan | None = None,
     watch: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
 ) -> TrainingMemory:
-    """Return what `measure_training` would on one of the ranks, on fake tensors: nothing is computed, and a few MB are
-    allocated.
+    """Return the result of `measure_training` on one of the ranks from fake tensors: without computing, and with a few
+    MB of memory.
 
-    `activations` None: as `plan_activations` has it. `watch` makes a context of the transformer, which has few blocks,
-    for the time of the step.
+    `activations` is by default the plan of `plan_activations`. `watch` returns a context for the transformer, which has
+    few blocks, during the step.
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
     plan, weights = activations or plan_activations(settings), plan_frozen_weights(settings)
@@ -112,28 +112,28 @@ def estimate_training(
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
-    """Return the numbers of the steps whose memory is measured, and estimated."""
+    """Return the numbers of the steps whose memory is measured or estimated."""
     chosen, last_phase = settings.train_vae, 0
     if settings.target is TrainTarget.VAE:
         opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
         whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
         last_phase = max(opposed_from, whole_from)
-    # The first step makes the optimizers' moments.
+    # The first step allocates the optimizers' moments.
     return (0, 0, last_phase) if last_phase else (0, 1)
 
 
 def measure_training(
     settings: TrainSettings, *, limit: int | None = None, distribution: Distribution | None = None
 ) -> TrainingMemory:
-    """Do the `measured_steps` with random weights, frozen parts included, and return their memory on this rank.
+    """Do the `measured_steps` with random weights, including frozen parts, and return their memory on this rank.
 
     Micro-batches are black clips of the largest shape. Frozen parts encode them, unless the run has a cache of clips.
-    `distribution` None: this process alone, whatever ranks the settings have.
+    Without `distribution`, this process runs alone, even if the settings have several ranks.
 
     Raises:
-        MemoryError: it needs more than `limit` bytes, or than there is.
-        RequestError: sizes contradict each other.
-        HardwareError: the host has no memory for offloaded activations.
+        MemoryError: A step needs more than `limit` bytes, or more than the machine has.
+        RequestError: Sizes contradict each other.
+        HardwareError: The host has no memory for offloaded activations.
     """
     task, frozen = fresh_task(settings)
     alone = Distribution(torch.device("cpu"))
@@ -142,10 +142,10 @@ def measure_training(
 
 
 def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float], dict[str, Spread]]:
-    """Return the seconds of steps with fresh weights, after one that makes the moments, and of the model's blocks.
+    """Return the seconds of steps with random weights, after a first step for the moments, and of the model's blocks.
 
-    Of blocks it is the first forward pass alone, without the one that the backward pass of checkpointed ones repeats.
-    It raises what `measure_training` raises.
+    Times of blocks include only the first forward pass, not the recomputation of checkpointed blocks in backward.
+    Raises the errors of `measure_training`.
     """
     task, _ = fresh_task(settings)
     device = torch.device("cpu")
@@ -175,9 +175,9 @@ def _steps(
     limit: int | None = None,
     times: Mapping[str, int] | None = None,
 ) -> TrainingMemory:
-    """Do the steps; on fake tensors the transformer's first one is left out, and the moments are made before.
+    """Do the steps. On fake tensors, the transformer's first step is skipped, and the moments are allocated before.
 
-    `times`: path of a block -> how many it stands for; None: no tensor is fake.
+    `times` maps the path of a block to the number of blocks that it represents. None means real tensors.
     """
     is_fake = times is not None
     if weights is not None and weights.fp8_storage:
@@ -193,7 +193,7 @@ def _steps(
     if is_fake and settings.target is TrainTarget.MMDIT:
         _make_moments(trainer)
         steps = steps[-1:]
-    # Copies between fake tensors would take none.
+    # Copies between fake tensors would take no memory.
     streamed = nullcontext(fake_slots(weights)) if is_fake else _streamed(settings, weights, task)
     with streamed as slots, counter, ExchangeOwners(counter):
         counter.add(list((trainer.ema or {}).values()), AVERAGE)
@@ -255,7 +255,7 @@ def _memory(
     kept = {name: owners.pop(name, 0) for name in _KEPT}
     buffers = owners.pop(BUFFERS, 0) + owners.pop(OFFLOADED, 0)
     before_backward = counter.owners_at(counter.marks[-1])
-    # Sharded gradients are on the host, too. They count, as do those of a block that are on their way.
+    # Sharded gradients are on the host, too. They count, as do gradients of a block that are being copied.
     on_host = {OFFLOADED, *([WEIGHTS, AVERAGE, OPTIMIZER] if settings.optimizer.offload_states else [])}
     return TrainingMemory(
         peak_bytes=counter.peak_bytes,
@@ -276,7 +276,7 @@ def _memory(
 
 
 class _MarkingTask:
-    """A task that marks the end of each forward pass on the timeline."""
+    """Task that marks the end of each forward pass on the timeline."""
 
     def __init__(self, task: Task[Any], counter: TensorBytes) -> None:
         self.module: nn.Module = task.module
@@ -291,7 +291,7 @@ class _MarkingTask:
 
     def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the task's loss."""
-        # Those of the micro-batches before.
+        # Gradients of the previous micro-batches.
         self._counter.add([weight.grad for weight in self.module.parameters() if weight.grad is not None], GRADIENTS)
         loss = self._task.loss(batch, rng)
         self._counter.mark("forward")
@@ -324,7 +324,7 @@ def _optimizers(trainer: Trainer[Any]) -> list[torch.optim.Optimizer]:
 
 
 def _kept_all_the_time(trainer: Trainer[Any], block: str) -> Iterator[Tensor]:
-    """Yield the weights of a block, and what is kept for them from step to step."""
+    """Yield the weights of a block, and their persistent tensors: averages, optimizer state and buckets."""
     module = trainer.task.module.get_submodule(block)
     yield from module.buffers()
     yield from (tensor for name, tensor in (trainer.ema or {}).items() if name.startswith(f"{block}."))

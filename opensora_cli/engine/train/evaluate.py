@@ -1,4 +1,4 @@
-"""Validation on held-out clips, and sample videos, of a model in training."""
+"""Validation on held-out clips, and sample videos, during training."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -45,9 +45,9 @@ _HOST = torch.device("cpu")
 
 @contextmanager
 def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
-    """Let the module compute inside the block as after training: averaged weights, no dropout, no gradients.
+    """Put the module into evaluation mode inside the block: averaged weights, no dropout, no gradients.
 
-    Modes of modules and torch's global generators are restored.
+    Modes of modules and torch's global generators are restored at the end.
     """
     modes = {module: module.training for module in trainer.task.module.modules()}
     device = trainer.distribution.device
@@ -67,7 +67,7 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
 
 
 class HeldOutLoss:
-    """Measures the loss of the weights that will be exported, with the same timesteps and noise every time.
+    """Validation loss of the weights for export, with the same timesteps and noise every time.
 
     Each of R ranks computes every R-th micro-batch; the mean over all samples does not depend on R. `read` returns one
     of the `count` micro-batches. A validation is due every few steps and after `last_step`.
@@ -82,12 +82,12 @@ class HeldOutLoss:
         self._last_step = last_step
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation is due after so many steps, also after none."""
+        """Return whether a validation is due after `step` steps; it may be due after 0 steps."""
         every = self._settings.every
         return every is not None and (step % every == 0 or step == self._last_step)
 
     def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
-        """Return `loss` and the task's other figures, the same on all ranks, which all call this.
+        """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this.
 
         Raises OsoraError if a clip cannot be read.
         """
@@ -98,9 +98,9 @@ class HeldOutLoss:
             for first in range(0, self._count, distribution.data_ranks):
                 beat("validate")
                 index = first + distribution.data_rank
-                # A rank without a batch of its own computes one that does not count: forward passes may be collective.
+                # A rank without a batch computes one that does not count because forward passes may be collective.
                 batch = self._read(min(index, self._count - 1))
-                # The same state for every batch, so that the noise of a clip depends on its path alone.
+                # The same state for every batch, so that the noise of a clip depends only on its path.
                 loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
                 weight = trainer.task.samples(batch) if index < self._count else 0
                 samples += weight
@@ -113,10 +113,10 @@ class HeldOutLoss:
 def open_validation(
     settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
 ) -> HeldOutLoss | None:
-    """Return the validation of a run on the clips of `source`, or of its table; None if it has none.
+    """Return the validation of a run on the clips of `source`, or of its table; None if the run has no validation.
 
-    With a cache of encoded clips, all ranks first add the held-out ones to it. Raises FileProblem if the table is
-    missing or broken, or the clips fill no micro-batch, and the errors of `prepare_cache`.
+    With a cache of encoded clips, all ranks first add the held-out clips to it. Raises FileProblem if the table is
+    missing or broken, or if the clips fill no micro-batch, and the errors of `prepare_cache`.
     """
     if settings.validation.every is None:
         return None
@@ -151,10 +151,10 @@ def open_validation(
 
 
 class SampleVideos:
-    """Makes a video of each prompt with the weights that will be exported, and the same noise every time.
+    """Generator of a video for each prompt with the weights for export, and the same noise every time.
 
-    All ranks denoise the same latents with their shares of the model; the main rank decodes and writes. `embeds` are
-    those of each prompt, with the empty one; they are on the host, as is the autoencoder while it is not decoding.
+    All ranks denoise the same latents with their shares of the model; the main rank decodes and writes. `embeds` has
+    an entry per prompt, together with the empty prompt. Embeddings, and the autoencoder between uses, are on the host.
     """
 
     def __init__(
@@ -173,14 +173,14 @@ class SampleVideos:
         self._reporter = reporter
 
     def is_due(self, step: int) -> bool:
-        """Return whether samples are due after so many steps."""
+        """Return whether samples are due after `step` steps."""
         every = self._settings.samples.every
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
     def run(self, step: int, trainer: Trainer[Any]) -> None:
-        """Write the videos `step{n}/0.mp4`, `1.mp4` and so on; all ranks call this.
+        """Write the videos `step{n}/0.mp4`, `1.mp4` and so on. All ranks must call this.
 
-        A video that cannot be written, as on a full disk, is a warning.
+        A video that cannot be written, for example on a full disk, causes a warning.
         """
         device = trainer.distribution.device
         latents = []
@@ -205,11 +205,11 @@ class SampleVideos:
     def _latents(self, index: int, trainer: Trainer[Any], device: torch.device) -> Tensor:
         settings = self._settings
         chosen, model, grid = settings.samples, settings.model, settings.vae.grid
-        # The settings were checked: samples have all three.
+        # The checked settings have all three sizes.
         num_frames, height, width = (size or 0 for size in (chosen.num_frames, chosen.height, chosen.width))
         frames = grid.latent_frames(num_frames)
         rows, columns = grid.latent_size(height, width)
-        # On the host, so that it is the same for every device.
+        # Draw on the host, so that the noise is the same for every device.
         noise_1CTHW = noise_latents(
             [chosen.seed + index],
             num_latent_frames=frames,
@@ -273,10 +273,10 @@ class SampleVideos:
 def open_samples(
     settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
 ) -> SampleVideos | None:
-    """Return the sample videos of a run, or None if it has none.
+    """Return the generator of sample videos, or None if the run has no samples.
 
-    The prompts are encoded here, and the text encoders freed, so call it before the model is loaded. Raises
-    CheckpointError if frozen parts are missing or broken, and RequestError if a text length does not suit its encoder.
+    It encodes the prompts and frees the text encoders: call it before the model is loaded. Raises CheckpointError if
+    frozen parts are missing or broken, and RequestError if a text length does not fit its encoder.
     """
     chosen, trained = settings.samples, settings.train_mmdit
     if settings.target is not TrainTarget.MMDIT or chosen.every is None:
@@ -298,9 +298,9 @@ def open_samples(
 
 
 def remove_later_samples(folder: Path, *, step: int) -> None:
-    """Remove the videos of later steps than `step`. Removes links, not their targets.
+    """Remove the videos of steps after `step`. Links are removed, not their targets.
 
-    Raises OutputError if that is not possible.
+    Raises OutputError if this is not possible.
     """
     for each in folder.glob("step*"):
         found = re.fullmatch(r"step(\d+)", each.name)

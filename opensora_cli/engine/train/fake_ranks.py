@@ -1,4 +1,4 @@
-"""One rank of a training among others that are not there: it sends nothing, and holds what a real one holds."""
+"""Simulated rank of a training run: it sends nothing, and holds the same tensors as a real rank."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ GRADIENTS, BUFFERS = "gradients", "buffers"
 
 @contextmanager
 def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
-    """Be this rank of a run inside the block: its collectives return at once, and leave what they should fill.
+    """Simulate this rank of a run inside the block: collectives return at once, and do not fill their outputs.
 
-    To be entered before `fake_device`, inside which `Distribution.shard` is called. Raises RuntimeError in a process
-    that is a rank already, and HardwareError if torch is too old for it.
+    Enter this context before `fake_tensors`, inside which `Distribution.shard` is called. Raises RuntimeError in a
+    process that already is a rank, and HardwareError if torch is too old.
     """
     device, ranks = torch.device("cpu"), settings.parallel.world_size
     if ranks == 1:
@@ -39,7 +39,7 @@ def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
             "collectives for fake tensors",
             hint="use torch 2.11 or later",
         )
-    # Not at the top: it registers a backend.
+    # Imported here because the import registers a backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -59,17 +59,17 @@ def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
 
 
 class FakeDistribution(Distribution):
-    """One rank whose collectives fill nothing.
+    """Distribution of one rank whose collectives do not fill their outputs.
 
-    FSDP2's own code runs, which asks nothing of its collectives. The reducer of DistributedDataParallel takes no fake
-    tensors, so its buckets are tensors of their own, which exist from the beginning.
+    FSDP2's own code runs because it needs no results of its collectives. The reducer of DistributedDataParallel does
+    not support fake tensors: separate tensors, allocated at the start, represent its buckets.
     """
 
     _is_last = True
 
     @cached_property
     def buckets(self) -> dict[nn.Parameter, Tensor]:
-        """Weight -> its piece of a bucket."""
+        """Mapping from a weight to its piece of a bucket."""
         return {}
 
     def mean(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -92,13 +92,13 @@ class FakeDistribution(Distribution):
             yield
 
     def _move(self, weight: nn.Parameter) -> None:
-        """Copy a gradient of an update's last micro-batch into its bucket, unless it lies there."""
+        """Copy a gradient of an update's last micro-batch into its bucket, unless it is already there."""
         if self._is_last and weight.grad is not None and weight.grad is not self.buckets[weight]:
             weight.grad = self.buckets[weight].copy_(weight.grad)
 
 
 class ExchangeOwners(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Owns, for a counter, what FSDP2 gathers weights into and sends gradients from, to be entered inside of it."""
+    """Dispatch mode that assigns FSDP2's communication buffers to owners of a counter. Enter it inside the counter."""
 
     def __init__(self, counter: TensorBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ class ExchangeOwners(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation."""
+        """Run an operation, and assign owners to the communication buffers of FSDP2."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "fsdp":

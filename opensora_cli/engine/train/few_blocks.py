@@ -1,7 +1,7 @@
-"""The bytes of a step through many blocks, from a step through few: blocks of a kind are alike, and each adds the same.
+"""Memory of a step through many blocks, from a step through few: every block of a kind adds the same number of bytes.
 
-Of each kind three blocks run: the first, the last, and one that stands for all between. What those hold while others
-run is so many times what the one holds; while they run themselves, they need no more than the first or the last does.
+Three blocks of each kind run: the first, the last, and one that represents all others. The bytes that the others hold
+while different blocks run are a multiple of its bytes. While they run, they need no more than the first or the last.
 """
 
 from bisect import bisect_left
@@ -20,15 +20,15 @@ from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 FEW = 3
-"""Blocks of a kind."""
+"""Number of blocks of a kind."""
 
 
 def with_few_blocks(
     settings: TrainSettings, plan: ActivationPlan | None
 ) -> tuple[TrainSettings, ActivationPlan | None, dict[str, int]]:
-    """Return both with few blocks of each kind, and path of a block -> how many it stands for.
+    """Return settings and plan with few blocks of each kind, and path of a block -> number of blocks it represents.
 
-    Checkpointed blocks are another kind than those behind them in their stack.
+    Checkpointed blocks are a different kind from the later blocks of their stack.
     """
     if settings.target is not TrainTarget.MMDIT:
         return settings, plan, {}
@@ -50,19 +50,19 @@ def with_few_blocks(
     for name, count in zip(
         ("checkpoint_double_blocks", "checkpoint_single_blocks"), checkpointed.values(), strict=True
     ):
-        # Without a number it is all of them, as streamed blocks need it.
+        # Without a number all blocks are checkpointed, as streamed blocks require.
         if getattr(settings.memory, name) is not None:
             changes[f"memory.{name}"] = count
     return settings.replace(changes), plan.model_copy(update={"checkpointed_blocks": checkpointed}), times
 
 
 class FewBlocks:
-    """Counts the bytes of blocks that stand for others as often as there are these.
+    """Counter that multiplies the bytes of blocks that represent others.
 
     Args:
-        counter: counts a step of `module`.
-        times: path of a block -> how many it stands for; the block before it is of the same kind.
-        kept: what there is of a block all the time: its weights, and what is kept for them.
+        counter: counter of a step of `module`.
+        times: path of a block -> number of blocks it represents; the previous block is of the same kind.
+        kept: function that returns the persistent tensors of a block: weights, averages and optimizer state.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class FewBlocks:
         self._counter, self._module, self._times = counter, module, times
         self._kept = {path: counter.storages_of(kept(path)) for path in times}
         self._forward: dict[str, list[int]] = {path: [] for path in times}
-        """Where on the timeline the block before it ends, it itself, and the block behind it, in turn."""
+        """Positions on the timeline of the forward ends of the previous block, the block and the next one, in turn."""
         self._backward: dict[str, list[int]] = {path: [] for path in times}
-        """Where these three begin, in the order of the backward pass."""
+        """Positions where the backward passes of these three blocks begin, in backward order."""
         self._between: list[int] = []
-        """Where none runs, before and after each forward pass of the module."""
+        """Positions before and after each forward pass of the module, where no block runs."""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Note where blocks run, inside the block."""
+        """Record the positions of blocks on the timeline inside the context."""
         with ExitStack() as hooks:
             for register in (self._module.register_forward_pre_hook, self._module.register_forward_hook):
                 hooks.callback(register(lambda *_: self._between.append(self._now)).remove)
@@ -103,7 +103,7 @@ class FewBlocks:
                 index = bisect_left(ends, end)
                 positions = (ends[index - 1], behind, begin, end, ends[index])
                 held, waiting, first, last, after = (counter.live_at(position).keys() for position in positions)
-                # What its backward pass lets go of, what nobody's does, and its gradients.
+                # Tensors that its backward pass frees, tensors that no backward pass frees, and its gradients.
                 found |= dict.fromkeys((held & first - last) | (held & made - waiting) | (after & last - first), times)
                 spans.append((begin, end))
         return counter.repeated(found, one_by_one=spans)

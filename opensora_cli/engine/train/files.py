@@ -1,4 +1,4 @@
-"""The files of a training run: its records, its exports, and its first weights. Needs no torch."""
+"""Files of a training run: records, exports and first weights. This module does not need torch."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ LORA_FOLDER = "lora"
 
 
 def first_weights_of(settings: TrainSettings) -> Path | None:
-    """Return the file or folder of a run's first weights, which may not exist; None: random ones."""
+    """Return the file or folder of a run's first weights, which may not exist. None means random weights."""
     if settings.init != PACKAGED:
         return None if settings.init is None else Path(settings.init)
     return packaged_demo() / (VAE_FILE if settings.target is TrainTarget.VAE else TRANSFORMER_FILE)
 
 
 def exports(settings: TrainSettings) -> tuple[str, ...]:
-    """Return the names of what a finished run leaves for generating, and for other runs."""
+    """Return the names of a finished run's exports, for generation and for other runs."""
     if settings.lora.is_on:
         return (LORA_FOLDER,)
     return (VAE_FILE if settings.target is TrainTarget.VAE else TRANSFORMER_FILE,)

@@ -5,8 +5,8 @@ import re
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import TIME_EMBEDDING_WIDTH, modulation_width
 
-# Dense bf16 and fp16 with sums in fp32, in 1e12 operations a second, from NVIDIA's data sheets; half of the rate where
-# a sheet gives it with sparsity alone. The first name that matches counts.
+# Dense bf16 and fp16 with sums in fp32, in 1e12 operations per second, from NVIDIA's data sheets. Rates with sparsity
+# are halved. The first name that matches counts.
 _PEAK_TFLOPS = (
     (r"B200", 2250.0),
     (r"H200 NVL", 835.5),
@@ -31,7 +31,7 @@ _PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a GPU in bf16 by torch's name, in 1e12 operations a second, or None if it is unknown."""
+    """Return the bf16 peak of a GPU by torch's name, in 1e12 operations per second, or None if it is unknown."""
     if " MIG " in device_name or " Laptop " in device_name:
         return None  # a slice of a GPU, or one with less power
     found = (peak for name, peak in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
@@ -43,11 +43,11 @@ def training_flops(
 ) -> float:
     """Return the FLOPs of forward and backward of clips of one size.
 
-    A matrix product takes two operations for each weight and token, and as many again for each of the two gradients: 6
-    (Kaplan et al. 2020, arXiv 2001.08361). Attention takes 4·S²·width a block for S tokens of a clip, and twice that
-    for its gradients. Recomputed activations count once (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    A matmul takes two operations for each weight and token, and two for each of the two gradients, 6 in total (Kaplan
+    et al. 2020, arXiv 2001.08361). Attention takes 4·S²·width per block for S tokens of a clip, and twice that for its
+    gradients. Recomputed activations count once (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
-    `latent_tokens` are those of all samples, `text_tokens` those of each. With `is_frozen`, only an adapter is trained:
+    `latent_tokens` counts all samples, and `text_tokens` one sample. With `is_frozen`, only an adapter is trained:
     other weights have no gradient, and the adapter's own operations, a few percent, do not count.
     """
     hidden, guided = config.hidden_size, 2 if config.guidance_embed else 1
@@ -55,7 +55,7 @@ def training_flops(
     of_stream = config.depth * (4 * hidden**2 + 2 * hidden * config.mlp_hidden_size)
     ends = 2 * config.in_channels + (config.conditioning_channels if config.cond_embed else 0)
     of_single_blocks = config.depth_single_blocks * 2 * hidden * (2 * hidden + config.mlp_hidden_size)
-    # Embeddings and modulation are computed once for each clip.
+    # Embeddings and modulation are computed once per clip.
     embedders = TIME_EMBEDDING_WIDTH * guided + config.vec_in_dim + hidden * (1 + guided)
     linears = (
         latent_tokens * (ends * hidden + of_stream)

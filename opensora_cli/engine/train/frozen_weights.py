@@ -1,4 +1,4 @@
-"""The transformer's weights beside an adapter: where they wait until they are needed, and in how many bits."""
+"""Placement and precision of the transformer's frozen weights in adapter training."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,29 +26,29 @@ from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import WeightOffload
 
 _RESIDENT = 2
-"""Blocks: one computes, and the next comes meanwhile."""
+"""Default number of resident blocks: one computes while the next is copied."""
 _ROOM = 1.25
-"""Of what is free, a page-locked copy leaves the rest."""
+"""Free memory, relative to the size of a page-locked copy, that the copy needs."""
 
 
 class FrozenWeights(Document):
-    """How the blocks' weights beside an adapter are kept."""
+    """Storage of the blocks' frozen weights in adapter training."""
 
     fp8_storage: bool
     blocks: int
     resident_blocks: int
-    """On the device at a time."""
+    """Number of blocks on the device at the same time."""
     host_weights: HostWeights | None
-    """Where the others wait; None: there are none, all blocks are loaded to the device."""
+    """Host memory of the other blocks. None means that all blocks are on the device."""
     device_bytes: int
-    """Of the blocks' weights on the device."""
+    """Bytes of the blocks' weights on the device."""
     host_bytes: int
-    """Of those that wait: page-locked, or mapped from their file, which takes page cache alone."""
+    """Bytes of the blocks on the host: page-locked, or mapped from their file, which uses only page cache."""
     casts: bool
-    """Whether they wait in the dtype of their file, from which a CPU casts them; `host_bytes` are those after that."""
+    """Whether blocks on the host keep their file's dtype, which a CPU casts; `host_bytes` counts after the cast."""
 
     def line(self) -> str:
-        """Return it for people."""
+        """Return the plan as text."""
         kept = f"{self.blocks} frozen blocks{' in 8 bits' if self.fp8_storage else ''}"
         if self.host_weights is None:
             return f"{kept}, on the device ({format_bytes(self.device_bytes)})"
@@ -60,7 +60,7 @@ class FrozenWeights(Document):
 
 
 def plan_frozen_weights(settings: TrainSettings) -> FrozenWeights | None:
-    """Return how frozen weights are kept; None: there are none, or as they are computed with, on the device.
+    """Return the storage of frozen weights; None if there are none, or if they are on the device in the compute dtype.
     Raises RequestError if sizes contradict each other.
     """
     memory = settings.memory
@@ -86,7 +86,7 @@ def plan_frozen_weights(settings: TrainSettings) -> FrozenWeights | None:
 
 
 def _host_weights(settings: TrainSettings, num_bytes: int) -> HostWeights:
-    # A CPU gains nothing by a copy.
+    # A copy has no advantage on a CPU.
     if device_type(settings.device_name) == "cpu":
         return HostWeights.MAPPED
     if settings.memory.host_weights is not None:
@@ -104,16 +104,16 @@ def streamed_weights(
     device: torch.device,
     reporter: Reporter,
 ) -> Iterator[Sequence[Tensor]]:
-    """Let blocks whose frozen weights wait on the host have them on the device while they compute, inside the block.
+    """Stream the frozen weights of blocks from the host to the device inside the context.
 
-    Yields the memory on the device that they go through; nothing is done where none wait. The transformer is one of
-    `new_transformer`, and its blocks are to be checkpointed. Where pages cannot be locked, weights stay where they are,
-    unless the settings insist: that is a HardwareError.
+    Yields the buffers on the device; without weights on the host, do nothing. The transformer must come from
+    `new_transformer`, and its blocks must be checkpointed. If pages cannot be locked, weights stay mapped, unless the
+    settings require locked pages: then HardwareError is raised.
     """
     if plan is None or plan.host_weights is None:
         yield ()
         return
-    # What is in 8 bits is dequantized by its layer.
+    # Layers dequantize weights in 8 bits themselves.
     casts = device.type == "cpu" and not plan.fp8_storage
     options = partial(
         stream_blocks,
@@ -137,7 +137,7 @@ def streamed_weights(
 
 
 def fake_slots(plan: FrozenWeights | None) -> Sequence[Tensor]:
-    """Return what `streamed_weights` yields, in one piece; to be called inside `fake_tensors`."""
+    """Return a buffer of the size that `streamed_weights` yields. Call this inside `fake_tensors`."""
     if plan is None or plan.host_weights is None:
         return ()
     return [torch.empty(plan.device_bytes, dtype=torch.uint8)]
@@ -149,7 +149,7 @@ def stack_paths(settings: TrainSettings) -> list[str]:
 
 
 def waiting_weights(transformer: nn.Module, plan: FrozenWeights | None, settings: TrainSettings) -> list[nn.Parameter]:
-    """Return the weights of a transformer that wait on the host; none, if the plan has none."""
+    """Return the weights of a transformer that are on the host; empty if the plan has none."""
     if plan is None or plan.host_weights is None:
         return []
     blocks = [transformer.get_submodule(path) for path in stack_paths(settings)]

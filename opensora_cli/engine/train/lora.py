@@ -1,4 +1,4 @@
-"""Adapters (Hu et al. 2021, LoRA) on the linear layers of the transformer's blocks, as PEFT has them."""
+"""LoRA adapters (Hu et al. 2021) for linear layers in the transformer's blocks, made with PEFT."""
 
 import math
 import re
@@ -27,12 +27,12 @@ _PREFIX = "base_model.model."
 
 
 def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
-    """Put an adapter beside linear layers of the blocks, in place, and freeze everything else.
+    """Add an adapter to linear layers of the blocks, in place, and freeze all other weights.
 
-    Call it before sharding. At first the adapter changes nothing: one of its matrices is zero, and the other is random
-    from `seed`, the same on all ranks (see `first_adapter`). Its weights are in float32, whatever the others are, and
-    on the meta device if the transformer is. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own
-    weights are now those of `x.base_layer`. Raises HardwareError if PEFT is not installed.
+    Call this before sharding. The new adapter changes nothing: one of its matrices is zero, and the other is random
+    from `seed`, the same on all ranks (see `first_adapter`). Its weights are always in float32, and on the meta device
+    if the transformer is. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own weights move to
+    `x.base_layer`. Raises HardwareError if PEFT is not installed.
     """
     peft = require_peft()
     # PEFT initializes from torch's global generator; `first_adapter` replaces these weights.
@@ -54,7 +54,7 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first weights of an adapter, by their names after `add_lora`; in float32, on the host.
+    """Yield the first weights of an adapter with their names after `add_lora`, in float32, on the host.
 
     One of the two matrices is random, as in PEFT, and the other is zero. The transformer may be on the meta device.
     """
@@ -69,13 +69,13 @@ def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tenso
 
 
 def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
-    """Open the adapter `lora.init`, which must be one that `settings` describe; its matrices are not read yet.
+    """Open the adapter `lora.init`, which must match `settings`; its matrices are not read yet.
 
     `outline` is the transformer without adapters, on the meta device.
 
     Raises:
-        RequestError: its rank, scale or layers are others.
-        CheckpointError: it is missing or broken, or does not fit the transformer.
+        RequestError: The rank, scale or layers of the adapter differ.
+        CheckpointError: The adapter is missing or broken, or does not fit the transformer.
     """
     assert settings.init is not None
     adapter = open_fitting(Path(settings.init), outline)
@@ -92,7 +92,7 @@ def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
 
 
 def _size_problems(layers: Mapping[str, Sequence[LowRank]], settings: LoraSettings) -> Iterator[tuple[str, str]]:
-    """Yield what differs in rank and alpha, and the settings that it would take, if any."""
+    """Yield each difference in rank and alpha, with the setting that fixes it, or empty text."""
     ranks = sorted({update.a.shape[0] for updates in layers.values() for update in updates})
     if ranks != [settings.rank]:
         fix = f"lora.rank={ranks[0]}" if len(ranks) == 1 else ""
@@ -105,7 +105,7 @@ def _size_problems(layers: Mapping[str, Sequence[LowRank]], settings: LoraSettin
 
 
 def _target_problems(found: Set[str], config: MMDiTConfig, settings: LoraSettings) -> Iterator[tuple[str, str]]:
-    """Yield likewise what differs in the layers."""
+    """Yield the difference in the layers, with the setting that fixes it, or empty text."""
     wanted = set(_targeted(config, settings.targets))
     if found == wanted:
         return
@@ -117,7 +117,7 @@ def _target_problems(found: Set[str], config: MMDiTConfig, settings: LoraSetting
 
 
 def read_adapter(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of an adapter as `first_adapter` does, one at a time."""
+    """Yield the weights of an adapter one at a time, with names as in `first_adapter`."""
     for name, (update,) in adapter.updates.items():
         for letter, factor in (("A", update.a), ("B", update.b)):
             yield f"{name.removesuffix('.weight')}.lora_{letter}.{_ADAPTER}.weight", factor.read().float()
@@ -126,11 +126,11 @@ def read_adapter(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
 def save_lora(
     folder: Path, weights: Mapping[str, Tensor], *, config: MMDiTConfig, settings: LoraSettings, base: str | None
 ) -> None:
-    """Write an adapter in PEFT's format, as `osora generate --lora` and `osora ckpt merge-lora` read it.
+    """Write an adapter in PEFT's format, which `osora generate --lora` and `osora ckpt merge-lora` read.
 
-    `weights` are whole, by their names in a transformer after `add_lora`; those of other layers are left out. `base` is
-    for people to read: what the adapter was trained beside.
-    Raises HardwareError if PEFT is not installed, and OutputError if it cannot be written.
+    `weights` are whole, by their names in a transformer after `add_lora`; weights of other layers are skipped. `base`
+    names the base model for readers.
+    Raises HardwareError if PEFT is not installed, and OutputError if the adapter cannot be written.
     """
     peft_config = _config(config, settings)
     peft_config.inference_mode = True
@@ -156,12 +156,12 @@ class _Dropout(nn.Module):
         self._share = share
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the features that are kept, scaled up."""
+        """Return the features after dropout."""
         return functional.dropout(features, self._share, training=torch.is_grad_enabled())
 
 
 def _target_of(path: str) -> LoraTarget | None:
-    """Return which target a linear layer is; None for those outside of blocks and of modulations."""
+    """Return the target of a linear layer; None for layers outside of blocks, and for modulations."""
     owner, _, name = path.rpartition(".")
     if owner.endswith("_mlp"):
         return LoraTarget.MLP
@@ -169,7 +169,7 @@ def _target_of(path: str) -> LoraTarget | None:
 
 
 def _targeted(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> Iterator[str]:
-    """Yield the paths of the layers that get an adapter."""
+    """Yield the paths of layers that get an adapter."""
     for stack in repeated_blocks(config):
         paths = [linear.path for linear in stack.linears if _target_of(linear.path) in targets]
         yield from (f"{stack.module_path}.{index}.{path}" for index in range(stack.count) for path in paths)
@@ -191,7 +191,7 @@ def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:
 
 
 def _pattern(config: MMDiTConfig, settings: LoraSettings) -> str:
-    """Return a regular expression of the layers with an adapter: hundreds of paths would slow PEFT down."""
+    """Return a regular expression for the layers with an adapter because hundreds of paths would slow PEFT down."""
     stacks = []
     for stack in repeated_blocks(config):
         paths = [re.escape(linear.path) for linear in stack.linears if _target_of(linear.path) in settings.targets]

@@ -1,4 +1,4 @@
-"""Metrics of a run: lines of console, `log.jsonl` and TensorBoard, the profile, and the MFU."""
+"""Metrics of a run: console lines, `log.jsonl`, TensorBoard, profile, and MFU."""
 
 import json
 import math
@@ -38,11 +38,11 @@ _MOVE_OUT = "move it out of the run's folder"
 
 
 class Metrics:
-    """Writes a line with the means of every few steps, and one for each validation and each skipped step.
+    """Writer of a line with means over every few steps, and of a line for each validation and each skipped step.
 
-    Lines go to `log.jsonl` and, where TensorBoard is on, to events such as `train/loss`, `validation/loss` and
-    `seconds/data`. After each step the figures of the unfinished line are shown on the terminal. The main rank alone
-    writes and reports. Raises HardwareError if TensorBoard is missing, or a setting needs a GPU and there is none.
+    Lines go to `log.jsonl` and, if TensorBoard is on, to events such as `train/loss`, `validation/loss` and
+    `seconds/data`. After each step, the figures of the unfinished line are shown on the terminal. Only the main rank
+    writes and reports. Raises HardwareError if TensorBoard or a required GPU is missing.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Metrics:
         if self._open_events is not None:
             folder = self._output / TENSORBOARD_FOLDER
             try:
-                # It makes events of later steps void.
+                # `purge_step` discards events of later steps.
                 self._events = self._open_events(str(folder), purge_step=step + 1)
             except OSError as error:
                 raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
@@ -105,7 +105,7 @@ class Metrics:
             self._reporter.note(f"validation at step {step}  {shown}")
 
     def close(self) -> None:
-        """Finish all files; also after an error. Raises OutputError if a profile cannot be written."""
+        """Close all files, also after an error. Raises OutputError if a profile cannot be written."""
         self._log.close()
         if self._events is not None:
             self._events.close()
@@ -170,7 +170,7 @@ class Metrics:
                     self._events.add_scalar(f"{name}/{part}", number, step)
             elif name != "step" and isinstance(value, int | float):
                 self._events.add_scalar(f"{event}/{name}", value, step)
-        # A killed run does not write this again when it is resumed.
+        # A killed run does not write these events again when it is resumed.
         self._events.flush()
 
     def _start_profile(self, step: int) -> None:
@@ -209,7 +209,7 @@ def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
 
 
 def _open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:
-    """Return the MFU as a function, or None where the peak is unknown: on a CPU, in fp32."""
+    """Return a function that computes the MFU, or None if the peak is unknown: on a CPU, or in fp32."""
     if settings.target is not TrainTarget.MMDIT:
         return None
     peak, precision = settings.watching.peak_tflops, settings.precision
@@ -222,7 +222,7 @@ def _open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[
     config, text_tokens, is_frozen = mmdit_config(settings.model), settings.text.t5_max_length, settings.lora.is_on
 
     def mfu(samples: int, tokens: int, seconds: float) -> float:
-        # Clips of different sizes count as if they had the same size, which gives a little too little.
+        # Clips of different sizes count as if they had the same size, which slightly underestimates the FLOPs.
         flops = training_flops(
             config, samples=samples, latent_tokens=tokens, text_tokens=text_tokens, is_frozen=is_frozen
         )
@@ -247,11 +247,11 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "epoch": ("epoch", _count),
     "skipped": ("skipped", _count),
 }
-"""Name in a line -> title and format for people. Other names are their own title."""
+"""Name in a line -> title and format for the console. Other names are their own title."""
 
 
 def cells(line: Mapping[str, object]) -> dict[str, str]:
-    """Return titles and values of a training line in its order, without zeros of `skipped` and `epoch`."""
+    """Return the titles and values of a training line in order, without `skipped` and `epoch` if they are zero."""
     shown = {}
     for name, value in line.items():
         if isinstance(value, int | float) and (value or name not in ("skipped", "epoch")):
@@ -261,7 +261,7 @@ def cells(line: Mapping[str, object]) -> dict[str, str]:
 
 
 class JsonLog:
-    """Appends lines to a file. Lines that a full disk refuses are kept for the next write, with a warning."""
+    """Log file of JSON lines. Lines that cannot be written are kept for the next write, with a warning."""
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
         self._path = path
@@ -278,20 +278,20 @@ class JsonLog:
             self._reporter.warn(f"cannot write {self._path}: {error}: its lines are kept until that is possible")
 
     def close(self) -> None:
-        """Write the kept lines; they are lost if that still fails."""
+        """Write the kept lines, which are lost if that still fails."""
         error = self._write_waiting() if self._waiting else None
         if error:
             self._reporter.warn(f"cannot write {self._path}: {error}: it lacks the last {len(self._waiting)} lines")
             self._waiting.clear()
 
     def _write_waiting(self) -> str | None:
-        """Write the kept lines, or return the reason of the system."""
+        """Write the kept lines; return the system's reason if that fails."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab", opener=open_regular) as log:
                 end = log.tell()
                 self._whole = end if self._whole is None else min(self._whole, end)
-                # A full disk may hold half of the lines that are written again now.
+                # A full disk may contain a part of the lines that are written again now.
                 log.truncate(self._whole)
                 log.write("".join(self._waiting).encode())
         except OSError as error:
@@ -302,7 +302,7 @@ class JsonLog:
 
 
 def truncate_records(output: Path, *, step: int) -> None:
-    """Remove lines of the log and samples after a step. Raises FileProblem if that is not possible."""
+    """Remove log lines and samples after a step. Raises FileProblem if this is not possible."""
     path = output / LOG_FILE
     if path.exists():
         require_file(path, hint=_MOVE_OUT)
@@ -336,7 +336,7 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return float("inf")  # half a line, from a crash
+        return float("inf")  # a partial line from a crash
 
 
 def _finite(value: object) -> object:

@@ -15,14 +15,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Average over past gradients that an optimizer keeps for a weight."""
+    """Moment of an optimizer for one weight."""
 
     parameter: str
     """Name of the weight."""
     name: str
-    """`exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of Muon."""
+    """Name of the moment: `exp_avg` or `exp_avg_sq` of AdamW, or `momentum_buffer` of Muon."""
     tensor: Tensor
-    """Shaped and sharded like the weight."""
+    """Values, with the shape and sharding of the weight."""
 
 
 def named_moments(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[Moment]:
@@ -33,9 +33,9 @@ def named_moments(module: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
 
 
 def update_counts(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
-    """Return the names of the parameters that have moments, with the number of their updates.
+    """Return the number of updates of each parameter with moments.
 
-    Muon does not count; there it is 0.
+    It is 0 for Muon, which does not count updates.
     """
     states = ((parameter, optimizer.state[weight]) for parameter, weight, optimizer in _trained(module, optimizers))
     return {parameter: int(state.get("step", 0)) for parameter, state in states if state}
@@ -48,11 +48,11 @@ def restore_moments(
     counts: Mapping[str, int],
     find: Callable[[str, str], Tensor],
 ) -> None:
-    """Give the optimizers the moments of a checkpoint. Rates, decays and the like stay those of this run.
+    """Restore the optimizers' moments from a checkpoint. Other options, such as learning rates, stay unchanged.
 
-    `counts` are those of `update_counts`. `find(parameter, name)` returns a moment with the shape of this rank's part
-    of the weight, sharded or plain; on any device, of any dtype. Raises CheckpointError if parameters or shapes are not
-    those of the module.
+    `counts` is a result of `update_counts`. `find(parameter, name)` returns a moment with the shape of this rank's part
+    of the weight, sharded or plain, on any device, of any dtype. Raises CheckpointError if parameters or shapes do not
+    match the module.
     """
     trained = list(_trained(module, optimizers))
     unknown = sorted(counts.keys() - {parameter for parameter, _, _ in trained})
@@ -73,7 +73,7 @@ def restore_moments(
             state[name] = torch.zeros_like(weight)
             local(state[name]).copy_(found)
         if not isinstance(optimizer, KernelMuon):
-            # AdamW counts its updates beside the weight.
+            # AdamW keeps its number of updates on the weight's device.
             state["step"] = torch.full((), float(counts[parameter]), device=weight.device)
 
 

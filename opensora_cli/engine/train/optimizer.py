@@ -10,21 +10,21 @@ from opensora_cli.engine.train.precision import multiplies_bf16
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
 
 _MOMENTUM = 0.95
-# Coefficients of the quintic iteration (Jordan et al. 2024). It grows small singular values fastest, and ends between
-# 0.7 and 1.2.
+# Coefficients of the quintic iteration (Jordan et al. 2024). It increases small singular values fastest; results are
+# between 0.7 and 1.2.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _SMALLEST_NORM = 1e-7
 _TOGETHER = 2**22
-"""Values of matrices that are orthogonalized together: many small products cost far more than their arithmetic."""
+"""Largest number of values in a batch of matrices to orthogonalize: many small matmuls have a high overhead."""
 
 
 class KernelMuon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for matrices and kernels of convolutions.
 
     A kernel is a matrix of outputs by inputs x taps. The rate is scaled for each matrix so that its update is as large
-    as one of AdamW (Liu et al. 2025, https://arxiv.org/abs/2502.16982). torch's own takes matrices alone, and
-    multiplies in bfloat16 on CPUs, too, many of which are then twenty times slower than in float32.
+    as one of AdamW (Liu et al. 2025, https://arxiv.org/abs/2502.16982). torch's own Muon accepts only matrices. It
+    also multiplies in bfloat16 on CPUs, where that may be twenty times slower than float32.
     """
 
     def __init__(self, weights: list[nn.Parameter], *, learning_rate: float, weight_decay: float) -> None:
@@ -32,7 +32,7 @@ class KernelMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the weights from their gradients; a weight without one stays as it is."""
+        """Update the weights from their gradients; a weight without a gradient stays unchanged."""
         for group in self.param_groups:
             for weights in _alike([weight for weight in group["params"] if weight.grad is not None]):
                 self._update(weights, rate=group["lr"], decay=group["weight_decay"])
@@ -44,7 +44,7 @@ class KernelMuon(torch.optim.Optimizer):
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
-        # Nesterov's: one step ahead.
+        # Nesterov momentum looks one step ahead.
         matrices = [ahead.flatten(1) for ahead in torch._foreach_lerp(gradients, momenta, _MOMENTUM)]
         if len(matrices) == 1:
             directions = [orthogonalized(matrices[0])]
@@ -56,7 +56,7 @@ class KernelMuon(torch.optim.Optimizer):
 
 
 def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield weights that are orthogonalized together: small ones of one shape."""
+    """Yield groups of weights to orthogonalize together: small ones of one shape."""
     alike: dict[object, list[Tensor]] = {}
     for weight in weights:
         alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
@@ -66,9 +66,9 @@ def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return U·S'·Vᵀ of a matrix U·S·Vᵀ, with all of S' near 1, by Newton-Schulz iterations; or a batch of them.
+    """Return U·S'·Vᵀ for a matrix U·S·Vᵀ or a batch of them, with all of S' near 1, by Newton-Schulz iterations.
 
-    They are in bfloat16, or in float32 on a CPU without native bfloat16 matmul.
+    The iterations are in bfloat16, or in float32 on a CPU without native bfloat16 matmul.
     """
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     wide = (matrix.mT if is_tall else matrix).to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
@@ -90,7 +90,7 @@ def build_optimizers(module: nn.Module, settings: OptimizerSettings) -> list[tor
     trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
     matrices: list[nn.Parameter] = []
     if settings.name is OptimizerName.MUON:
-        # Orthogonalised updates suit matrices between hidden layers, not those at the model's inputs and outputs.
+        # Orthogonalized updates suit matrices between hidden layers, not matrices at the model's inputs and outputs.
         matrices = [weight for name, weight in trained if weight.ndim >= 2 and "block" in name]
     inner = {id(weight) for weight in matrices}
     outer = [weight for _, weight in trained if id(weight) not in inner]

@@ -1,6 +1,6 @@
 """Parallel training of the transformer: tensor parallel, sequence parallel, and FSDP2 (Zhao et al. 2023).
 
-Of each weight a rank holds a share of its features, and of that some rows.
+A rank holds a share of the features of each weight, and some rows of that share.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,19 +34,19 @@ from opensora_cli.parallel.tensor import FeatureCut, shard_linears
 from opensora_cli.settings.devices import Strategy
 
 WEIGHT_AXES = ("shard", "ring", "ulysses")
-"""Axes between whose ranks rows of weights are divided: ranks that share tokens have gradients to be summed, too."""
+"""Axes that divide rows of weights between their ranks. Gradients of ranks that share tokens are also summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Groups of ranks of a transformer, which all ranks make at the same time, and not on fake tensors."""
+    """Process groups for a transformer. All ranks must create them at the same time, outside of fake tensors."""
 
     mesh: ParallelMesh
-    """`replicate` copies of weights that are divided along `WEIGHT_AXES`."""
+    """Mesh with `replicate` copies of weights, each divided along `WEIGHT_AXES`."""
     fsdp: DeviceMesh
-    """Mesh of FSDP2, to which all axes that rows are divided along are one."""
+    """Mesh of FSDP2, in which all axes that divide rows form one axis."""
     parts: dist.ProcessGroup
-    """Ranks that share one copy of the weights."""
+    """Group of the ranks that share one copy of the weights."""
     exchange: ExchangePlan
     route: Route
 
@@ -54,7 +54,7 @@ class RankLinks:
     def open(
         cls, mesh: ParallelMesh, device_type: str, exchange: ExchangePlan, monitor: BandwidthMonitor | None
     ) -> "RankLinks":
-        """Make the groups of this rank."""
+        """Create the groups of this rank."""
         rows = mesh.group(*WEIGHT_AXES)
         ranks = torch.tensor(sorted(dist.get_process_group_ranks(mesh.group("replicate", *WEIGHT_AXES))))
         if mesh.shape.replicate == 1:
@@ -76,13 +76,13 @@ def parallelize(
     dtype: torch.dtype | None,
     offload_states: bool = False,
 ) -> "ParallelTransformer":
-    """Leave this rank its part of a transformer, in place; `ParallelTransformer.forward` is called instead of it.
+    """Reduce a transformer to this rank's part, in place. Call `ParallelTransformer.forward` instead of it.
 
-    Blocks may be compiled before, and checkpointed before or after. A transformer on the meta device gets memory of its
-    part only, to be filled by way of `part`. Raises RequestError if there are more tensor-parallel ranks than heads.
+    Blocks may be compiled before, and checkpointed before or after. A transformer on the meta device gets memory only
+    for its part, to be filled with `part`. Raises RequestError if there are more tensor-parallel ranks than heads.
 
     Args:
-        dtype: in which weights are gathered and computed with; gradients are summed in fp32. None: that of the weights.
+        dtype: dtype of gathered weights and compute; gradients are summed in fp32. None means that of the weights.
         offload_states: keep weights, gradients and moments in host memory; blocks are copied to the device.
     """
     mesh = links.mesh
@@ -108,7 +108,7 @@ def parallelize(
 
     # FSDP2: each rank has some rows of every weight. ZeRO-3 frees a block's weights after its forward pass, ZeRO-1 and
     # ZeRO-2 keep them until the last backward pass of an update.
-    # The model casts its inputs itself, and the rotary tables of its blocks have to stay in fp32.
+    # The model casts its inputs itself, and the rotary tables of its blocks must stay in fp32.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
     )
@@ -123,15 +123,15 @@ def parallelize(
             mp_policy=precision,
             offload_policy=offload,
         )
-        # As a sum and a scaling: gloo has no mean.
+        # A sum and a scaling because gloo has no mean.
         group.set_force_sum_reduction_for_comms(True)
-        # Ranks that share a sample have summands of its gradient. Where none are divided, torch (2.13) would divide by
-        # this number twice, and does so once without it.
+        # Ranks that share a sample have summands of its gradient. Without divided weights, torch (2.13) divides by
+        # this number anyway, and would divide twice.
         if mesh.group(*WEIGHT_AXES).size() > 1:
             group.set_gradient_divide_factor(float(mesh.shape.replicate * mesh.shape.shard))
         groups.append(group)
 
-    # FSDP2 hooks into the gradient of the result and warns of a result that is a view.
+    # FSDP2 hooks into the gradient of the result, and warns if the result is a view.
     transformer.register_forward_hook(_in_memory_of_its_own)
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
@@ -154,7 +154,7 @@ def parallelize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelTransformer:
-    """One rank's part of a transformer."""
+    """Rank's part of a transformer."""
 
     forward: Callable[..., Tensor]
     links: RankLinks
@@ -162,9 +162,9 @@ class ParallelTransformer:
     groups: list[FSDPModule]
     layouts: Mapping[str, "WeightLayout"]
     rows: Mapping[str, int]
-    """Parameter -> its rows, in all ranks that divide them."""
+    """Parameter -> number of its rows on all ranks that divide them."""
     norms: list[nn.Parameter]
-    """Weights of which each tensor-parallel rank has the gradients of its own heads only."""
+    """Weights whose gradients on a tensor-parallel rank come from its own heads only."""
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Reduce-scatter gradients, and keep gathered weights, according to the strategy."""
@@ -173,7 +173,7 @@ class ParallelTransformer:
             group.set_reshard_after_backward(last or self.strategy.gathers_twice, recurse=False)
 
     def sum_gradients_of_norms(self) -> None:
-        """Sum them over the tensor-parallel ranks, after the last micro-batch of an update."""
+        """Sum the gradients of `norms` over the tensor-parallel ranks, after the last micro-batch of an update."""
         gradients = [local(norm.grad) for norm in self.norms if norm.grad is not None]
         if gradients:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -182,7 +182,7 @@ class ParallelTransformer:
                 gradient.copy_(summed.view_as(gradient))
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank's part of a gradient adds to the sum over the ranks: one of several equal ones."""
+        """Return whether this rank's part of a gradient counts in sums over ranks; of equal parts, only one does."""
         return self.layouts[name].cut is not None or self.links.mesh.group("tensor").rank() == 0
 
     def whole_name(self, name: str) -> str:
@@ -190,7 +190,7 @@ class ParallelTransformer:
         return self.layouts[name].whole_name if name in self.layouts else name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Gather rows, then features."""
+        """Return the whole tensor from the parts of all ranks: gather rows, then features."""
         own = local(tensor.detach())
         if name not in self.layouts:
             return own
@@ -203,7 +203,7 @@ class ParallelTransformer:
         return cut.join(torch.split(shares, list(cut.sizes), cut.dim))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Cut features, then rows."""
+        """Return this rank's part of a whole tensor: cut features, then rows."""
         if name not in self.layouts:
             return whole.detach().clone()
         cut, group = self.layouts[name].cut, self.links.mesh.group(*WEIGHT_AXES)
@@ -214,31 +214,31 @@ class ParallelTransformer:
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """Division of one weight."""
+    """Division of one weight between ranks."""
 
     whole_name: str
-    """Name in the model of one process."""
+    """Name of the weight in the model of a single process."""
     cut: FeatureCut | None
-    """Division of the features between tensor-parallel ranks; None: all of them have all features."""
+    """Division of the features between tensor-parallel ranks. None means that all ranks have all features."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a plain one that shares its memory; a plain one is its own part."""
+    """Return this rank's part of a tensor as a plain tensor in the same memory; a plain tensor is returned itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return the rows of a weight on each rank by FSDP2, which gives all but the last ones as many: `chunk`."""
+    """Return the number of rows of a weight on each rank. FSDP2 divides like `chunk`: the last ranks have fewer."""
     longest = -(-rows // ranks)
     return tuple(max(0, min(longest, rows - rank * longest)) for rank in range(ranks))
 
 
 def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
-    """Leave a transformer this rank's heads and features of its blocks; return the layout of each parameter.
+    """Reduce the blocks of a transformer to this rank's heads and features; return the layout of each parameter.
 
-    Every rank then has the gradients of its own heads only of the norms of queries and keys: see `norms_of_heads`.
-    A hook on them, as generating a gradient has it, would not survive FSDP2, which replaces the parameters. Raises
-    RequestError if there are more ranks than heads.
+    Gradients of the norms of queries and keys on a rank then come from its own heads only: see `norms_of_heads`.
+    A hook that sums them would not survive FSDP2, which replaces the parameters. Raises RequestError if there are more
+    ranks than heads.
     """
     ranks = dist.get_world_size(group)
     layouts = {name: WeightLayout(name, None) for name, _ in transformer.named_parameters()}
@@ -256,7 +256,7 @@ def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, Weig
 
 
 def feature_cuts(config: MMDiTConfig, ranks: int) -> dict[str, FeatureCut]:
-    """Return how so many ranks divide the features of weights and biases, by their names in the whole model.
+    """Return the division of the features of weights and biases between ranks, by name in the whole model.
 
     Layers need not have all of these biases. Raises RequestError if there are more ranks than heads.
     """
@@ -271,7 +271,7 @@ def feature_cuts(config: MMDiTConfig, ranks: int) -> dict[str, FeatureCut]:
 
 
 def norms_of_heads(config: MMDiTConfig) -> Iterator[str]:
-    """Yield the names of the parameters that all heads use, and whose gradients are a sum over all heads."""
+    """Yield the names of parameters that all heads use, so that their gradients are sums over all heads."""
     for stack in repeated_blocks(config):
         for index in range(stack.count):
             yield from (f"{stack.module_path}.{index}.{path}" for path in stack.used_by_all_heads)

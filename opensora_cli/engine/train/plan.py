@@ -1,4 +1,4 @@
-"""The plan of a training run, before anything is built."""
+"""Plan of a training run, before anything is built."""
 
 from pathlib import Path
 
@@ -39,54 +39,54 @@ from opensora_cli.settings.train_loop import WeightOffload
 
 
 class TrainPlan(Document):
-    """Everything that is decided before a run begins."""
+    """Plan of a training run: all decisions before it begins."""
 
     SCHEMA = "osora.train-plan/3"
 
     target: TrainTarget
     parameters: int
-    """Numbers that are trained."""
+    """Number of trained parameters."""
     steps: int
     output: Path
-    """The folder of checkpoints, log and export."""
+    """Folder of checkpoints, log and exports."""
     exports: tuple[str, ...]
     resume: bool
     ranks: int
     weights: dict[str, Path]
-    """Where the frozen parts are, by name."""
+    """Paths of the frozen parts, by name."""
     missing_weights: tuple[str, ...]
     """Names of the frozen parts that were not found."""
     threads: ThreadChoice
-    """That compute on the CPU; a resumed run keeps those of its checkpoint, unless others are named."""
+    """CPU threads. A resumed run keeps the number of its checkpoint, unless a user names another."""
     activations: ActivationPlan | None
-    """What is held between forward and backward, and where; None: everything, on the device."""
+    """Plan for activations between forward and backward. None means that all of them stay on the device."""
     frozen_weights: FrozenWeights | None
-    """How the blocks' weights beside an adapter are kept; None: on the device, as they are computed with."""
+    """Storage of frozen blocks in adapter training. None means on the device, in the compute dtype."""
     exchange: str | None
-    """How ranks that share tokens exchange them for heads; None: they do not."""
+    """Description of the exchange of tokens for heads between ranks. None means no exchange."""
     memory: tuple[RankMemory, ...] = ()
-    """Of each rank; empty where it was not estimated."""
+    """Memory of each rank; empty if it was not estimated."""
     attention: AttentionPlan | None
-    """What computes the transformer's attention; None: it is not what is trained."""
+    """Attention backend of the transformer. None means that another part is trained."""
     free_bytes: int | None = None
-    """Of a GPU that is planned for with `--on`; None: none is."""
+    """Free memory of a GPU that `--on` plans for. None means no planned GPU."""
     fits: bool | None = None
-    """Whether that is enough for each rank; None: unknown."""
+    """Whether each rank fits in the free memory. None means unknown."""
     predicted: PredictedTime | None = None
-    """The seconds that a step would take there; None: not predicted."""
+    """Predicted seconds of a step on the planned GPUs. None means no prediction."""
     settings: TrainSettings
     resume_from: Resume | None = Field(exclude=True)
-    """None: the run starts at step 0."""
+    """Checkpoint to resume from. None means that the run starts at step 0."""
     overwrite: bool = Field(exclude=True)
     """Whether the records of an earlier run in the folder are removed."""
 
     @property
     def memory_lines(self) -> list[str]:
-        """What is held where, for people."""
+        """Lines about the storage of activations and frozen weights."""
         return [plan.line() for plan in (self.activations, self.frozen_weights) if plan is not None]
 
     def lines(self) -> list[str]:
-        """Return the plan for people."""
+        """Return the plan as lines of text."""
         settings, parallel = self.settings, self.settings.parallel
         is_transformer = self.target is TrainTarget.MMDIT
         start = ""
@@ -123,7 +123,7 @@ class TrainPlan(Document):
         )
 
     def raise_for_problems(self) -> None:
-        """Raise HardwareError if a rank needs more memory than a GPU that is planned for has."""
+        """Raise HardwareError if a rank needs more memory than a planned GPU has."""
         if self.fits is not False or self.free_bytes is None:
             return
         most = max(self.memory, key=lambda each: each.device_peak_bytes)
@@ -141,16 +141,16 @@ def plan_training(
     overwrite: bool = False,
     machine: PlannedMachine | None = None,
 ) -> TrainPlan:
-    """Return what `train` would do, after the checks that need neither weights nor data.
+    """Return the plan for `train`, after the checks that need neither weights nor data.
 
-    `machine`: GPUs that are planned for, and need not be here.
+    `machine` describes GPUs to plan for, which need not be in this machine.
 
     Raises:
-        RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small, or `lora`
+        RequestError: `resume` and `overwrite` or sizes contradict each other, a buffer is too small, or `lora`
             describes another adapter than its `init`.
-        CheckpointError: there is no checkpoint to resume from, or the first adapter is missing or broken.
-        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
-        HardwareError: a library is missing, or the device lacks a requested feature.
+        CheckpointError: There is no checkpoint to resume from, or the first adapter is missing or broken.
+        OutputError: The folder holds an earlier run, and neither `resume` nor `overwrite` is given.
+        HardwareError: A library is missing, or the device lacks a requested feature.
     """
     check_output(settings, resume=resume, overwrite=overwrite)
     if machine is not None:
@@ -195,8 +195,8 @@ def plan_training(
 def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine | None = None) -> TrainPlan:
     """Return the plan with the memory of each rank, or warn why it is not estimated.
 
-    Of a `machine` also with the time of a step, and whether the memory of its GPUs is enough. It raises what else
-    `estimate_ranks` raises.
+    With `machine`, the plan also has the time of a step, and whether the ranks fit in its GPUs. Raises the errors of
+    `estimate_ranks` other than HardwareError.
     """
     found: dict[str, object] = {}
     try:
@@ -212,9 +212,9 @@ def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine 
 
 
 def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettings:
-    """Return settings as a run there reads them, which depend on its device and its host's memory.
+    """Return the settings of a run on `machine`; some depend on its device and its host memory.
 
-    Raises RequestError if they ask for other devices, and HardwareError for what its GPUs have not.
+    Raises RequestError if they ask for other devices, and HardwareError if its GPUs lack a feature.
     """
     parallel = settings.parallel
     machine.require(device=settings.device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
@@ -235,7 +235,7 @@ def _attention(settings: TrainSettings, machine: PlannedMachine | None) -> Atten
         return plan_attention(settings, device=torch.device("cuda"), tries_device=False)
     if settings.parallel.world_size == 1:
         return plan_attention(settings, device=training_device(settings))
-    # Each of several ranks tries its own device.
+    # Each of several ranks checks its own device.
     device = torch.device("cpu" if settings.device == "cpu" else "cuda")
     return plan_attention(settings, device=device, tries_device=False)
 

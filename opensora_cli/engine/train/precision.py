@@ -1,4 +1,4 @@
-"""The floating point type that layers compute in. Trained weights, gradients and moments are in float32."""
+"""Compute dtype of layers. Trained weights, gradients and moments are in float32."""
 
 import torch
 
@@ -8,7 +8,7 @@ DTYPES = {Compute.FP32: torch.float32, Compute.BF16: torch.bfloat16}
 
 
 def autocast(compute: Compute, device: torch.device) -> torch.autocast:
-    """Return the context in which layers compute in `compute`."""
+    """Return an autocast context in which layers compute in `compute`."""
     return torch.autocast(device.type, dtype=DTYPES[compute], enabled=compute is not Compute.FP32)
 
 

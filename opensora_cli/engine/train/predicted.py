@@ -1,9 +1,9 @@
-"""How long a training step would take on GPUs that need not be here: predicted from its operations and bytes.
+"""Predicted time of a training step on GPUs that need not be in this machine, from operations and bytes.
 
-A backward pass does twice the products and the traffic of its forward pass (with frozen weights, as many products), and
-two and a half times its attention, whose scores flash attention computes again (Dao et al. 2022, arXiv 2205.14135).
-Weights that are gathered, gradients that are shared out, and what waits in page-locked memory of the host travel beside
-all that: what takes longer counts.
+A backward pass has twice the matmuls and traffic of its forward pass (with frozen weights, the same number of matmuls).
+It has two and a half times the attention, whose scores flash attention computes again (Dao et al. 2022, arXiv
+2205.14135). Gathered weights, reduced gradients, and copies from page-locked host memory overlap with the computation:
+the longer time counts.
 """
 
 from dataclasses import replace
@@ -52,18 +52,18 @@ ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weigh
 
 _ATTENTION_BACKWARD = 2.5
 _UPDATE_BYTES = 40
-"""What AdamW reads and writes of a number that is trained, in fp32: its weight and both moments twice, its gradient,
-and that once more twice to clip it."""
+"""Bytes that AdamW reads and writes per trained parameter in fp32: weight and both moments twice, the gradient once,
+and the gradient twice more for clipping."""
 _FP32 = 4
 _ON_CPU = ", updating weights on the CPU"
 _DEQUANTIZED_BYTES = 3
-"""A weight in 8 bits is read, and written in 16."""
+"""Bytes to dequantize a weight: 8 bits are read, and 16 are written."""
 
 
 def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | None:
-    """Return the seconds of a step, all of whose micro-batches are the largest, on GPUs of this kind.
+    """Return the seconds of a step on GPUs of this kind if all micro-batches have the largest shape.
 
-    It is None for autoencoders, whose times are not predicted.
+    The result is None for autoencoders, whose times are not predicted.
     """
     if settings.target is not TrainTarget.MMDIT:
         return None
@@ -88,7 +88,7 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
 
 
 def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | None) -> Seconds:
-    """Return a forward and a backward pass of a rank, and what is computed again in between."""
+    """Return the seconds of a forward and a backward pass of a rank, including recomputation."""
     config, dtype = mmdit_config(settings.model), DTYPES[settings.precision.compute]
     forward = _forward(settings, config)
     products = 1 if settings.lora.is_on else 2
@@ -99,7 +99,7 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         traffic_bytes=2 * forward.traffic_bytes,
         kernels=2 * forward.kernels,
     )
-    # Backward, their gradients in fp32 follow keys and values.
+    # In backward, gradients of keys and values in fp32 are sent in addition to keys and values.
     passes = [(config, forward, 1.0), (config, backward, 3.0)]
     computes_again = plan is not None and any(plan.checkpointed_blocks.values())
     if plan is not None and computes_again:
@@ -120,11 +120,11 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         there_and_back = copied(gpu, 2 * plan.needed_bytes, pinned=True)
         found = added(found, {COPIES: max(0.0, there_and_back - computed)})
     if weights is not None and weights.fp8_storage:
-        # At each forward pass through a block; the backward pass has the weights of the last one.
+        # Weights are dequantized in each forward pass of a block, and reused in its backward pass.
         dequantized = (1 + computes_again) * _DEQUANTIZED_BYTES * _all_numbers(settings)
         found = added(found, {TRAFFIC: gpu.memory_rate.seconds(dequantized)})
     if weights is not None and weights.host_weights is not None:
-        # For forward, and again for backward.
+        # Weights are copied once for forward, and again for backward.
         pinned = weights.host_weights is HostWeights.PINNED
         waited = copied(gpu, 2 * weights.host_bytes, pinned=pinned)
         found = added(found, {COPIES: max(0.0, waited - computed) if pinned else waited})
@@ -139,7 +139,7 @@ def _forward(settings: TrainSettings, config: MMDiTConfig) -> Work:
 
 
 def _of_clip(settings: TrainSettings) -> MeshShape:
-    """Return the ranks that share clips."""
+    """Return the mesh of the ranks that share clips."""
     return replace(mesh_shape(settings.strategy, settings.parallel), replicate=1, shard=1)
 
 
@@ -165,7 +165,7 @@ def _exchanged(settings: TrainSettings, gpu: GpuSettings, config: MMDiTConfig) -
 
 
 def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, rounds: int) -> Seconds:
-    """Return how long an update waits for weights and gradients, which travel while `computed` seconds go by."""
+    """Return how long an update waits for weights and gradients, whose transfers overlap with `computed` seconds."""
     strategy, mesh = settings.strategy, mesh_shape(settings.strategy, settings.parallel)
     trained = count_parameters(settings) / mesh.tensor
     held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
@@ -173,7 +173,7 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     gathers, scatters = _exchanges(strategy, rounds)
     gathered = gathers * held * DTYPES[settings.precision.compute].itemsize
     scattered = scatters * trained * _FP32
-    # Copies of the weights then add up what each of their ranks has.
+    # Copies of the weights then sum their gradients.
     summed = 2 * (mesh.replicate - 1) / mesh.replicate * scattered / sharing
     links = Links(gpu, settings.parallel.ranks_per_node)
     travel = links.ring_seconds((sharing - 1) / sharing * (gathered + scattered), sharing * mesh.tensor)
@@ -182,7 +182,7 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
 
 
 def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
-    """Return how long a rank encodes the clips and captions of a micro-batch, which a cache has already."""
+    """Return how long a rank encodes the clips and captions of a micro-batch; empty with a cache."""
     if settings.train_mmdit.cache is not None:
         return {}
     shape, dtype = largest_batch_shape(settings), frozen_dtype(settings.train_mmdit, torch.device("cuda"))
@@ -202,12 +202,12 @@ def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
 
 
 def _exchanges(strategy: Strategy, rounds: int) -> tuple[int, int]:
-    """Return how often an update gathers weights and reduces gradients."""
+    """Return how often an update gathers weights, and how often it reduces gradients."""
     return 2 * rounds if strategy.gathers_twice else 1, 1 if strategy.reduces_once else rounds
 
 
 def _update(settings: TrainSettings, gpu: GpuSettings, *, rounds: int) -> Seconds:
-    """Return how long a rank updates its weights; with states on the host, how long their copies take."""
+    """Return how long a rank updates its weights, or with states on the host, how long their copies take."""
     if settings.optimizer.offload_states:
         passes = sum(_exchanges(settings.strategy, rounds))
         return {COPIES: copied(gpu, _FP32 * passes * _own_numbers(settings), pinned=True)}
@@ -215,12 +215,12 @@ def _update(settings: TrainSettings, gpu: GpuSettings, *, rounds: int) -> Second
 
 
 def _all_numbers(settings: TrainSettings) -> int:
-    """Return the numbers of a transformer's weights, trained or not."""
+    """Return the number of parameters of a transformer, trained or not."""
     return sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters())
 
 
 def _own_numbers(settings: TrainSettings) -> float:
-    """Return how many of the numbers that are trained a rank updates."""
+    """Return the number of trained parameters that a rank updates."""
     mesh = mesh_shape(settings.strategy, settings.parallel)
     sharing = mesh.shard * mesh.ring * mesh.ulysses * mesh.tensor if settings.strategy.shards else 1
     return count_parameters(settings) / sharing

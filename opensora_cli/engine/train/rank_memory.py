@@ -1,4 +1,4 @@
-"""The memory of each rank of a training before it starts: its real steps on fake tensors."""
+"""Estimated memory of each rank of a training run, from its real steps on fake tensors."""
 
 from collections.abc import Sequence
 from math import prod
@@ -33,37 +33,37 @@ from opensora_cli.settings.train import TrainSettings
 
 MIB = 2**20
 _LAYERS = 1000
-"""Layers that surely exceed a step: the released transformer keeps the values of 300 for its backward pass."""
+"""Number of layers that surely exceeds a step; the released transformer saves the values of 300 for backward."""
 _COPIES = 8
-"""Copies of the trained weights that surely exceed gradients, their buckets, averages and moments."""
+"""Number of copies of the trained weights that surely exceeds gradients, buckets, averages and moments."""
 
 
 class RankMemory(Document):
-    """What a rank holds in steps with the largest micro-batch: of each kind the most at any time.
+    """Memory of a rank in steps with the largest micro-batch: the peak of each kind at any time.
 
-    The peak is that of their sum, which is less where the kinds have their peaks at different times.
+    `peak_bytes` is the peak of their sum, which is lower if the kinds have their peaks at different times.
     """
 
     rank: int
     weights_bytes: int
     gradients_bytes: int
     moments_bytes: int
-    """What the optimizer keeps."""
+    """State of the optimizer."""
     ema_bytes: int
     frozen_bytes: int
-    """Encoders that are not trained."""
+    """Frozen encoders."""
     activations_bytes: int
-    """What forward keeps for backward, and whatever is computed on the way."""
+    """Activations saved for backward, and temporary results."""
     buffers_bytes: int
-    """Weights that are gathered from other ranks, gradients on their way there, and what is offloaded into."""
+    """Gathered weights, gradients that are being reduced, and host buffers of offloaded activations."""
     peak_bytes: int
-    """On a CPU, where offloaded memory counts too."""
+    """Peak on a CPU, where offloaded memory also counts."""
     device_peak_bytes: int
-    """On a GPU: without offloaded weights, averages, moments and activations."""
+    """Peak on a GPU, without offloaded weights, averages, moments and activations."""
 
     @classmethod
     def of(cls, rank: int, memory: TrainingMemory) -> "RankMemory":
-        """Return the document of what was estimated, or measured."""
+        """Return the document of an estimate or a measurement."""
         most = memory.most
         return cls(
             rank=rank,
@@ -82,9 +82,9 @@ class RankMemory(Document):
 def estimate_ranks(
     settings: TrainSettings, *, first: TrainingMemory | None = None, reporter: Reporter | None = None
 ) -> tuple[RankMemory, ...]:
-    """Return the memory of every rank, in order; ranks that hold alike are estimated once.
+    """Return the memory of every rank, in order; ranks with equal shares are estimated once.
 
-    `first` is what `estimate_training` has found of the first one already. Raises RequestError if sizes contradict each
+    `first` is an earlier result of `estimate_training` for the first rank. Raises RequestError if sizes contradict each
     other, and RuntimeError in a process that is a rank itself.
     """
     alike = first_ranks(settings)
@@ -101,9 +101,9 @@ def estimate_ranks(
 def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Reporter) -> None:
     """Raise OutOfMemoryError if this machine lacks the memory for a run on a CPU.
 
-    The kernel ends a process that exceeds the memory without a word; on a GPU, an allocation that fails is an error. To
-    be called before a rank joins the others. Nothing is estimated where memory is plentiful. Raises RequestError if
-    sizes contradict each other.
+    The kernel kills a process that exceeds the memory without a message; on a GPU, a failed allocation is an error.
+    Call this before a rank joins the others. Nothing is estimated if memory is plentiful. Raises RequestError if sizes
+    contradict each other.
     """
     if device_type(settings.device_name) != "cpu":
         return
@@ -128,13 +128,13 @@ def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Repor
 
 
 def first_ranks(settings: TrainSettings) -> list[int]:
-    """Return for each rank the first one that holds what it holds."""
+    """Return for each rank the first rank with equal memory."""
     kinds: dict[object, int] = {}
     return [kinds.setdefault(kind, rank) for rank, kind in enumerate(_kinds_of_ranks(settings))]
 
 
 def _kinds_of_ranks(settings: TrainSettings) -> list[object]:
-    """Return for each rank what its memory depends on: numbers of weights, tokens and heads."""
+    """Return a key for each rank that determines its memory: numbers of weights, tokens and heads."""
     shape = mesh_shape(settings.strategy, settings.parallel)
     if shape.size == 1 or not settings.strategy.shards:
         return [None] * shape.size
@@ -178,7 +178,7 @@ _COLUMNS = {
 
 
 def rank_lines(ranks: Sequence[RankMemory]) -> list[str]:
-    """Return a table in MiB, with a line for each run of ranks that hold alike."""
+    """Return a table in MiB, with a line for consecutive ranks with equal memory."""
     columns = dict(_COLUMNS)
     if any(each.device_peak_bytes != each.peak_bytes for each in ranks):
         columns["on a GPU"] = "device_peak_bytes"

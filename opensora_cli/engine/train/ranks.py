@@ -1,4 +1,4 @@
-"""The ranks of a training run: how they are started, agree on the settings, and share the work."""
+"""Ranks of a training run: starting them, agreeing on settings, and sharing the work."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,13 +23,13 @@ _SAVING_S = 1800.0
 
 
 def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
-    """Train in one process per rank, of which the first prints; return when all are done.
+    """Train in one process per rank, and return when all are done. The first rank prints.
 
-    The ranks read the settings from a file, and get `flags` of the command line. It raises what `launch` raises.
+    The ranks read the settings from a file, and get `flags` on the command line. Raises the errors of `launch`.
     """
     with log_folder("train") as log_dir:
         parallel = settings.parallel
-        # Devices by number are GPUs: processes on the CPU are started only on request.
+        # Devices by number are GPUs: processes on the CPU start only on request.
         kind: DeviceType = "cpu" if settings.device == "cpu" else "cuda"
         request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = write_settings(log_dir, settings.model_dump(mode="json"))
@@ -38,10 +38,10 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
 
 @contextmanager
 def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
-    """Join the other ranks, and yield rank 0's settings and how the ranks share the work.
+    """Join the other ranks, and yield rank 0's settings and the distribution of work.
 
-    Settings without a number of ranks get that of `context`.
-    Raises RequestError if the settings need another number of ranks, and HardwareError if there is no such device, or
+    Settings without a number of ranks get the number of `context`.
+    Raises RequestError if the settings need another number of ranks, and HardwareError if the device is missing, or
     the ranks cannot connect.
     """
     settings = settings_of_ranks(settings, context)
@@ -63,14 +63,14 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
 
 
 def gathered_dtype(settings: TrainSettings) -> torch.dtype | None:
-    """Return the dtype in which divided weights are gathered and computed with; None: their own."""
+    """Return the dtype of gathered weights and compute. None means the dtype of the weights."""
     dtype = DTYPES[settings.precision.compute]
     return None if dtype is torch.float32 else dtype
 
 
 def training_exchange(settings: TrainSettings) -> ExchangePlan:
-    """Return how the ranks of a run exchange tokens for heads.
-    Raises RequestError if something that was asked for has no effect between these ranks, or cannot be.
+    """Return the plan for exchanging tokens for heads between the ranks of a run.
+    Raises RequestError if a setting has no effect between these ranks, or is impossible.
     """
     return plan_exchange(
         settings.parallel,
@@ -81,7 +81,7 @@ def training_exchange(settings: TrainSettings) -> ExchangePlan:
 
 
 def training_device(settings: TrainSettings) -> torch.device:
-    """Return the device of a process that trains alone. Raises HardwareError if there is no such device."""
+    """Return the device of a process that trains alone. Raises HardwareError if the device is missing."""
     return pick_hardware(settings.device_name, "float32").device
 
 
@@ -100,10 +100,10 @@ def open_distribution(
     offload_states: bool = False,
     kind: type[Distribution] = Distribution,
 ) -> Distribution:
-    """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
+    """Return the distribution of this run's work. All ranks call this after `dist.init_process_group`.
 
-    One process alone needs no group, and ignores the strategy. `parallel` is valid for it. The other arguments are
-    those of `Distribution`.
+    A single process needs no group, and ignores the strategy. `parallel` must be valid for the strategy. The other
+    arguments are those of `Distribution`.
     """
     shape = mesh_shape(strategy, parallel)
     if shape.size == 1:

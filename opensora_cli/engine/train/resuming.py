@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from: its choice, its record, and the settings that it sets."""
+"""Checkpoint that a run resumes from: its choice, its record, and its effects on settings."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +18,13 @@ from opensora_cli.settings.train import TrainSettings
 
 _ASIDE = "aside-"
 _MAX_COUNT = 2**31
-_MAX_THREADS = 1024  # as settings allow
+_MAX_THREADS = 1024  # limit of the settings
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class PastAttention(BaseModel):
-    """The attention that a run computed."""
+    """Attention backend that a run used."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -60,9 +60,9 @@ def read_running_states(folder: Path) -> RunningStates:
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
-    """Return the checkpoint to resume from, after the ranks together have compared its files with their hashes.
+    """Return the checkpoint to resume from. The ranks together compare its files with their hashes.
 
-    Raises CheckpointError if there is none, or it is broken.
+    Raises CheckpointError if there is none, or if it is broken.
     """
     folders = checkpoints_to_try(output, resume)
     for number, folder in enumerate(folders):
@@ -82,9 +82,9 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
 
 
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
-    """Rename the checkpoints that are newer than `folder`, since the resumed run will write its own.
+    """Rename the checkpoints that are newer than `folder` because the resumed run will write its own.
 
-    Raises OutputError if that is not possible.
+    Raises OutputError if this is not possible.
     """
     remove_unfinished(output)
     folders = all_epoch_folders(output)
@@ -111,7 +111,7 @@ def _problems(folder: Path, distribution: Distribution) -> list[str]:
 
 
 def with_recorded_threads(threads: ThreadChoice, folder: Path, *, reporter: Reporter) -> ThreadChoice:
-    """Return the number of threads of the checkpoint's run, since sums depend on it, unless a user named a number."""
+    """Return the number of threads of the checkpoint's run because sums depend on it, unless a user chose a number."""
     recorded = read_running_states(folder).threads
     if recorded is None or recorded == threads.count:
         return threads
@@ -127,7 +127,7 @@ def with_recorded_threads(threads: ThreadChoice, folder: Path, *, reporter: Repo
 def with_recorded_micro_batches(
     settings: TrainSettings, folder: Path, *, data_ranks: int, reporter: Reporter
 ) -> TrainSettings:
-    """Return the settings with the micro-batches of the checkpoint's run, unless the settings name others.
+    """Return the settings with the number of micro-batches of the checkpoint's run, unless the settings name another.
 
     Raises RequestError if the ranks cannot share that number.
     """

@@ -1,4 +1,4 @@
-"""`osora train`: from settings to a run that is started or resumed, and to exported weights."""
+"""Execution of `osora train`: starts or resumes a run, and exports the weights."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -62,7 +62,7 @@ _SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-ru
 
 
 class TrainResult(Document):
-    """What a finished run has written."""
+    """Result of a finished run."""
 
     SCHEMA = "osora.train/2"
 
@@ -70,16 +70,16 @@ class TrainResult(Document):
     output: Path
     exports: tuple[Path, ...]
     checkpoint: Path
-    """The last one."""
+    """Last checkpoint."""
     steps: int
     resumed_from: int | None
-    """Step; None for a run from the start."""
+    """Step of the checkpoint that the run resumed from. None means a run from the start."""
     parameters: int
     attention: AttentionPlan | None
-    """What computed the transformer's attention, and why; None: another part was trained."""
+    """Attention backend of the transformer, with the reason. None means that another part was trained."""
 
     def lines(self) -> list[str]:
-        """Return the path of everything that was exported."""
+        """Return the paths of the exports."""
         return [str(path) for path in self.exports]
 
 
@@ -95,26 +95,26 @@ def train(
     held_out: ClipSource | None = None,
     token_weights: TokenWeights | None = None,
 ) -> TrainResult | None:
-    """Train what `settings.target` names, and export it to `settings.output`; on several devices in several processes.
+    """Train the model `settings.target`, and export it to `settings.output`. Several devices use several processes.
 
-    Clips are those of `source` in place of `data.table`, and of `held_out` in place of `validation.table`, in the sizes
-    of `data.buckets`. `token_weights` weights the loss of the transformer. With any of these, several ranks need
+    `source` provides clips instead of `data.table`, and `held_out` instead of `validation.table`, in the sizes of
+    `data.buckets`. `token_weights` weights the loss of the transformer. With any of these, several ranks need
     torchrun and `context=find_context(os.environ)`.
 
-    The settings are written there, too, as `settings.json`. A resumed run equals an uninterrupted one: bit for bit with
-    as many ranks, within rounding with another number. Without a `context` the process runs alone, or starts the ranks;
-    these get `rank_flags` on their command line, the first of them reports the result, and None is returned here.
+    The settings are also written there, as `settings.json`. A resumed run is bitwise identical to an uninterrupted one;
+    with another number of ranks, it matches up to rounding. Without a `context`, the process runs alone, or starts
+    ranks with `rank_flags` on their command line: the first one reports the result, and None is returned here.
 
     Raises:
-        RequestError: the request contradicts itself.
-        CheckpointError: frozen weights or the checkpoint are missing or broken.
-        FileProblem: the data are.
-        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given, or another run
-            uses it, or it cannot be written.
-        HardwareError: there is no such device, or not enough memory.
-        TrainingError: the loss was not finite several steps in a row, or weights are not.
-        RankFailure: a rank failed.
-        KeyboardInterrupt: its argument says how to resume.
+        RequestError: The request contradicts itself.
+        CheckpointError: Frozen weights or the checkpoint are missing or broken.
+        FileProblem: The data are missing or broken.
+        OutputError: The folder holds an earlier run, and neither `resume` nor `overwrite` is given, another run uses
+            it, or it cannot be written.
+        HardwareError: The device is missing, or has too little memory.
+        TrainingError: The loss was not finite several steps in a row, or weights are not finite.
+        RankFailure: A rank failed.
+        KeyboardInterrupt: Its argument tells how to resume.
     """
     reporter = reporter or SilentReporter()
     _check_sources(settings, source, held_out)
@@ -144,7 +144,7 @@ def train(
 
 
 def _check_sources(settings: TrainSettings, source: ClipSource | None, held_out: ClipSource | None) -> None:
-    """Raise RequestError if a table and a source contradict each other, or validation has neither."""
+    """Raise RequestError if both a table and a source are given, or if validation has neither."""
     validation = settings.validation
     for given, table, key in (
         (source, settings.data.table, "data.table"),
@@ -164,7 +164,7 @@ def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: 
 
 
 class _Run:
-    """One process's part of a run, whose plan is the same on all ranks."""
+    """Part of a run in one process. The plan is the same on all ranks."""
 
     def __init__(
         self,
@@ -190,17 +190,17 @@ class _Run:
         self._validation: HeldOutLoss | None = None
         self._attention: AttentionPlan | None = None
         self._validation_loss: float | None = None
-        """Of the weights as they are now."""
+        """Validation loss of the current weights."""
         self._done: list[str] = []
-        """Validation and samples that this step has had."""
+        """Validation and samples that are done for this step."""
 
     def run(self) -> TrainResult:
-        """Do all of it."""
+        """Execute the run, and return its result."""
         try:
             with out_of_memory_reported(hint=_SMALLER):
                 return self._run()
         except (TrainingError, OutOfMemoryError) as error:
-            # Only now is it known whether the last checkpoint was completed.
+            # Whether the last checkpoint is complete is known only now.
             has_checkpoint = self._output.is_dir() and bool(all_epoch_folders(self._output))
             way = "--resume from the last checkpoint" if has_checkpoint else "start again with --overwrite"
             raise type(error)(error.message, hint=f"{way}, and {error.hint}") from error
@@ -220,7 +220,7 @@ class _Run:
                 self._resume(trainer, folder)
             first_step = trainer.step
             self._prepare_output(folder, first_step)
-            # After the average was copied, which has no activations to hold.
+            # Only after the copy of the average, which needs no activations.
             module, frozen = trainer.task.module, self._plan.frozen_weights
             stack.enter_context(
                 streamed_weights(module, frozen, self._settings, device=device, reporter=self._reporter)
@@ -262,7 +262,7 @@ class _Run:
             raise OutputError(refusal[0], hint=refusal[1])
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from, and take over its micro-batches."""
+        """Return the checkpoint to resume from, and adopt its number of micro-batches."""
         distribution, reporter = self._distribution, self._reporter
         if self._plan.resume_from is None:
             return None
@@ -280,7 +280,7 @@ class _Run:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
         if settings.target is TrainTarget.MMDIT:
             self._attention = plan_attention(settings, device=distribution.device)
-        # First: encoders are freed before the model is loaded, and broken tables are found early.
+        # Open these first: encoders are freed before the model is loaded, and broken tables are found early.
         self._validation = open_validation(
             settings, distribution=distribution, reporter=reporter, source=self._held_out
         )
@@ -326,13 +326,13 @@ class _Run:
             self._saved, self._saved_step = folder, trainer.step
 
     def _prepare_output(self, folder: Path | None, first_step: int) -> None:
-        """Remove from the run's folder what does not belong to this course of the run."""
+        """Remove or rename files in the run's folder that do not belong to this run."""
         if self._distribution.is_main:
             remove_unfinished(self._output)
             if folder is not None:
                 set_aside_newer(self._output, folder, reporter=self._reporter)
                 truncate_records(self._output, step=first_step)
-                # A run that ended while it removed them had saved its last checkpoint.
+                # An earlier run may have ended before it removed old checkpoints.
                 remove_old(self._output, self._settings.checkpoints)
             elif self._plan.overwrite:
                 for each in all_epoch_folders(self._output) if self._output.is_dir() else ():
@@ -363,7 +363,7 @@ class _Run:
         steps, every = self._settings.loop.steps, self._settings.checkpoints.every
 
         def stop_if_interrupted() -> None:
-            # Before the first step there is nothing to save.
+            # There is nothing to save before the first step.
             if trainer.step and self._distribution.any(is_interrupted()):
                 self._save(trainer)
                 self._writer.wait()
@@ -372,13 +372,13 @@ class _Run:
                 )
 
         def do_what_is_due() -> None:
-            # An interrupted run leaves it to the resumed one, since SIGKILL may follow soon.
+            # An interrupted run leaves this to the resumed one because SIGKILL may follow soon.
             stop_if_interrupted()
             for name, do in (("validation", self._validate), ("samples", self._sample)):
                 if name not in self._done and do(trainer):
                     self._done.append(name)
                     stop_if_interrupted()
-            # The last one is saved by `_save_last`, whose failure does not prevent the export.
+            # `_save_last` saves the last checkpoint. Its failure does not prevent the export.
             if 0 < trainer.step < steps and trainer.step % every == 0:
                 self._save(trainer)
 
@@ -394,7 +394,7 @@ class _Run:
                 do_what_is_due()
 
     def _validate(self, trainer: Trainer[Any]) -> bool:
-        """Validate if it is due; return whether it was."""
+        """Validate if a validation is due; return whether it was due."""
         is_due = self._validation is not None and self._validation.is_due(trainer.step)
         if self._validation is not None and is_due:
             with self._metrics.clock.part("validation"):
@@ -406,7 +406,7 @@ class _Run:
         return is_due
 
     def _sample(self, trainer: Trainer[Any]) -> bool:
-        """Make sample videos if they are due; return whether they were."""
+        """Generate sample videos if they are due; return whether they were due."""
         is_due = self._samples is not None and self._samples.is_due(trainer.step)
         if self._samples is not None and is_due:
             with self._metrics.clock.part("samples"):
@@ -414,7 +414,7 @@ class _Run:
         return is_due
 
     def _save(self, trainer: Trainer[Any]) -> None:
-        """Save, unless this step is saved already."""
+        """Save a checkpoint, unless this step is already saved."""
         beat("checkpoint")
         if self._saved_step != trainer.step:
             with self._metrics.clock.part("checkpoint"):
@@ -424,7 +424,7 @@ class _Run:
             self._saved_step = trainer.step
 
     def _save_last(self, trainer: Trainer[Any]) -> OutputError | None:
-        """Save and wait for it; return the error, since the weights can still be exported."""
+        """Save and wait; return the error instead of raising it because the weights can still be exported."""
         try:
             self._save(trainer)
             self._writer.wait()

@@ -1,4 +1,4 @@
-"""The learning rate over time."""
+"""Learning rate schedules."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 class Schedule:
     """Linear warm-up, plateau and decay, as shares of the full rate.
 
-    It has no state: the share depends on the number of the update alone, and a resumed run may change it.
+    A schedule has no state: the share depends only on the number of the update. A resumed run may change the schedule.
     """
 
     shape: ScheduleName
@@ -40,7 +40,7 @@ class Schedule:
         )
 
     def factor(self, update: int) -> float:
-        """Return the share of the full rate, 0 to 1, after `update` updates, skipped ones included."""
+        """Return the share of the full rate, 0 to 1, after `update` updates, including skipped ones."""
         up = _between(self.initial, warmup_share(update, self.warmup_steps))
         left = max(self.steps - update, 0)
         if left >= self.decay_steps:

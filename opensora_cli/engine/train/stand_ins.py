@@ -1,4 +1,4 @@
-"""What is trained, and its largest micro-batches, without any file: to find out what a step takes."""
+"""Tasks and their largest micro-batches without files, to measure or estimate a step."""
 
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -30,7 +30,7 @@ from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 
 def fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
-    """Return `bare_task` with random weights, which depend on the seed alone."""
+    """Return `bare_task` with random weights, which depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
         return bare_task(settings)
@@ -51,7 +51,7 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
     transformer = MMDiT(mmdit_config(settings.model), attention=attention_stand_in(settings.train_mmdit.attention))
     if settings.lora.is_on:
         add_lora(transformer.to(weights_dtype(settings)), settings.lora, seed=settings.loop.seed)
-    # With a cache of clips nothing is encoded while training.
+    # With a cache of clips, training encodes nothing.
     if settings.train_mmdit.cache is None:
         frozen = [new_autoencoder(settings.vae), *_text_encoders(settings)]
     for module in frozen:
@@ -67,7 +67,7 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
 
 
 def _encoders(settings: TrainSettings, vae: Autoencoder) -> Encoders:
-    # The values of embeddings do not matter for memory, and computing them needs little beside a step.
+    # The values of embeddings do not affect memory, and computing them needs little compared with a step.
     def t5(captions: list[str]) -> Tensor:
         return torch.stack([_prompt_embeds(settings)] * len(captions))
 
@@ -91,7 +91,7 @@ def _pooled_prompt_embeds(settings: TrainSettings) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _CachedBlackClip:
-    """What a cache has of a black clip."""
+    """Cached tensors of a black clip."""
 
     settings: TrainSettings
     shape: BatchShape
@@ -115,10 +115,10 @@ class _CachedBlackClip:
 
 
 def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
-    """Return T5 and CLIP of the sizes in their folders.
+    """Return T5 and CLIP with the sizes in their folders.
 
-    Without a folder they are the released ones if the transformer has their widths, else those of the demo in its
-    widths.
+    Without a folder, they have the released sizes if the transformer matches their widths. Otherwise they have the
+    sizes of the demo with the transformer's widths.
     """
     files, parts, model = settings.train_mmdit.files, find_frozen_parts(settings), settings.model
     t5, clip = T5Sizes.of(parts[files.t5]), ClipSizes.of(parts[files.clip])

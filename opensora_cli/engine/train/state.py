@@ -1,4 +1,4 @@
-"""The state of a run as whole tensors by name, independent of the number of ranks."""
+"""State of a run as whole tensors by name, independent of the number of ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/moments.safetensors"
 ADVERSARY_MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors"
 UPDATES_FILE = f"{OPTIMIZER_FOLDER}/updates.json"
 SAMPLER_FILE = "sampler.pt"
-"""The state of the data in checkpoints of earlier versions."""
+"""File with the position in the data in checkpoints of earlier versions."""
 
 _MOMENTS_OF = {"model": MOMENTS_FILE, "adversary": ADVERSARY_MOMENTS_FILE}
 _MAX_SAMPLER_BYTES = 2**20
@@ -40,16 +40,16 @@ _BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One tensor of the state."""
+    """Tensor of the state."""
 
     file: str
     """File of the checkpoint; `model` is a folder of shards."""
     key: str
-    """The tensor's name in that file."""
+    """Name of the tensor in that file."""
     parameter: str
     """Name of the parameter with the same layout, in the sharded module."""
     tensor: Tensor
-    """This rank's part, which training changes."""
+    """Part of this rank, which training changes."""
 
 
 def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
@@ -71,7 +71,7 @@ def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
 
 
 def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
-    """Return the averaged or else the current weights, whole, on the host of the main rank; all ranks call this."""
+    """Return the averaged, or else current, whole weights on the host of the main rank. All ranks must call this."""
     distribution, weights = trainer.distribution, trainer.ema
     if weights is None:
         weights = module_state(trainer.task.module, trained_only=trainer.trained_only)
@@ -94,10 +94,10 @@ def updates_file(trainer: Trainer[Any]) -> dict[str, bytes]:
 
 
 def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
-    """Restore a run from a complete checkpoint, in place, and return its record beside the tensors.
+    """Restore a run from a complete checkpoint, in place, and return its record.
 
-    Each rank reads its own part. Learning rates and other settings stay those of this run. Raises CheckpointError if
-    the checkpoint is of another model or of other data.
+    Each rank reads its own part. Learning rates and other settings of this run stay. Raises CheckpointError if the
+    checkpoint belongs to another model or other data.
     """
     try:
         running = read_running_states(folder)

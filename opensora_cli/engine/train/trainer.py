@@ -1,4 +1,4 @@
-"""The training loop that all targets share."""
+"""Training loop of all targets."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSet
 
 
 class Learner:
-    """A module, sharded already, with its optimizers and their schedule."""
+    """Sharded module with its optimizers and their schedule."""
 
     def __init__(
         self, module: nn.Module, settings: OptimizerSettings, *, steps: int, distribution: Distribution
@@ -47,11 +47,11 @@ class Learner:
             optimizer.zero_grad()
 
     def clip(self) -> Tensor:
-        """Clip the gradients, and return their norm before that, over all ranks."""
+        """Clip the gradients, and return their norm over all ranks before clipping."""
         return self._distribution.clip_grad_norm(self.module, self._max_grad_norm)
 
     def set_rates(self, step: int) -> None:
-        """Set the rates of the update after `step` updates."""
+        """Set the learning rates for the update after `step` updates."""
         set_rates(self.optimizers, self._schedule.factor(step))
 
     def update(self) -> None:
@@ -67,7 +67,7 @@ _NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """A micro-batch whose gradients are added, or queued on the device."""
+    """Micro-batch whose gradients are added, or queued on the device."""
 
     number: int
     paths: tuple[str, ...]
@@ -90,7 +90,7 @@ class _Sums:
     """Paths of micro-batches whose own loss was not finite."""
 
     def add(self, done: _Done, *, share: float) -> None:
-        """Wait for losses and figures of a micro-batch, and add them to the means."""
+        """Wait for the losses and figures of a micro-batch, and add them to the means."""
         losses = {_LOSS_OF[learner]: float(loss) for learner, loss in done.losses.items()}
         figures = {name: float(value) for name, value in done.figures.items()}
         for name, value in {**figures, **losses}.items():
@@ -103,11 +103,11 @@ class _Sums:
 
 
 class Trainer(Generic[BatchT]):
-    """Does the steps of a run; it neither reads nor writes files.
+    """Trainer that does the steps of a run. It neither reads nor writes files.
 
-    An update has M micro-batches, which the data-parallel ranks share evenly: its gradient is the mean over all of
-    them, and depends on the number of ranks by rounding alone. A step whose loss or gradient is not finite on any rank
-    is skipped on all of them; several in a row end the run. The task's module and its adversary's are sharded already.
+    An update has M micro-batches, which the data-parallel ranks share evenly. Its gradient is the mean over all of
+    them, and depends on the number of ranks only by rounding. A step whose loss or gradient is not finite on any rank
+    is skipped on all ranks; several in a row end the run. The modules of the task and its adversary must be sharded.
     With `trained_only`, frozen weights and buffers are neither averaged nor saved. Raises ValueError if the ranks
     cannot share the micro-batches.
     """
@@ -154,25 +154,25 @@ class Trainer(Generic[BatchT]):
         return nullcontext() if self.ema is None else swapped_in(self.ema, self.task.module)
 
     def autocast(self) -> torch.autocast:
-        """Return the context of forward passes."""
+        """Return the autocast context for forward passes."""
         return autocast(self._compute, self.distribution.device)
 
     def do_step(self) -> StepReport:
-        """Do one step, and return the report that `on_step` gets.
-        Raises TrainingError if loss or gradient was not finite several steps in a row.
+        """Do one step, and return its report, which `on_step` also receives.
+        Raises TrainingError if the loss or gradient was not finite several steps in a row.
         """
         self.task.begin_step(self.step)
         done = self._find_gradients()
         learning = {name for each in done for name in each.losses}
         clipped = {name: self.learners[name].clip() for name in self.learners if name in learning}
         sums = _Sums()
-        # Here the host waits for the device, which has all work up to the update by now.
+        # Here the host waits for the device, which by now has all work up to the update.
         for each in done:
             sums.add(each, share=1 / len(done))
         norms = {name: float(norm) for name, norm in clipped.items()}
         with self._clock.part("exchange"):
             has_finite_loss = not self.distribution.any(bool(sums.suspects))
-        # The norms are over all ranks already.
+        # The norms already cover all ranks.
         skipped = not has_finite_loss or not all(math.isfinite(norm) for norm in norms.values())
         with self._clock.part("optimizer"):
             for learner in self.learners.values():
@@ -190,11 +190,11 @@ class Trainer(Generic[BatchT]):
         return report
 
     def are_weights_finite(self) -> bool:
-        """Whether trained weights and averages are finite on all ranks, which must all call this."""
+        """Return whether trained weights and averages are finite on all ranks. All ranks must call this."""
         states = (module_state(each.module, trained_only=self.trained_only) for each in self.learners.values())
         tensors = [value for state in states for value in state.values()]
         parts = [local(tensor) for tensor in (*tensors, *(self.ema or {}).values())]
-        # NaN is both the smallest and the largest number: one pass, and no copy.
+        # `aminmax` returns NaN if any value is NaN, in one pass and without a copy.
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
         return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
 
@@ -221,9 +221,9 @@ class Trainer(Generic[BatchT]):
         return done
 
     def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Add a micro-batch's gradients; return the loss of each learner, and figures for the log."""
+        """Add the gradients of a micro-batch; return the loss of each learner, and figures for the log."""
         rng = SampleRng.of(self._loop.seed, batch.number)
-        # For dropout inside modules: the same for a micro-batch on any rank, at any time.
+        # The seed makes dropout inside modules the same for a micro-batch on any rank, at any time.
         torch.manual_seed(rng.torch.initial_seed())
         losses = {}
         with self._clock.part("forward"), self.autocast():
@@ -273,7 +273,7 @@ class Trainer(Generic[BatchT]):
         )
 
     def _suspects(self, sums: _Sums) -> tuple[str, ...]:
-        """Return the samples of all ranks whose loss was not finite; if all losses were, those of the whole step."""
+        """Return the samples of all ranks with a loss that is not finite, or else all samples of the step."""
         found = [(sums.suspects, sums.paths)]
         if self.distribution.ranks > 1:
             found = all_gather_json([sums.suspects, sums.paths])

@@ -1,4 +1,4 @@
-"""The transformer that is trained, and its first weights."""
+"""Transformer for training, and its first weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +22,15 @@ from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute, WeightOffload
 
 _HOST = torch.device("cpu")
-# Models of pictures alone lack it; from zero, it changes nothing at first.
+# Models for pictures only lack it. It starts from zero, and so changes nothing at first.
 _MAY_BE_MISSING = ("cond_in.*",)
 
 
 def empty_transformer(settings: TrainSettings) -> MMDiT:
     """Return the transformer on the meta device, in fp32, with its adapter if there is one.
 
-    With an adapter, the weights that are frozen beside it are in bf16 where the run computes in that.
-    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a library that is missing.
+    With an adapter, the frozen weights are in bf16 if the run computes in bf16.
+    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a missing library.
     """
     transformer = transformer_on_meta(settings.model)
     if settings.lora.is_on:
@@ -40,10 +40,10 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
 
 @torch.no_grad()
 def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
-    """Return the transformer with all of its first weights, on `device`, and frozen ones of blocks in 8 bits, if asked.
+    """Return the transformer with its first weights on `device`, and frozen weights of blocks in 8 bits if set.
 
-    With `memory.offload` these are on the host, for `streamed_weights`: on a CPU in the dtype of their file, where they
-    stay mapped. It raises what `empty_transformer` and `first_weights` raise.
+    With `memory.offload`, frozen weights of blocks are on the host, for `streamed_weights`. On a CPU they stay mapped,
+    in the dtype of their file. Raises the errors of `empty_transformer` and `first_weights`.
     """
     transformer, memory = empty_transformer(settings), settings.memory
     stacks = tuple(f"{stack.module_path}." for stack in repeated_blocks(transformer.config))
@@ -56,7 +56,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
         in_8_bits = is_frozen and memory.fp8_storage and key == "weight"
         dtype = first.dtype if waits and not memory.fp8_storage and device.type == "cpu" else old.dtype
         place = _HOST if waits or in_8_bits else device
-        # Weights on a CPU are mapped from the file, which others may write to; only frozen ones may stay there.
+        # Weights on a CPU are mapped from the file, which others may write to. Only frozen weights may stay mapped.
         weight = first.to(place, dtype, copy=not settings.lora.is_on).contiguous()
         setattr(layer, key, nn.Parameter(weight, requires_grad=old.requires_grad))
         if in_8_bits and isinstance(layer, nn.Linear):
@@ -68,10 +68,10 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
 
 @torch.no_grad()
 def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
-    """Give `empty_transformer`, after `Distribution.shard`, this rank's part of the first weights.
+    """Fill `empty_transformer`, after `Distribution.shard`, with this rank's part of the first weights.
 
-    Beside the parts, one whole weight is held at a time. The weights are those of one process, bit for bit. Raises
-    CheckpointError as `first_weights`.
+    Only one whole weight is in memory at a time, besides the parts. The weights are bitwise identical to those of one
+    process. Raises CheckpointError like `first_weights`.
     """
     parts = {distribution.whole_name(name): (name, weight) for name, weight in transformer.named_parameters()}
     for whole_name, whole in first_weights(settings):
@@ -81,12 +81,12 @@ def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution:
 
 
 def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first weights of a transformer, whole, by their names, one at a time on the host.
+    """Yield the first weights of a transformer, whole and with their names, one at a time on the host.
 
-    They are those of the file `init`, of any published layout, in its dtype; or random from `loop.seed`, in fp32. Those
-    of an adapter are of `lora.init`, or new ones.
-    Raises CheckpointError if a file is missing or broken, or does not fit the sizes, and RequestError, HardwareError
-    as `empty_transformer` and `open_first_adapter`.
+    They come from the file `init`, of any published layout, in its dtype, or are random from `loop.seed`, in fp32.
+    Weights of an adapter come from `lora.init`, or are new.
+    Raises CheckpointError if a file is missing or broken, or does not fit the sizes, and RequestError and HardwareError
+    like `empty_transformer` and `open_first_adapter`.
     """
     path = first_weights_of(settings)
     weights = _random_weights(settings) if path is None else _read(settings, path)
@@ -124,7 +124,7 @@ def _read(settings: TrainSettings, path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_dtype(settings: TrainSettings) -> torch.dtype:
-    """Return what the transformer's weights are kept in; those of an adapter are in float32."""
-    # In float16 the sums over the blocks may overflow.
+    """Return the dtype of the transformer's weights; weights of an adapter are in float32."""
+    # In float16, sums over the blocks may overflow.
     halves = settings.lora.is_on and settings.precision.compute is Compute.BF16
     return torch.bfloat16 if halves else torch.float32

@@ -12,12 +12,12 @@ from opensora_cli.core.exceptions import RequestError
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names of all backends; importing none of them."""
+    """Return the names of all backends without importing them."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def attention_backend(name: str) -> AttentionBackend:
-    """Return the backend called `name`; a RequestError names the nearest one where there is none."""
+    """Return the backend `name`. Raises RequestError with the nearest name for an unknown one."""
     names = backend_names()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

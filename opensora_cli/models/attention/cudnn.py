@@ -1,4 +1,4 @@
-"""cuDNN's attention (Hopper and Blackwell: NVIDIA's own kernels; Ampere and Ada too), by way of torch."""
+"""cuDNN's attention through torch, for Ampere, Ada, Hopper and Blackwell GPUs."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def _attend(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
 
 
 def _attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    # Heads before tokens in memory: of the other order the log-sum-exp comes in that order, too.
+    # Heads come before tokens in memory because the log-sum-exp has the order of the inputs.
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     out, lse_BHN1, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
     return out, lse_BHN1.squeeze(-1)
@@ -24,7 +24,7 @@ def _attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gradients(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     gradient, q, k, v, out = (tensor.contiguous() for tensor in (gradient, q, k, v, out))
-    # Random numbers are for dropout, of which there is none.
+    # The seed is for dropout, which is off.
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     backward = _aten._scaled_dot_product_cudnn_attention_backward
     lengths = q.shape[2], k.shape[2]

@@ -1,6 +1,6 @@
 """FlashAttention 2 (Dao 2023) of the package flash-attn, whose tensors have tokens before heads.
 
-Its functions pad heads to a multiple of 8, but for those below that ring attention needs.
+Its functions pad heads to a multiple of 8, except for the functions below that ring attention needs.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """FlashAttention 3 (Shah et al. 2024), whose tensors have tokens before heads.
 
-It is built from a repository without releases, where the functions changed: its 3.0.0.b1 has none that returns the
-log-sum-exp but the one below, with an argument for all that there is.
+It is built from a repository without releases, whose functions changed. In its 3.0.0.b1, only the function below
+returns the log-sum-exp, with an argument for every option.
 """
 
 import inspect
@@ -20,7 +20,7 @@ def _attend(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     deterministic = torch.are_deterministic_algorithms_enabled()
     scale = q_BHND.shape[-1] ** -0.5
     found = flash_attn_func(*given, softmax_scale=scale, causal=False, deterministic=deterministic)
-    # The first ones returned the log-sum-exp behind it.
+    # The first versions also returned the log-sum-exp.
     out_BNHD: Tensor = found[0] if isinstance(found, tuple) else found
     return out_BNHD.transpose(1, 2)
 
@@ -45,10 +45,10 @@ def _gradients(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
     given = transposed(gradient, q, k, v, out)
     grads = [torch.empty_like(tensor) for tensor in given[1:4]]
-    # Sequences of one length: neither their starts nor their lengths.
+    # Sequences have equal lengths, so that neither starts nor lengths are needed.
     of_lengths = [None] * 6
     deterministic = torch.are_deterministic_algorithms_enabled()
-    # By position: `causal` has two names.
+    # Positional because `causal` has two names.
     _flash_attn_backward(
         *given, lse.contiguous(), *of_lengths, *grads, q.shape[-1] ** -0.5, False, deterministic=deterministic
     )

@@ -11,17 +11,17 @@ from torch import Tensor
 from opensora_cli.core.attention import AttentionBackend, PartKernel, accumulation_dtype
 
 _LARGEST_MATRIX = 1 << 26
-"""Weights held at a time where no gradient needs all of them."""
+"""Largest number of attention weights in memory if no gradient needs all of them."""
 
 
 def _attend(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
-    """Compute in at least fp32; without gradients, as many queries at a time as keep the matrix to some 256 MiB."""
+    """Compute in at least fp32; without gradients, in groups of queries that limit the matrix to about 256 MiB."""
     dtype = accumulation_dtype(v_BHMD.dtype)
     batch, heads, num_queries, width = q_BHND.shape
     block = num_queries
     if not torch.is_grad_enabled():
         block = max(1, _LARGEST_MATRIX // (batch * heads * k_BHMD.shape[2]))
-    # Autocast would run both products in bf16, which is what a reference must not do.
+    # Autocast would run both matmuls in bf16, which a reference must not do.
     with torch.autocast(q_BHND.device.type, enabled=False):
         k, v = k_BHMD.to(dtype), v_BHMD.to(dtype)
         outs = []

@@ -1,4 +1,4 @@
-"""Torch's own fused kernels: the default."""
+"""torch's own fused kernels, the default backend."""
 
 from math import inf
 
@@ -13,7 +13,7 @@ from opensora_cli.models.attention.math import MATH_PARTS
 
 _aten = torch.ops.aten
 _EFFICIENT_ALIGNMENT = 32
-"""Queries to a multiple of which the memory-efficient kernel pads its log-sum-exp."""
+"""Multiple of queries to which the memory-efficient kernel pads its log-sum-exp."""
 
 
 def _attend(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
@@ -29,11 +29,11 @@ def _only(backend: SDPBackend) -> AttentionFn:
 
 
 def part_kernel(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor) -> PartKernel:
-    """Return the fastest kernel that takes such tensors: torch's own fused ones, or else plain mathematics."""
+    """Return the fastest kernel for such tensors: a fused kernel of torch, or else plain mathematics."""
     width, dtype = q_BHND.shape[-1], q_BHND.dtype
     if q_BHND.device.type == "cpu" and dtype.is_floating_point and dtype.itemsize > 1:
         return _CPU
-    # Tensors reach these kernels as they are: it is torch's public function that would pad the heads.
+    # These kernels get the tensors unchanged; only torch's public function would pad the heads.
     if q_BHND.device.type == "cuda" and width * dtype.itemsize % 16 == 0:
         params = cuda.SDPAParams(q_BHND, k_BHMD, v_BHMD, None, 0.0, False, False)
         if cuda.can_use_flash_attention(params):
@@ -59,7 +59,7 @@ def _attend_flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients_flash(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    # Random numbers are for dropout, of which there is none; the kernel looks only at the type.
+    # The seed is for dropout, which is off; the kernel checks only its type.
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     offset = torch.empty((), dtype=torch.uint64, device=q.device)
     backward = _aten._scaled_dot_product_flash_attention_backward

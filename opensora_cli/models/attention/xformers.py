@@ -22,7 +22,7 @@ def _attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
     scale = q.shape[-1] ** -0.5
     out_BNHD, lse = memory_efficient_attention_forward_requires_grad(*transposed(q, k, v), p=0.0, scale=scale)
-    # Some of its kernels pad queries.
+    # Some kernels of xformers pad queries.
     return out_BNHD.transpose(1, 2), lse[..., : q.shape[2]]
 
 
@@ -37,7 +37,7 @@ def _gradients(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 def _built_for() -> str | None:
-    """Return what its kernels were built for, where that is another torch than this one: it imports all the same."""
+    """Return a description if xformers' kernels were built for another torch; its import works even then."""
     import xformers as library
 
     try:

@@ -1,4 +1,4 @@
-"""What other parts of the program must know of the MMDiT's insides, as plain data.
+"""Tables of the MMDiT's modules for other parts of the program, as plain data.
 
 Offloading, compiling, sharding, profiling and estimating read these tables, so that none of them names a module itself.
 """

@@ -1,7 +1,7 @@
-"""Long sequences, some tokens at a time, so that intermediate tensors stay small.
+"""Computation over some tokens of long sequences at a time, so that intermediate tensors stay small.
 
-All but attention treats every token by itself: norms, projections and MLPs of a chunk are those of the whole, but for
-rounding.
+All layers except attention treat tokens separately: norms, projections and MLPs of a chunk match those of the whole
+sequence up to rounding.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def spans(length: int, size: int | None) -> Iterator[slice]:
-    """Yield slices of at most `size` of `length` tokens (None: one slice of all); no tokens are one empty slice."""
+    """Yield slices of at most `size` of `length` tokens. None means one slice of all. No tokens give an empty slice."""
     if size is None or size >= length:
         # Without `range`, for which torch.compile would compile each length anew.
         return iter((slice(0, length),))
@@ -19,7 +19,7 @@ def spans(length: int, size: int | None) -> Iterator[slice]:
 
 
 def cut(whole: Tensor, span: slice, *, dim: int = 1) -> Tensor:
-    """Return the span of a sequence; all of it is no view, whose gradient would be a copy."""
+    """Return the span of a sequence. A full span is no view, whose gradient would be a copy."""
     length: int = span.stop - span.start
     return whole if length == whole.shape[dim] else whole.narrow(dim, span.start, length)
 

@@ -1,4 +1,4 @@
-"""The parts of the MMDiT: embeddings, modulation, and the double- and single-stream blocks.
+"""Parts of the MMDiT: embeddings, modulation, and the double- and single-stream blocks.
 
 The transformer follows Stable Diffusion 3 (Esser et al. 2024) and Flux: text and latent tokens have weights of their
 own in double-stream blocks, share them in single-stream blocks, and attend to each other in both. Attribute names are
@@ -44,7 +44,7 @@ def sinusoidal_embedding(
 
 
 class VectorEmbedder(nn.Module):
-    """A two-layer MLP from a vector of any kind to the modulation vector."""
+    """MLP of two layers from any vector to the modulation vector."""
 
     def __init__(self, in_features: int, hidden_size: int) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class ChunkModulation(NamedTuple):
     gate: Tensor
 
     def modulate(self, x_BND: Tensor) -> Tensor:
-        """Normalise without affine, then scale and shift."""
+        """Normalize without affine parameters, then scale and shift."""
         return modulated_norm(x_BND, shift=self.shift, scale=self.scale)
 
 
 def modulated_norm(x_BND: Tensor, *, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return LayerNorm(x)·(1 + scale) + shift, in the dtype of x; the norm has no weights of its own."""
+    """Return LayerNorm(x)·(1 + scale) + shift, in the dtype of x; the norm has no weights."""
     device_type = x_BND.device.type
-    # Autocast of CUDA, but not of a CPU, would hand on twice the bytes, in fp32: kernels sum up in that anyway.
+    # On CUDA, but not on a CPU, autocast would return twice the bytes, in fp32, in which kernels sum anyway.
     plain = torch.autocast(device_type, enabled=False) if device_type == "cuda" else nullcontext()
     with plain:
         normed_BND = functional.layer_norm(x_BND, x_BND.shape[-1:], eps=NORM_EPS)
@@ -80,11 +80,11 @@ def modulated_norm(x_BND: Tensor, *, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 ModulationInput = Tensor | Mapping[nn.Module, Tensor]
-"""The modulation vector (B, D), or what each layer that projects it makes of it, computed before."""
+"""Modulation vector (B, D), or precomputed projections of it by layer."""
 
 
 def modulation_values(layer: nn.Module, vector: ModulationInput) -> Tensor:
-    """Return what `layer` projects the modulation vector to, (B, its outputs)."""
+    """Return the projection of the modulation vector by `layer`, (B, its outputs)."""
     if not isinstance(vector, Tensor):
         return vector[layer]
     values: Tensor = layer(functional.silu(vector))
@@ -92,7 +92,7 @@ def modulation_values(layer: nn.Module, vector: ModulationInput) -> Tensor:
 
 
 class Modulation(nn.Module):
-    """Projects the modulation vector to shift, scale and gate of residual branches (DiT, Peebles & Xie 2023)."""
+    """Projection of the modulation vector to shift, scale and gate of residual branches (DiT, Peebles & Xie 2023)."""
 
     def __init__(self, hidden_size: int, *, branches: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Modulation(nn.Module):
 
 
 def modulation_width(config: MMDiTConfig) -> int:
-    """Return how many values shift, scale and gate the tokens of one evaluation, in all layers together."""
+    """Return the number of shift, scale and gate values of one evaluation in all layers together."""
     return (12 * config.depth + 3 * config.depth_single_blocks + 2) * config.hidden_size
 
 
@@ -118,13 +118,13 @@ class HeadNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(head_dim))
 
     def forward(self, x_BHND: Tensor) -> Tensor:
-        """Return the normalised tensor in fp32."""
+        """Return the normalized tensor in fp32."""
         normed: Tensor = functional.rms_norm(x_BHND.float(), [self.scale.shape[0]], self.scale.float(), eps=NORM_EPS)
         return normed
 
 
 class QueryKeyNorm(nn.Module):
-    """The norms of queries and keys."""
+    """Norms of queries and keys."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def split_heads(x_BNW: Tensor, head_dim: int) -> Tensor:
 
 
 def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:
-    """Split queries or keys into heads, normalise and rotate them: (B, N, H·D) -> (B, H, N, D) in the same dtype.
+    """Split queries or keys into heads, normalize and rotate them: (B, N, H·D) -> (B, H, N, D) in the same dtype.
 
     Both are computed in fp32.
     """
@@ -148,15 +148,15 @@ def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:
 
 
 def _rotated_heads(x_BNW: Tensor, scale_D: Tensor, rotary: Rotary) -> Tensor:
-    """Do the same with half the traffic of memory, and no copy in fp32 of what is not.
+    """Compute `rotated_heads` with half the memory traffic, and without fp32 copies of other dtypes.
 
-    A rotation keeps lengths and is linear: so it comes first, by a table that has the scale, and the root mean square
-    of what went in divides what comes out.
+    A rotation keeps lengths and is linear. So it comes first, with a table that includes the scale, and its result is
+    divided by the root mean square of the input.
     """
     width = scale_D.shape[0]
     x_BNHD = x_BNW.view(*x_BNW.shape[:-1], x_BNW.shape[-1] // width, width)
     x_BNH2E = x_BNHD.view(*x_BNHD.shape[:-1], 2, width // 2)
-    # The square root is that of the mean below.
+    # This square root belongs to the mean below.
     scale_2E = (scale_D * math.sqrt(width)).view(2, width // 2)
     cos_BN12E, sin_BN12E = (each.transpose(1, 2)[..., None, :] * scale_2E for each in rotary)
     rotated_BNH2E = x_BNH2E * cos_BN12E
@@ -175,7 +175,7 @@ def cut_rotary(rotary: Rotary, span: slice) -> Rotary:
 
 
 class StreamAttention(nn.Module):
-    """The projections of one stream into and out of the joint attention."""
+    """Projections of one stream into and out of the joint attention."""
 
     def __init__(self, config: MMDiTConfig) -> None:
         super().__init__()
@@ -187,18 +187,18 @@ class StreamAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def qkv(self, x_BND: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (normalised and rotated in fp32) and values, each (B, H, N, head_dim)."""
+        """Return queries and keys (normalized and rotated in fp32) and values, each (B, H, N, head_dim)."""
         q = rotated_heads(self.q_proj(x_BND), self.norm.query_norm, rotary)
         k = rotated_heads(self.k_proj(x_BND), self.norm.key_norm, rotary)
         return q, k, split_heads(self.v_proj(x_BND), self.head_dim)
 
 
 _GELU_VALUES = 2**18
-"""As many as stay in a core's cache between two operations."""
+"""Number of values that stay in a core's cache between two operations."""
 
 
 def tanh_gelu(x_BNF: Tensor) -> Tensor:
-    """Return GELU by its approximation with tanh; where no gradient is recorded, in the memory of what is given."""
+    """Return GELU by its approximation with tanh; without gradients, in the memory of the input."""
     if torch.is_grad_enabled():
         return functional.gelu(x_BNF, approximate="tanh")
     if x_BNF.device.type == "cpu" and x_BNF.dtype is torch.float32 and not torch.compiler.is_compiling():
@@ -211,17 +211,17 @@ def tanh_gelu(x_BNF: Tensor) -> Tensor:
 
 
 def _tanh_gelu_by_sigmoid(x: Tensor) -> None:
-    """Do it in place: (1 + tanh(u)) / 2 is sigmoid(2u), which takes a CPU a third of the time."""
+    """Compute `tanh_gelu` in place: (1 + tanh(u)) / 2 is sigmoid(2u), which takes a third of the time on a CPU."""
     factor = 2 * math.sqrt(2 / math.pi)
     twice_u = torch.addcmul(x.new_full((), factor), x, x, value=0.044715 * factor).mul_(x)
     x.mul_(twice_u.sigmoid_())
 
 
 class TanhGELU(nn.GELU):
-    """`tanh_gelu` of what nothing else uses."""
+    """Module of `tanh_gelu` for inputs without other uses."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return it."""
+        """Return `tanh_gelu` of the input."""
         return tanh_gelu(input)
 
 
@@ -234,7 +234,7 @@ def _mlp(config: MMDiTConfig) -> nn.Sequential:
 
 
 class DoubleStreamBlock(nn.Module):
-    """Latent and text tokens with weights of their own and one joint attention."""
+    """Block in which latent and text tokens have separate weights and one joint attention."""
 
     chunk_tokens: int | None = None
 
@@ -290,7 +290,7 @@ def _add_branches(
 
 
 class SingleStreamBlock(nn.Module):
-    """Text and latent tokens in one sequence; attention and MLP run in parallel (ViT-22B, Dehghani et al. 2023)."""
+    """Block for the joint sequence of tokens, with parallel attention and MLP (ViT-22B, Dehghani et al. 2023)."""
 
     chunk_tokens: int | None = None
 
@@ -321,7 +321,7 @@ class SingleStreamBlock(nn.Module):
         if torch.is_grad_enabled():
             wide_BNV = torch.cat((attended_BNHD.flatten(2), mlp_BNF), dim=-1)
         else:
-            # Beside the MLP, in the place of the values, which are of no more use.
+            # Overwrite the values, which are no longer needed, beside the inputs of the MLP.
             v_BNW.copy_(attended_BNHD.flatten(2))
         del attended_BNHD
         return torch.addcmul(tokens_BND, mod.gate, self.linear2(wide_BNV))
@@ -331,7 +331,7 @@ class SingleStreamBlock(nn.Module):
         return q, rotated_heads(self.k_proj(x_BND), self.norm.key_norm, rotary)
 
     def _in_chunks(self, tokens_BND: Tensor, mod: ChunkModulation, rotary: Rotary, size: int) -> Tensor:
-        """Do the same over `size` tokens at a time: queries, keys and values before attention, the MLP after it."""
+        """Compute `forward` over `size` tokens at a time: queries, keys and values first, the MLP after attention."""
         v_mlp = features_of(self.v_mlp)
 
         def qkv_pieces() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -378,7 +378,7 @@ def rotary_angles(position_ids_BNA: Tensor, *, axes_dim: tuple[int, ...], theta:
     angles = []
     for axis, dim in enumerate(axes_dim):
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=position_ids_BNA.device) / dim
-        # A product by broadcasting, not a matmul: autocast would round the angles of a matmul to bf16.
+        # Multiply by broadcasting because autocast would round the angles of a matmul to bf16.
         angles.append(position_ids_BNA[..., axis, None].float() * theta**-exponents)
     angles_B1NE = torch.cat(angles, dim=-1)[:, None]
     return angles_B1NE.cos(), angles_B1NE.sin()

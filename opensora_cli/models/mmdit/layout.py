@@ -28,11 +28,11 @@ Shape = tuple[int, ...]
 
 
 FUSED = {"double": "qkv", "single": "linear1"}
-"""By kind of block: the layer that holds q, k and v in fused files."""
+"""Layer that holds q, k and v in fused files, by kind of block."""
 SPLIT = {"double": ("q_proj", "k_proj", "v_proj"), "single": ("q_proj", "k_proj", "v_mlp")}
-"""The layers that hold them in split files, in the order of their rows."""
+"""Layers that hold q, k and v in split files, in the order of their rows."""
 ROTATED = frozenset({"q_proj", "k_proj", "query_norm", "key_norm"})
-"""The split layers, and scales, whose rows rotary embeddings pair."""
+"""Split layers, and scales, whose rows rotary embeddings pair."""
 _BLOCK_TENSOR = re.compile(
     r"(?P<module>(?:.*\.)?(?P<stack>double|single)_blocks\.\d+\.(?:.*\.)?)(?P<linear>\w+)\.(?P<kind>\w+)", re.DOTALL
 )
@@ -40,7 +40,7 @@ _BLOCK_TENSOR = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSizes:
-    """The sizes that a layout depends on: rows of q, of k and of v, and of one head."""
+    """Sizes that determine a layout: rows of q, of k and of v, and of one head."""
 
     hidden_size: int
     head_dim: int
@@ -52,7 +52,7 @@ class HeadSizes:
 
     @classmethod
     def of_shapes(cls, shapes: Mapping[str, Shape]) -> Self | None:
-        """Return the sizes of the MMDiT whose tensors these are; None if they are no MMDiT's."""
+        """Return the sizes of the MMDiT with these tensors; None if they do not belong to an MMDiT."""
         inputs = {shape for key, shape in shapes.items() if f".{key}".endswith(".img_in.weight")}
         norms = {shape for key, shape in shapes.items() if key.endswith(".norm.query_norm.scale")}
         if [len(shape) for shape in (*inputs, *norms)] != [2, 1]:
@@ -64,7 +64,7 @@ class HeadSizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows `start` to `stop` (None: to the end) of the file's tensor `key`, as a part of a tensor to be made.
+    """Rows `start` to `stop` of the file's tensor `key`, as a part of a new tensor. `stop` None means the end.
 
     `reordered`: the rows of every head change from one rotary layout to the other.
     """
@@ -80,12 +80,12 @@ Plan = dict[str, tuple[Piece, ...]]
 
 
 def is_fused(keys: Iterable[str]) -> bool:
-    """Whether the keys belong to a file with fused q, k and v."""
+    """Return whether the keys belong to a file with fused q, k and v."""
     return any(".qkv." in key or ".linear1." in key for key in keys)
 
 
 def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
-    """Return how rotary pairs lie in a file; a CheckpointError where its metadata name an unknown layout.
+    """Return the rotary layout of a file. Raises CheckpointError if its metadata name an unknown layout.
 
     A converted file has it in its metadata. Others go by the released models: fused ones are interleaved, split ones
     half-split.
@@ -99,7 +99,7 @@ def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
 
 
 def plan_layout(shapes: Mapping[str, Shape], sizes: HeadSizes, *, qkv: QKV, reorder: bool) -> Plan:
-    """Return how the tensors of a file become those of the layout `qkv`, in the file's order.
+    """Return the plan that converts the tensors of a file to the layout `qkv`, in the file's order.
 
     Tensors that are none of q, k and v, or whose shapes are not what `sizes` demands, pass unchanged. `reorder` changes
     the rotary layout, too.
@@ -117,7 +117,7 @@ def plan_layout(shapes: Mapping[str, Shape], sizes: HeadSizes, *, qkv: QKV, reor
 
 
 def left_over(plan: Plan, *, qkv: QKV, reorder: bool) -> list[str]:
-    """Return the tensors of q, k and v that a plan could not bring into its layout."""
+    """Return the tensors of q, k and v that a plan cannot convert to its layout."""
     found = []
     for key, pieces in plan.items():
         match = _BLOCK_TENSOR.fullmatch(key)
@@ -131,7 +131,7 @@ def left_over(plan: Plan, *, qkv: QKV, reorder: bool) -> list[str]:
 
 
 def planned_shapes(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the tensors that a plan makes of a file with these."""
+    """Return the shapes of a plan's tensors for a file with `shapes`."""
     made = {}
     for name, pieces in plan.items():
         first = shapes[pieces[0].key]
@@ -154,7 +154,7 @@ def reorder_heads(tensor: Tensor, *, head_dim: int, rotary: Rotary) -> Tensor:
 
 
 def head_order(head_dim: int, rotary: Rotary) -> list[int]:
-    """Return which rows of a head, in their present order, `reorder_heads` puts first, second and so on."""
+    """Return the present indexes of a head's rows in the order of `reorder_heads`."""
     order: list[int] = reorder_heads(torch.arange(head_dim), head_dim=head_dim, rotary=rotary).tolist()
     return order
 
@@ -225,7 +225,7 @@ def _is_one_tensor(pieces: Sequence[Piece]) -> bool:
 
 
 def _fit_together(shapes: Sequence[Shape], stack: str, sizes: HeadSizes) -> bool:
-    """Whether q, k and v have as many rows as they must have, and rows of one shape."""
+    """Return whether q, k and v have the required numbers of rows, and rows of one shape."""
     hidden = sizes.hidden_size
     if any(not shape or shape[1:] != shapes[0][1:] for shape in shapes):
         return False
@@ -234,7 +234,7 @@ def _fit_together(shapes: Sequence[Shape], stack: str, sizes: HeadSizes) -> bool
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Take a tensor as it is where all its rows have kept their order."""
+    """Use a tensor unchanged if all its rows have kept their order."""
     if _is_one_tensor(pieces) and not any(piece.reordered for piece in pieces):
         return (Piece(pieces[0].key),)
     return tuple(pieces)

@@ -31,12 +31,12 @@ _ZERO_AT_FIRST = frozenset({"final_layer.adaLN_modulation.1", "final_layer.linea
 
 @dataclass(slots=True)
 class BlockResidual:
-    """Sum of the outputs of the blocks, to reuse in a later evaluation."""
+    """Sum of the block outputs, for reuse in a later evaluation."""
 
     added_BND: Tensor | None = None
-    """None: they have not been computed yet."""
+    """Sum of the block outputs. None means that it has not been computed yet."""
     is_reused: bool = False
-    """Whether it is to be added now, as it is, and no block computed."""
+    """Whether the sum is added unchanged, instead of computing the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class KnownInputs:
     modulation: Mapping[nn.Module, Tensor]
     """Rows of `MMDiT.modulation_of`, for the times, the pooled prompts and the guidance."""
     text_BLD: Tensor | None = None
-    """`MMDiT.text_tokens` of the prompts; None: they are computed."""
+    """`MMDiT.text_tokens` of the prompts. None means that the model computes them."""
     rotary: Rotary | None = None
-    """`MMDiT.rotary_table` of the positions; None: it is computed."""
+    """`MMDiT.rotary_table` of the positions. None means that the model computes it."""
 
 
 class MMDiT(nn.Module):
-    """Predicts the velocity (noise - data) of packed latents (Open-Sora 2.0, Peng et al. 2025).
+    """Model of the velocity (noise - data) of packed latents (Open-Sora 2.0, Peng et al. 2025).
 
     Weights have one layout: split q, k and v, rotary pairs (j, D/2 + j); `layout.py` converts the others.
     """
@@ -76,7 +76,7 @@ class MMDiT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
-        """Initialise weights for training from scratch, as DiT does (Peebles & Xie 2023).
+        """Initialize weights for training from scratch, as DiT does (Peebles & Xie 2023).
 
         Every block starts as the identity and the velocity at zero (zero modulation and output), and the condition is
         ignored at first (zero `cond_in`), so that a model trained without it starts where it stood. `generator` is on
@@ -87,7 +87,7 @@ class MMDiT(nn.Module):
 
     @torch.no_grad()
     def initialise_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
-        """Initialise one parameter by filling `out`; the parameter itself may be on the meta device.
+        """Initialize one parameter by filling `out`; the parameter itself may be on the meta device.
 
         One after the other, in the order of `named_parameters`, they are those of `reset_parameters`.
         """
@@ -111,9 +111,9 @@ class MMDiT(nn.Module):
     def set_sequence_chunk(self, tokens: int | None) -> None:
         """Limit how many tokens blocks compute at a time, in all but attention, so that they need less memory.
 
-        Results differ by rounding alone. It takes effect where no gradient is recorded: what autograd keeps would not
-        get less. Some thousands cost hardly any time on a GPU; under 1 is a ValueError. None, as at first, is all at
-        once.
+        Results match up to rounding. It has an effect only without gradients, since autograd would save the same
+        tensors. Some thousands cost hardly any time on a GPU. None, the default, means all at once. Raises ValueError
+        for less than 1.
         """
         if tokens is not None and tokens < 1:
             raise ValueError(f"tokens={tokens} must be at least 1")
@@ -146,13 +146,13 @@ class MMDiT(nn.Module):
             pooled_prompt_embeds_BV: CLIP embedding, vec_in_dim wide.
             conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide.
             embedded_guidance_B: guidance scale.
-            residual: where to keep what the blocks add, or what to add; of the same samples and branches.
-            known: what is made of times, prompts, positions and guidance, where it is computed already; None: it is
-                computed.
+            residual: storage for block outputs, or block outputs to reuse; of the same samples and branches.
+            known: precomputed embeddings of times, prompts, positions and guidance. None means that the model computes
+                them.
 
         Raises:
-            ValueError: the condition or the guidance is missing though the model needs it, or given to one that does
-                not use it; or a residual is to be reused that is not there.
+            ValueError: The condition or the guidance is missing though the model needs it, or given to a model that
+                does not use it; or there is no residual to reuse.
         """
         if (conditioning_BNK is None) != (self.cond_in is None):
             raise ValueError(
@@ -198,10 +198,10 @@ class MMDiT(nn.Module):
     def modulation_of(
         self, timesteps_B: Tensor, pooled_prompt_embeds_BV: Tensor, embedded_guidance_B: Tensor | None = None
     ) -> dict[nn.Module, Tensor]:
-        """Return what shifts, scales and gates tokens at each of B times, with the prompt beside it, by layer.
+        """Return the modulation values for each of B times with the pooled prompt, by layer.
 
-        Arguments are those of `forward`. The layers' weights may wait elsewhere, also in another floating-point dtype:
-        they come to where the arguments are, one layer after the other.
+        Arguments are those of `forward`. The layers' weights may be on another device, or in another floating-point
+        dtype. They are copied to the arguments' device, one layer after the other.
         """
         vector_BD = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
         activated_BD = functional.silu(vector_BD)
@@ -209,7 +209,7 @@ class MMDiT(nn.Module):
         return {layer: _computed_where(activated_BD, layer) for layer in layers}
 
     def text_tokens(self, prompt_embeds_BLC: Tensor) -> Tensor:
-        """Return the text tokens that go into the blocks, (B, L, hidden_size)."""
+        """Return the text tokens for the blocks, (B, L, hidden_size)."""
         dtype = self.img_in.weight.dtype
         tokens: Tensor = self.txt_in(prompt_embeds_BLC.to(dtype)).to(dtype)
         return tokens
@@ -240,7 +240,7 @@ class MMDiT(nn.Module):
 
 
 def _computed_where(x_BD: Tensor, layer: nn.Module) -> Tensor:
-    """Return what a layer makes of `x_BD`, on its device and in its dtype."""
+    """Return the output of a layer for `x_BD`, on the device and in the dtype of `x_BD`."""
     is_in_8_bits = any(weight.dtype.itemsize == 1 for weight in layer.parameters())
     dtype = None if is_in_8_bits else x_BD.dtype
     weights = {name: weight.to(device=x_BD.device, dtype=dtype) for name, weight in layer.named_parameters()}

@@ -102,7 +102,7 @@ class _MLP(nn.Module):
 
 
 def clip_weights(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file that the text tower has; a whole CLIP's image tower is left out."""
+    """Yield the text tower's tensors in a file; the image tower of a whole CLIP is skipped."""
     for key in tensors:
         name = key.removeprefix(_TOWER)
         if name != _POSITION_IDS and not key.startswith(_OTHER_PARTS):

@@ -1,4 +1,4 @@
-"""The text encoders: T5 for the prompt's tokens, CLIP for its pooled meaning, both from a local transformers folder."""
+"""Text encoders from local transformers folders: T5 for the tokens of a prompt, and CLIP for its pooled embedding."""
 
 import re
 import unicodedata
@@ -20,14 +20,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class PromptReader:
-    """How an encoder reads prompts: with its tokenizer, up to one length."""
+    """Reader of prompts for an encoder, with its tokenizer and maximum length."""
 
     def __init__(self, *, tokenizer: Tokenizer, max_length: int) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
 
     def truncated(self, text: str) -> bool:
-        """Whether `text` has more tokens, special ones included, than the encoder reads."""
+        """Return whether `text` has more tokens, including special ones, than the encoder reads."""
         return len(self.tokenizer.ids(text)) > self.max_length
 
     def unknown_words(self, text: str) -> list[str]:

@@ -14,7 +14,7 @@ _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def missing_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> list[str]:
-    """Return what a transformers folder lacks, reading no weight; one whole set of `vocabularies` is enough."""
+    """Return the missing files of a transformers folder, without reading weights. One of `vocabularies` suffices."""
     missing = [] if (folder / "config.json").is_file() else [str(folder / "config.json")]
     if not any((folder / name).is_file() for name in _WEIGHT_FILES):
         indexes = [folder / name for name in _INDEX_FILES if (folder / name).is_file()]

@@ -24,7 +24,7 @@ class T5Sizes:
     num_heads: int = 64
     vocab_size: int = 32_128
     num_buckets: int = 32
-    """Of distances; see `position_buckets`."""
+    """Number of buckets of distances; see `position_buckets`."""
     max_distance: int = 128
     activation: str = "gelu_new"
     is_gated_act: bool = True
@@ -32,14 +32,14 @@ class T5Sizes:
 
     @classmethod
     def of(cls, folder: Path | None) -> Self:
-        """Return those of the encoder in `folder`, None: the released one; a broken one is a CheckpointError."""
+        """Return the sizes of the encoder in `folder`, or the released ones. Raises CheckpointError if it is broken."""
         if folder is None:
             return cls()
         return cls.from_config(read_json_object(path := folder / "config.json", problem=CheckpointError), path=path)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, path: Path) -> Self:
-        """Return those of a configuration, read from `path`; a broken one is a CheckpointError."""
+        """Return the sizes in a configuration, read from `path`. Raises CheckpointError if it is broken."""
         read = _Reader(config, path)
         form = read.text("feed_forward_proj", "relu")
         activation = read.activation(form.removeprefix("gated-"))
@@ -74,7 +74,7 @@ class T5Sizes:
 
     @property
     def position_biases(self) -> int:
-        """Parameters of the first layer's table of them."""
+        """Parameters of the first layer's table of position biases."""
         return self.num_buckets * self.num_heads
 
     @property
@@ -96,19 +96,19 @@ class ClipSizes:
     max_length: int = 77
     activation: str = "quick_gelu"
     end_id: int = 49_407
-    """The token that ends a text, where the model pools."""
+    """ID of the token that ends a text, where the model pools."""
     eps: float = 1e-5
 
     @classmethod
     def of(cls, folder: Path | None) -> Self:
-        """Return those of the encoder in `folder`, as `T5Sizes.of` does."""
+        """Return the sizes of the encoder in `folder`, like `T5Sizes.of`."""
         if folder is None:
             return cls()
         return cls.from_config(read_json_object(path := folder / "config.json", problem=CheckpointError), path=path)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, path: Path) -> Self:
-        """Return those of a configuration, as `T5Sizes.from_config` does."""
+        """Return the sizes in a configuration, like `T5Sizes.from_config`."""
         # A whole CLIP has its text tower's sizes in a part of their own.
         inner = config.get("text_config")
         read = _Reader(inner if isinstance(inner, dict) else config, path)
@@ -137,7 +137,7 @@ class ClipSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the configuration of a text encoder; what is wrong with it is a CheckpointError."""
+    """Reader of the configuration of a text encoder. Invalid values raise CheckpointError."""
 
     values: Mapping[str, Any]
     path: Path

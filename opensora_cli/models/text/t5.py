@@ -13,9 +13,9 @@ from opensora_cli.models.text.activations import ACTIVATIONS
 from opensora_cli.models.text.sizes import T5Sizes
 
 LAYERS = "encoder.block"
-"""Where the layers are in the model."""
+"""Path of the layers in the model."""
 KEPT_IN_FP32 = f"{LAYERS}.*.DenseReluDense.wo.weight"
-"""Of a T5 that computes in float16: what these give is over what float16 holds, and so are the sums over layers."""
+"""Weights that stay in fp32 if T5 computes in float16: their outputs, and sums over layers, overflow float16."""
 
 _OTHER_PARTS = ("decoder.", "lm_head.")
 _TOKENS, _TOKENS_OF_ENCODER = "shared.weight", "encoder.embed_tokens.weight"
@@ -41,7 +41,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class T5Model(nn.Module):
-    """Table of tokens, layers, and a norm; every token attends to all others, the padding included."""
+    """T5 encoder: a table of tokens, layers, and a norm. Every token attends to all others, including padding."""
 
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Encoder(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention, then an MLP; the first layer makes the biases of positions, which all use."""
+    """Layer of attention and an MLP. The first layer computes the position biases of all layers."""
 
     def __init__(self, sizes: T5Sizes, *, has_biases: bool) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Attention(nn.Module):
             self.relative_attention_bias = nn.Embedding(sizes.num_buckets, sizes.num_heads)
 
     def position_biases(self, length: int) -> Tensor:
-        """Return what is added to the product of each query and key, (1, heads, L, L)."""
+        """Return the bias for each query and key, (1, heads, L, L)."""
         table: Tensor = self.relative_attention_bias.weight
         buckets = position_buckets(
             length, num_buckets=table.shape[0], max_distance=self.max_distance, device=table.device
@@ -184,7 +184,7 @@ def position_buckets(length: int, *, num_buckets: int, max_distance: int, device
 
 
 def t5_weights(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file that the encoder has; a whole T5's decoder is left out."""
+    """Yield the encoder's tensors in a file; the decoder of a whole T5 is skipped."""
     for key in tensors:
         if key == _TOKENS_OF_ENCODER:  # the same table, unless it is the only one
             if _TOKENS not in tensors:

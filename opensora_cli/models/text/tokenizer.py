@@ -1,4 +1,4 @@
-"""From texts to token ids."""
+"""Tokenizer that converts texts to token IDs."""
 
 import json
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from tokenizers import Tokenizer as Vocabulary
 
 _NAMES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
 _CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Of transformers, which do as tokenizer.json says."""
+"""Classes of transformers that follow tokenizer.json."""
 _OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
 
 
 class Tokenizer:
-    """A vocabulary, and the tokens that pad a text and stand for what it cannot spell.
+    """Vocabulary with tokens for padding and for unknown words.
 
     Args:
-        vocabulary: which also knows the side on which texts are padded and cut: the right, if it knows none.
-        pad: pads a text.
-        unknown: stands for what cannot be spelled; None: nothing does.
-        special: all that are no part of a text.
+        vocabulary: vocabulary, which may set the side of padding and truncation; the default is right.
+        pad: token that pads a text.
+        unknown: token for characters that cannot be spelled. None means no such token.
+        special: all tokens that are no part of a text.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, pad: str, unknown: str | None, special: Sequence[str]) -> None:
@@ -33,10 +33,10 @@ class Tokenizer:
 
     @classmethod
     def of_one_file(cls, folder: Path) -> Self | None:
-        """Return the tokenizer that tokenizer.json describes as a whole; None: transformers knows more about it.
+        """Return the tokenizer if tokenizer.json describes it completely; None if transformers is needed.
 
-        Its import takes longer than all else that is done before a small model runs. Raises what tokenizers raises for
-        a broken file.
+        The import of transformers takes longer than all other work before a small model runs. Raises the errors of
+        tokenizers for a broken file.
         """
         file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
         if not (file.is_file() and config.is_file()) or any((folder / name).exists() for name in _OTHER_FILES):
@@ -70,7 +70,7 @@ class Tokenizer:
         return {*self.vocabulary} - self._special
 
     def ids(self, text: str, *, with_special: bool = True) -> list[int]:
-        """Return the ids of a text, as many as it has."""
+        """Return the ids of a text, without padding or truncation."""
         self._vocabulary.no_truncation()
         self._vocabulary.no_padding()
         ids: list[int] = self._vocabulary.encode_batch([text], add_special_tokens=with_special)[0].ids
@@ -83,5 +83,5 @@ class Tokenizer:
         return [each.ids for each in self._vocabulary.encode_batch([*texts])]
 
     def can_spell(self, word: str) -> bool:
-        """Whether the vocabulary has tokens for a word."""
+        """Return whether the vocabulary has tokens for a word."""
         return self._unknown_id is None or self._unknown_id not in self.ids(word, with_special=False)

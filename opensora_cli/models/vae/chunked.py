@@ -1,9 +1,9 @@
-"""Encoder and decoder over a clip of which only some frames are computed at a time, with the result of all at once.
+"""Encoder and decoder that compute some frames of a clip at a time, with the result of all at once.
 
-A causal convolution needs the last frames of the chunk before, and the frame-causal attention the keys and values of
-all frames before. A group norm needs the mean and variance of the whole clip: so the clip passes layer by layer,
-measured after one and normalised before the next, and is stored between them in chunks that are never joined. Nothing
-is approximated; results differ by rounding alone.
+A causal convolution needs the last frames of the previous chunk, and frame-causal attention the keys and values of all
+earlier frames. A group norm needs the mean and variance of the whole clip. So layers run one after the other: the clip
+is measured after a layer, normalized before the next one, and stored between them in separate chunks. Nothing is
+approximated; results match up to rounding.
 """
 
 import math
@@ -26,7 +26,7 @@ _LEAST_VALUES = 2**17
 
 
 class StoredClip:
-    """A clip between two layers, kept on `store`: chunks (B,C,t,H,W) in order of time, and its group norm statistics.
+    """Clip between two layers on `store`: chunks (B,C,t,H,W) in order of time, and statistics for group norms.
 
     The chunks are taken as they are computed.
     """
@@ -44,7 +44,7 @@ class StoredClip:
 
     @property
     def num_frames(self) -> int:
-        """Frames of the whole clip."""
+        """Number of frames of the whole clip."""
         return sum(self._frames)
 
     def chunks(self) -> Iterator[Tensor]:
@@ -52,12 +52,12 @@ class StoredClip:
         return (_moved(chunk_BCTHW, self._device) for chunk_BCTHW in self._chunks)
 
     def drain(self) -> Iterator[Tensor]:
-        """Yield the chunks, back from the store, and forget each."""
+        """Yield the chunks, back from the store, and release each."""
         while self._chunks:
             yield _moved(self._chunks.popleft(), self._device)
 
     def group_norm(self, norm: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
-        """Return what does to a chunk what `norm` would do to the clip."""
+        """Return a function that normalizes a chunk with the statistics of the whole clip, like `norm` on the clip."""
         # The variance of a group is that within its parts, each as many times as it has frames, and that between them.
         means_BCK, variances_BCK = (torch.stack(values, dim=-1) for values in (self._means_BC, self._variances_BC))
         shares_K: Tensor | float = 1 / len(self._frames)
@@ -118,12 +118,12 @@ def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
 
 
 def records_no_gradient(clip_BCTHW: Tensor, conv: CausalConv3d) -> bool:
-    """Whether nothing is trained through a model of which `conv` is a part."""
+    """Return whether no gradient is recorded through the model that contains `conv`."""
     return not (clip_BCTHW.requires_grad or conv.conv.weight.requires_grad)
 
 
 def chunk_frames_for(shape: tuple[int, int, int, int], *, device: torch.device) -> int | None:
-    """Return how many frames are computed at a time where nobody says it; None: all.
+    """Return the default number of frames to compute at a time. None means all.
 
     `shape` is (B, C, H, W) of a frame between two layers at the highest resolution. A CPU computes in chunks as fast,
     with half of the memory, unless they are so short that its calls take longer than its products.
@@ -145,7 +145,7 @@ def run_in_chunks(
     store: torch.device,
     canvas: torch.device,
 ) -> Tensor:
-    """Return what a decoder makes of projected latents, or an encoder of pixels, on the canvas, without a gradient.
+    """Return a decoder's output for projected latents, or an encoder's for pixels, on the canvas, without gradients.
 
     `layers` are those between `conv_in` and `norm_out`. A layer computes `chunk_frames` frames at a time, an even
     number where one halves time; those that upsample in time give up to twice as many. Between two layers the clip
@@ -158,7 +158,7 @@ def run_in_chunks(
 
 
 def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Return the layers in stages, between which the clip is stored: resamplings take chunks as they come."""
+    """Return the layers in stages, between which the clip is stored. Resampling layers use chunks as they arrive."""
     stages: list[list[nn.Module]] = []
     for layer in layers:
         if isinstance(layer, (Upsample, Downsample)):
@@ -171,7 +171,7 @@ def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
 def run_stage(
     clip: StoredClip, stage: Sequence[nn.Module], *, chunk_frames: int, store: torch.device
 ) -> Iterator[Tensor]:
-    """Yield the chunks that a stage makes of a clip, which is drained; see `run_in_chunks`."""
+    """Yield the output chunks of a stage for a clip, which is drained; see `run_in_chunks`."""
     layer, *resamplings = stage
     if isinstance(layer, ResnetBlock):
         chunks = _resnet(clip, layer, store=store)
@@ -188,13 +188,13 @@ def run_stage(
 
 
 def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canvas: torch.device) -> Tensor:
-    """Return what comes of a clip, which is drained; see `run_in_chunks`."""
+    """Return the output of the last stage for a clip, which is drained; see `run_in_chunks`."""
     pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm), conv)
     return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
 
 def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False) -> Iterator[Tensor]:
-    """Yield what a convolution makes of the chunks of a clip; with `silu` they go through SiLU before, in place."""
+    """Yield the results of a convolution for the chunks of a clip; with `silu`, after SiLU in place."""
     carried = CarriedFrames()
     # Unlike a loop, map keeps none of the chunks while what comes of it is used.
     for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried, silu=silu), chunks):
@@ -247,7 +247,7 @@ def _upsample(chunks: Iterable[Tensor], layer: Upsample, chunk_frames: int) -> I
 
 
 def _joined(chunks: Iterable[Tensor], chunk_frames: int) -> Iterator[Tensor]:
-    """Yield the chunks of a clip in longer ones, up to `chunk_frames`: many short calls take longer."""
+    """Yield longer chunks of a clip, up to `chunk_frames`, because many short calls take longer."""
     waiting: list[Tensor] = []
     for chunk_BCTHW in chunks:
         if sum(each.shape[2] for each in waiting) + chunk_BCTHW.shape[2] > chunk_frames:

@@ -115,7 +115,7 @@ class ConvPair(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """Attention with ReLU in place of softmax over all positions of the clip, in linear time; two scales.
+    """Attention with ReLU instead of softmax over all positions of the clip, in linear time, with two scales.
 
     Beside queries, keys and values there are further heads, which a depthwise convolution gathers from 5 positions in
     each direction: https://arxiv.org/abs/2205.14756.

@@ -16,7 +16,7 @@ from opensora_cli.models.vae.resample import (
 )
 
 NORM_EPS = 1e-6
-"""Of every group norm of the released weights; a group norm spans all frames and positions of the clip."""
+"""Epsilon of the released group norms. A group norm spans all frames and positions of the clip."""
 
 
 class CausalConv3d(nn.Module):
@@ -46,7 +46,7 @@ class CausalConv3d(nn.Module):
         return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried, silu=silu)
 
     def convolve(self, padded_BCTHW: Tensor) -> Tensor:
-        """Return what `forward` does, of what `pad` has made."""
+        """Return the result of `forward` for a clip that `pad` has padded."""
         if runs_in_onednn(padded_BCTHW, self.conv.weight):
             return onednn_conv3d(padded_BCTHW, self.conv.weight, self.conv.bias, self.conv.stride)
         return convolved(padded_BCTHW, self.conv)
@@ -98,12 +98,12 @@ class FrameCausalAttention(nn.Module):
         return hidden_BCTHW + self.attend(normed_BCTHW, k_B1NC, v_B1NC)
 
     def keys_and_values(self, normed_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all positions, frame after frame, each (B,1,T*H*W,C)."""
+        """Return the keys and values of all positions, frame by frame, each (B,1,T*H*W,C)."""
         tokens_BNC = _tokens(normed_BCTHW)
         return self.to_k(tokens_BNC).unsqueeze(1), self.to_v(tokens_BNC).unsqueeze(1)
 
     def attend(self, normed_BCTHW: Tensor, k_B1MC: Tensor, v_B1MC: Tensor) -> Tensor:
-        """Return what the frames see, in their shape; they are the last ones that keys and values are given of."""
+        """Return the attention of the frames, in their shape. They are the last frames of the keys and values."""
         frames: list[Tensor] = []
         # Queries and outputs are projected frame by frame too: a clip's worth of each would double the memory.
         frame_size = normed_BCTHW.shape[3] * normed_BCTHW.shape[4]

@@ -1,4 +1,4 @@
-"""Padding and upsampling convolution, cheap in a training on a CPU as well as in a decode of many pixels."""
+"""Efficient padding and upsampling convolution, for training on a CPU and for decoding many pixels."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
 
 
 def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
-    """Change the layout of a module's kernels, which are on `device`, to that of the clips that they convolve.
+    """Change the memory layout of a module's kernels, which are on `device`, to that of their input clips.
 
     Otherwise a CPU changes it at every call, which takes a third of the time of a small tile.
     """
@@ -33,7 +33,7 @@ def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
 
 
 def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
-    """Whether `onednn_conv3d` convolves: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
+    """Return whether to use `onednn_conv3d`: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
     if clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
         return False
     is_recorded = torch.is_grad_enabled() and (clip_BCTHW.requires_grad or weight.requires_grad)
@@ -44,21 +44,21 @@ def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
 def onednn_conv3d(clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)) -> Tensor:
     """Convolve without padding.
 
-    Of a single clip with few channels and rows (20,480 in all, with its frames), `torch.nn.functional.conv3d` copies
-    every neighbourhood instead: up to twelve times as long, in 27 times the memory of the clip.
+    For a single clip with few channels and rows (20,480 in all, with its frames), `torch.nn.functional.conv3d` would
+    copy every neighborhood. That takes up to twelve times as long, in 27 times the memory of the clip.
     """
     out: Tensor = torch.mkldnn_convolution(clip_BCTHW, weight, bias, (0, 0, 0), stride, (1, 1, 1), 1)
     return out
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Compute in the dtypes of the tensors inside the block."""
-    # The meta device knows no autocast.
+    """Return a context that computes in the dtypes of the tensors."""
+    # The meta device has no autocast.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `convolve(clip_BCTHW)`, computed in float32 where training in bfloat16 would break the process.
+    """Return `convolve(clip_BCTHW)`, computed in float32 if training in bfloat16 would crash the process.
 
     On CPUs with AMX, oneDNN 3.12 writes beyond its memory in a kernel's gradient by few, large frames.
     """
@@ -82,14 +82,14 @@ def _is_trained_in_bf16() -> bool:
 
 
 class CarriedFrames:
-    """The last input frames of a causal convolution, for a clip that comes in chunks: one object per convolution."""
+    """Last input frames of a causal convolution, for a clip in chunks: one object per convolution."""
 
     def __init__(self) -> None:
         self._padded_BCTHW: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no chunk has come yet."""
+        """Whether there was no chunk yet."""
         return self._padded_BCTHW is None
 
     def exchange(self, padded_BCTHW: Tensor, num_frames: int) -> None:
@@ -99,7 +99,7 @@ class CarriedFrames:
         """
         if self._padded_BCTHW is not None:
             padded_BCTHW[:, :, :num_frames] = self._padded_BCTHW
-        # A copy: a view would keep the whole chunk.
+        # Copy because a view would keep the whole chunk.
         self._padded_BCTHW = padded_BCTHW[:, :, padded_BCTHW.shape[2] - num_frames :].clone()
 
 
@@ -179,7 +179,7 @@ def conv_of_upsampled(
 
 
 class _Folded(NamedTuple):
-    """Kernels, what they were folded from, and what would have changed with it."""
+    """Folded kernels, with the state of the weights that they come from."""
 
     storages: "list[weakref.ref[torch.UntypedStorage]]"
     state: tuple[object, ...]
@@ -187,7 +187,7 @@ class _Folded(NamedTuple):
 
 
 _FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
-"""Of convolutions whose weights are frozen, beside the modules: neither saved nor copied with them."""
+"""Cache of folded kernels of frozen convolutions, which is neither saved nor copied with the modules."""
 
 
 def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
@@ -206,8 +206,8 @@ def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tens
 
 
 def _version(weight: Tensor) -> int:
-    """Return a number that changes with the values; weights that were loaded for inference alone have none, and stay
-    as they are.
+    """Return a number that changes with the values. Weights that were loaded in inference mode have none, and never
+    change.
     """
     return 0 if weight.is_inference() else weight._version
 
@@ -290,7 +290,7 @@ def _phase_positions(
 
 
 def _empty(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
-    """Return memory in the layout of `like`: a change of layout would cost every later layer a copy."""
+    """Return empty memory in the layout of `like` because a change of layout would cost every later layer a copy."""
     channels_last = like.is_contiguous(memory_format=torch.channels_last_3d)
     memory_format = torch.channels_last_3d if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)

@@ -1,4 +1,4 @@
-"""The discriminator of autoencoder training: it classifies patches of clips as real or decoded."""
+"""Discriminator for autoencoder training, which classifies patches of clips as real or decoded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +20,12 @@ _CHANNELS_PER_GROUP = 8
 class PatchDiscriminator3d(nn.Module):
     """PatchGAN (Isola et al. 2017, https://arxiv.org/abs/1611.07004, section 3.2.2) in three dimensions.
 
-    Kernels have 3 taps along every axis rather than 4, so that a clip of any size, one frame included, has an answer;
-    norms are group norms, which need no second sample in the batch.
+    Kernels have 3 taps along every axis instead of 4, so that clips of any size work, even a single frame. Norms are
+    group norms, which need no second sample in the batch.
 
     Args:
-        width: channels after the first layer, a multiple of 8; they double with every layer, up to 8 times as many.
-        layers: strided layers, each of which halves time, height and width, rounded up; 1 or more.
+        width: channels after the first layer, a multiple of 8. They double with every layer, up to 8 times `width`.
+        layers: number of strided layers, at least 1; each halves time, height and width, rounded up.
     """
 
     def __init__(self, *, width: int, layers: int) -> None:
@@ -41,13 +41,13 @@ class PatchDiscriminator3d(nn.Module):
         self.layers = nn.Sequential(*stack, _conv(widths[-1], 1))
 
     def forward(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return how real each patch looks, as logits (B,1,t,h,w), for RGB clips in [-1,1]; high is real."""
+        """Return logits (B,1,t,h,w) of the patches of RGB clips in [-1,1]; high means real."""
         logits_B1THW: Tensor = self.layers(pixels_BCTHW)
         return logits_B1THW
 
 
 def hinge_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """Return a discriminator's hinge loss: the mean of max(0, 1 - real) and max(0, 1 + fake), halved in all.
+    """Return a discriminator's hinge loss: half the sum of the means of max(0, 1 - real) and max(0, 1 + fake).
 
     Lim & Ye 2017, "Geometric GAN" (https://arxiv.org/abs/1705.02894).
     """
@@ -61,9 +61,9 @@ def _conv(before: int, after: int, *, stride: int = 1, bias: bool = True) -> nn.
 
 
 class PatchAdversary:
-    """The discriminator with its loss, on the clips that `show` gave it last.
+    """Discriminator with its loss on the clips from the last call of `show`.
 
-    It has an AdamW of its own, whose rate rises and falls with that of the autoencoder's `optimizer`.
+    It has a separate AdamW, whose learning rate follows the schedule of the autoencoder's `optimizer`.
     """
 
     def __init__(self, settings: DiscriminatorSettings, *, optimizer: OptimizerSettings) -> None:
@@ -75,7 +75,7 @@ class PatchAdversary:
     def generator_loss(self, made_BCTHW: Tensor) -> Tensor:
         """Return the autoencoder's adversarial loss: minus the mean logit of decoded clips.
 
-        Differentiate it by the clips alone, so that the discriminator gets no gradient, and DDP starts no exchange.
+        Differentiate it only by the clips, so that the discriminator gets no gradient, and DDP starts no exchange.
         """
         logits: Tensor = self.module(made_BCTHW)
         return -logits.float().mean()
@@ -85,7 +85,7 @@ class PatchAdversary:
         self._shown = real_BCTHW.detach(), made_BCTHW.detach()
 
     def loss(self) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return the hinge loss on the clips since the last call, with the mean logits; None: there were none."""
+        """Return the hinge loss on the clips since the last call, with the mean logits; None without new clips."""
         if self._shown is None:
             return None
         shown, self._shown = self._shown, None
@@ -101,7 +101,7 @@ def _with_rate(optimizer: OptimizerSettings, learning_rate: float) -> OptimizerS
         {
             "name": OptimizerName.ADAMW,
             "learning_rate": learning_rate,
-            # Not beyond it by a rounding error, which would be refused.
+            # A rounding error must not exceed the rate, which validation would refuse.
             "initial_learning_rate": min(factor * optimizer.initial_learning_rate, learning_rate),
             "final_learning_rate": min(factor * optimizer.final_learning_rate, learning_rate),
         }

@@ -36,18 +36,17 @@ from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 _THREADS = 8
-"""That draw noise for a GPU."""
+"""Number of threads that draw noise for a GPU."""
 
 Export = Callable[[Mapping[str, Tensor], Path], None]
-"""Writes weights, given by their names, to a folder."""
+"""Function that writes weights, given by name, to a folder."""
 
 TokenWeights = Callable[[ClipBatch, tuple[int, int, int]], Tensor]
-"""Function from a micro-batch, and the frames, rows and columns of its tokens, to their weights in the loss, (B,N)."""
+"""Function from a micro-batch, and frames, rows and columns of its tokens, to weights (B,N) of tokens in the loss."""
 
 
 def export_transformer(weights: Mapping[str, Tensor], folder: Path, *, vae: VAESettings | None = None) -> None:
-    """Write `transformer.safetensors` in half precision, with the scale of the latents that it was trained on, if `vae`
-    is given.
+    """Write `transformer.safetensors` in half precision. With `vae`, its metadata contain the scale of the latents.
 
     Raises CheckpointError if a weight is too large for half precision, and OutputError if the file cannot be written.
     """
@@ -57,7 +56,7 @@ def export_transformer(weights: Mapping[str, Tensor], folder: Path, *, vae: VAES
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """Everything that is sampled and encoded for the clips of a micro-batch, in fp32."""
+    """Sampled and encoded inputs for the clips of a micro-batch, in fp32."""
 
     latents_BCTHW: Tensor
     noise_BCTHW: Tensor
@@ -66,21 +65,21 @@ class _Samples:
     prompt_embeds_BLC: Tensor
     pooled_prompt_embeds_BV: Tensor
     normal_B: Tensor
-    """Standard normal numbers, from which the timesteps are computed."""
+    """Standard normal numbers that determine the timesteps."""
 
 
 class MMDiTTask:
-    """Mean squared error of the velocity (rectified flow), each clip in a condition mode of its own.
+    """Training task with the mean squared error of the velocity (rectified flow); each clip has its own condition mode.
 
-    What is sampled for a clip (mode, dropped captions, timestep, noise) depends on the micro-batch's random state and
-    on the clip's path, as seen from its table: neither on its place in the batch, nor on the other clips, nor on the
+    Samples of a clip (mode, dropped captions, timestep, noise) depend on the micro-batch's random state and on the
+    clip's path relative to its table. They do not depend on its position in the batch, the other clips, or the
     device.
 
     Args:
-        empty_prompt: replaces dropped captions.
-        encoders: loads the encoders; called for the first clip that comes as pixels.
-        folders: those of the tables that clips come from.
-        token_weights: weights tokens in the loss. None: all count alike.
+        empty_prompt: replacement for dropped captions.
+        encoders: function that loads the encoders; called for the first clip that comes as pixels.
+        folders: folders of the tables of clips.
+        token_weights: function for the weights of tokens in the loss. None means equal weights.
     """
 
     adversary = None
@@ -114,10 +113,10 @@ class MMDiTTask:
         self._folders = [os.path.join(folder, "") for folder in folders]
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: there is one phase."""
+        """Do nothing because there is one phase."""
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
+        """Return the mean loss over the clips of a micro-batch, which have the same size, and no figures."""
         states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
         samples = self._samples(self._encoded(batch), states)
         patch = self._config.patch_size
@@ -157,7 +156,7 @@ class MMDiTTask:
         return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the transformer, or the adapter if only that is trained."""
+        """Write the transformer, or the adapter if only an adapter is trained."""
         self._export(weights, folder)
 
     def _encoded(self, batch: ClipBatch) -> Sequence[EncodedClip]:
@@ -174,16 +173,16 @@ class MMDiTTask:
         ]
 
     def _noise(self, shape: Sequence[int], states: Sequence[SampleRng]) -> Tensor:
-        """Draw the noise of each clip, on the host, so that it is the same for every device."""
+        """Draw the noise of each clip on the host, so that it is the same for every device."""
         noise_BCTHW = torch.empty(shape, pin_memory=self._device.type == "cuda")
-        # A small model on a GPU would wait for it longer than it computes; beside a model on the CPU, no core is free.
+        # A small model on a GPU would wait longer for noise than it computes. With a model on the CPU, no core is free.
         each = self._drawing.map if self._drawing else map
         list(each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), noise_BCTHW, states))
         return noise_BCTHW.to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def _samples(self, clips: Sequence[EncodedClip], states: Sequence[SampleRng]) -> _Samples:
-        # Stacked before they are copied: a GPU waits longer for many small copies than for one.
+        # Stack before copying because many small copies to a GPU take longer than one.
         latents_BCTHW = self._placed(torch.stack([clip.latents() for clip in clips]))
         noise_BCTHW = self._noise(latents_BCTHW.shape, states)
         conditions = [self._condition(*each) for each in zip(clips, latents_BCTHW, states, strict=True)]
@@ -227,7 +226,7 @@ class MMDiTTask:
         )
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        # Transferred before the cast: half the bytes.
+        # Copy before the cast, which doubles the bytes.
         return queued_copy(tensor, self._device).float()
 
     def _conditioning(self, samples: _Samples) -> Tensor | None:
@@ -242,14 +241,14 @@ class MMDiTTask:
 
 
 def weighted_loss(velocity_BND: Tensor, target_BND: Tensor, weights_BN: Tensor) -> Tensor:
-    """Return the mean squared error of packed latents over the micro-batch, each token by its weight, in fp32."""
+    """Return the mean squared error of packed latents over the micro-batch, weighted by token, in fp32."""
     error_BN = (velocity_BND.float() - target_BND.float()).square().mean(dim=2)
     weights_BN = weights_BN.to(error_BN)
     return (error_BN * weights_BN).sum() / weights_BN.sum()
 
 
 def _inside(path: str, folders: Iterable[str]) -> str:
-    """Return the path from the first of `folders` that it is in, so that data that was moved trains the same model."""
+    """Return the path relative to the first folder that contains it, so that moved data trains the same model."""
     return next((path.removeprefix(folder) for folder in folders if path.startswith(folder)), path)
 
 
@@ -274,9 +273,9 @@ def build_mmdit_task(
     clips: ClipCache | None = None,
     token_weights: TokenWeights | None = None,
 ) -> MMDiTTask:
-    """Return the transformer's task, with the frozen parts that it needs.
+    """Return the transformer's task with its frozen parts.
 
-    With a cache of encoded clips, the frozen parts are loaded only if other clips come, as for validation.
+    With a cache of encoded clips, the frozen parts are loaded only for clips outside of it, as in validation.
     Raises CheckpointError if frozen parts are missing or broken, and RequestError if a text encoder has another width
     than the transformer reads.
     """
@@ -299,7 +298,7 @@ def build_mmdit_task(
         export=_export_of_adapter(settings, module)
         if settings.lora.is_on
         else partial(export_transformer, vae=settings.vae),
-        # As `read_table` makes the paths of clips absolute.
+        # Absolute because `read_table` makes the paths of clips absolute.
         folders=[Path(table).absolute().parent for table in tables],
         token_weights=token_weights,
     )

@@ -1,4 +1,4 @@
-"""The perceptual distance LPIPS: the distance of two pictures in the features of a classifier."""
+"""LPIPS, the perceptual distance between two pictures in the features of a classifier."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.transfers import queued_copy
 
-# Widths of the convolutions of VGG16, stage by stage; between stages, resolution halves.
+# Widths of VGG16's convolutions by stage; the resolution halves between stages.
 _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-# Mean and deviation of ImageNet's colours, for pixels in [-1,1] instead of [0,1].
+# Mean and deviation of ImageNet's colors, for pixels in [-1,1] instead of [0,1].
 _SHIFT = (-0.030, -0.088, -0.188)
 _SCALE = (0.458, 0.448, 0.450)
 _NORM_EPS = 1e-10
@@ -28,7 +28,7 @@ _LINEAR_KEY = re.compile(r"(?:.*\.)?lin(\d)\.model\.\d\.weight")
 class PerceptualDistance(nn.Module):
     """LPIPS with VGG16 (Zhang et al. 2018, https://arxiv.org/abs/1801.03924; version 0.1 of its weights).
 
-    After each of VGG16's five stages, the features of every position are scaled to length 1; their squared differences,
+    After each of VGG16's five stages, the features of every position are scaled to length 1. Their squared differences,
     weighted by channel, are averaged over positions and summed over stages. Weights are random until they are loaded.
     """
 
@@ -38,9 +38,9 @@ class PerceptualDistance(nn.Module):
         self.lins = nn.ParameterList(torch.ones(widths[-1]) for widths in _STAGES)
 
     def forward(self, made_BCTHW: Tensor, real_BCTHW: Tensor) -> Tensor:
-        """Return the mean distance over all frames, 0 for equal ones; in fp32.
+        """Return the mean distance over all frames in fp32; 0 for equal frames.
 
-        Both are RGB clips in [-1,1], of at least 16 x 16 pixels; gradients flow to `made_BCTHW` alone.
+        Both are RGB clips in [-1,1] of at least 16 x 16 pixels. Gradients flow only to `made_BCTHW`.
         """
         with torch.no_grad():
             real = list(self._stages(real_BCTHW))
@@ -51,7 +51,7 @@ class PerceptualDistance(nn.Module):
         return total
 
     def _stages(self, pixels_BCTHW: Tensor) -> Iterator[Tensor]:
-        """Yield what comes out of each stage, frames being a batch."""
+        """Yield the output of each stage, with frames as the batch."""
         hidden_NCHW = pixels_BCTHW.transpose(1, 2).flatten(0, 1)
         shift_C11, scale_C11 = (
             queued_copy(torch.tensor(colour, dtype=hidden_NCHW.dtype).view(3, 1, 1), hidden_NCHW.device)
@@ -68,12 +68,12 @@ class PerceptualDistance(nn.Module):
 
 
 def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
-    """Return the distance, frozen, with the weights of all files.
+    """Return the distance, frozen, with the weights from all files.
 
-    Known files are torchvision's `vgg16-397923af.pth` (keys `features.0.weight` to
-    `features.28.bias`; the classifier is left unread) and the linear layers of LPIPS version 0.1, `vgg.pth` (keys
-    `lin0.model.1.weight` to `lin4.model.1.weight`); or one file of a whole `lpips.LPIPS(net="vgg")`; or any of these as
-    safetensors. Raises CheckpointError if a file is missing or broken, or weights are missing or of another shape.
+    Known files are torchvision's `vgg16-397923af.pth` (keys `features.0.weight` to `features.28.bias`; the classifier
+    is not read) and the linear layers of LPIPS version 0.1, `vgg.pth` (keys `lin0.model.1.weight` to
+    `lin4.model.1.weight`). One file of a whole `lpips.LPIPS(net="vgg")`, and any of these as safetensors, work, too.
+    Raises CheckpointError if a file is missing or broken, or if weights are missing or have another shape.
     """
     found: dict[str, LazyTensor] = {}
     for path in paths:
@@ -84,7 +84,7 @@ def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
     with torch.device("meta"):
         distance = PerceptualDistance()
     expected = {name: tuple(weight.shape) for name, weight in distance.state_dict().items()}
-    # A linear layer is a convolution of one output in the file: (1, C, 1, 1).
+    # In the file, a linear layer is a convolution with one output: (1, C, 1, 1).
     shapes = {
         name: entry.shape[1:2] if name.startswith("lins.") and len(entry.shape) == 4 else entry.shape
         for name, entry in found.items()
@@ -101,7 +101,7 @@ def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
 
 
 def _name_of(key: str) -> str | None:
-    """Return our name of a tensor in one of the files, or None if it is not needed."""
+    """Return the name in this module of a tensor in a file, or None if it is not needed."""
     if match := _FEATURE_KEY.fullmatch(key):
         return f"features.{match[1]}.{match[2]}"
     if match := _LINEAR_KEY.fullmatch(key):
@@ -110,7 +110,7 @@ def _name_of(key: str) -> str | None:
 
 
 def _vgg16_convolutions() -> Iterator[tuple[str, nn.Module]]:
-    """Yield the convolutions by their places among all layers: each is followed by a ReLU, each stage by a pooling."""
+    """Yield the convolutions with their indexes among all layers, which include ReLUs and a pooling per stage."""
     place, channels = 0, 3
     for widths in _STAGES:
         for width in widths:

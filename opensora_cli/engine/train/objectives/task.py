@@ -1,4 +1,4 @@
-"""What the trainer needs of an objective: a task, its micro-batches, and where their randomness comes from."""
+"""Interfaces between the trainer and an objective: task, micro-batches and random states."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _OF_DATA = 1
 
 @dataclass(frozen=True, slots=True)
 class SampleRng:
-    """The random state of one micro-batch: for arrays, and for tensors on the host."""
+    """Random state of one micro-batch, for arrays and for tensors on the host."""
 
     numpy: np.random.Generator
     torch: Generator
@@ -27,14 +27,14 @@ class SampleRng:
     def of(cls, seed: int, number: int) -> "SampleRng":
         """Return the state for the loss of a micro-batch: noise, time, condition mode, dropout.
 
-        It depends on the seed and on the micro-batch's number in the whole run alone, not on the number of ranks, nor
-        on whether the run was interrupted.
+        It depends only on the seed and on the micro-batch's number in the whole run, not on the number of ranks or on
+        interruptions.
         """
         return cls._of(seed, number, _OF_LOSS)
 
     @classmethod
     def of_data(cls, seed: int, number: int) -> "SampleRng":
-        """Return the state for the contents of a micro-batch; as `of`."""
+        """Return the state for the contents of a micro-batch, which depends on the same values as in `of`."""
         return cls._of(seed, number, _OF_DATA)
 
     @classmethod
@@ -44,15 +44,15 @@ class SampleRng:
 
 
 class Batch(Protocol):
-    """One micro-batch."""
+    """Micro-batch."""
 
     @property
     def number(self) -> int:
-        """Its number in the whole run, over all ranks and epochs; from 0."""
+        """Number of the micro-batch in the whole run, over all ranks and epochs, from 0."""
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Names of its samples, for the log of skipped steps."""
+        """Names of the samples, for the log of skipped steps."""
 
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -61,86 +61,86 @@ BatchT_contra = TypeVar("BatchT_contra", bound=Batch, contravariant=True)
 
 
 class BatchSource(Protocol[BatchT_co]):
-    """This rank's micro-batches: of R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
+    """Source of this rank's micro-batches. With R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
 
     @property
     def epoch(self) -> int:
-        """Of the latest micro-batch, or of the first; from 0."""
+        """Epoch of the latest micro-batch, or of the first one before any, from 0."""
 
     def next(self) -> BatchT_co:
-        """Return this rank's next micro-batch; there is always one."""
+        """Return this rank's next micro-batch. The source never ends."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, without what was prefetched: plain values and tensors.
+        """Return the position in the data, without prefetched micro-batches, as plain values and tensors.
 
-        It is taken between updates only, when all ranks have had equally many, and does not depend on their number.
+        Call this between updates, when all ranks have had equally many. The result is the same for any number of ranks.
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there. Raises CheckpointError if the state is of other data."""
+        """Continue from a result of `state_dict`. Raises CheckpointError if the state belongs to other data."""
 
     def close(self) -> None:
-        """End workers; may be called twice."""
+        """Stop workers. It may be called twice."""
 
 
 class Adversary(Protocol):
-    """A module that learns against the task's own, as a discriminator does."""
+    """Module that is trained against the task's module, such as a discriminator."""
 
     forward: Callable[..., Any]
-    """Called in place of `module`; as `Task.forward`."""
+    """Function to call instead of `module`, as `Task.forward`."""
 
     @property
     def module(self) -> nn.Module:
-        """Updated and saved."""
+        """Module that is updated and saved."""
 
     @property
     def optimizer(self) -> OptimizerSettings:
-        """Settings of its optimizer."""
+        """Settings of the module's optimizer."""
 
     def loss(self) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return its loss on what the task's `loss` has just computed, and figures for the log, detached.
+        """Return the loss on the latest results of the task's `loss`, and detached figures for the log.
 
-        None: it does not learn in this step, on no rank.
+        None means that no rank trains the adversary in this step.
         """
 
 
 class Task(Protocol[BatchT_contra]):
-    """One thing to train."""
+    """Training task: a module with its loss and export."""
 
     forward: Callable[..., Any]
-    """`loss` calls it in place of `module`: the module itself, then what the strategy wraps it in."""
+    """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
 
     @property
     def module(self) -> nn.Module:
-        """Updated, averaged and saved; it may be sharded in place before training."""
+        """Module that is updated, averaged and saved. It may be sharded in place before training."""
 
     @property
     def adversary(self) -> Adversary | None:
-        """A module that learns against it, with an optimizer of its own."""
+        """Adversary with a separate optimizer, or None."""
 
     def begin_step(self, step: int) -> None:
-        """Begin a new phase of training, if there is one after `step` updates. A resumed run repeats the call."""
+        """Begin a new phase of training if one starts after `step` updates. A resumed run repeats the call."""
 
     def loss(self, batch: BatchT_contra, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss over the samples of a micro-batch, and figures for the log (of this rank), detached."""
+        """Return the mean loss over the samples of a micro-batch, and this rank's detached figures for the log."""
 
     def tokens(self, batch: BatchT_contra) -> int:
-        """Return how many tokens (of captions or of packed latents) the micro-batch has."""
+        """Return the number of tokens (of captions or packed latents) of the micro-batch."""
 
     def samples(self, batch: BatchT_contra) -> int:
-        """Return how many samples the micro-batch has."""
+        """Return the number of samples of the micro-batch."""
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write weights in the form that generation reads, into the run's folder; by the main rank alone.
+        """Write weights for generation to the run's folder. Only the main rank calls this.
 
-        `weights` are whole, on the host, by the names of the module's state: the average, or the current ones without.
+        `weights` are whole, on the host, by the names of the module's state: the average, or else the current weights.
         """
 
 
 class SampledBatches(Generic[BatchT]):
-    """Endless micro-batches that depend on the seed and their number alone, by `make(random state, number)`; one epoch.
+    """Endless micro-batches, in one epoch, from `make(random state, number)`; they depend on the seed and number only.
 
-    `rank` and `ranks` are the data-parallel ones.
+    `rank` and `ranks` count data-parallel ranks.
     """
 
     def __init__(self, make: Callable[[SampleRng, int], BatchT], *, seed: int, rank: int = 0, ranks: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Training an autoencoder: reconstruction, KL divergence, a perceptual term, and a discriminator."""
+"""Training task of autoencoders: reconstruction, KL divergence, a perceptual term, and a discriminator."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -37,10 +37,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> "VAETask":
-    """Return the task, with random weights from torch's global generator; autoencoder and discriminator are still on
+    """Return the task with random weights from torch's global generator. The autoencoder and the discriminator are on
     the host.
 
-    `reporter` is warned if the perceptual term is off.
+    `reporter` gets a warning if the perceptual term is off.
     Raises RequestError if sizes contradict each other, and CheckpointError if the perceptual term's weights are missing
     or broken.
     """
@@ -71,13 +71,13 @@ def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: R
 
 
 def freeze_encoder(autoencoder: Autoencoder) -> None:
-    """Exclude from training all that makes latents; what makes pixels of them is left."""
+    """Freeze all weights that compute latents; only the decoder is trained."""
     for name, weight in autoencoder.named_parameters():
         weight.requires_grad_(name.startswith(("decoder.", "post_quant_conv.")))
 
 
 def channels_last(module: ModuleT) -> ModuleT:
-    """Lay the weights out, in place, as convolutions on a CPU like them; returns the same module."""
+    """Convert weights, in place, to the memory format that is fast for convolutions on a CPU; return the module."""
     for weight in module.parameters():
         if weight.ndim in _CHANNELS_LAST:
             weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
@@ -85,14 +85,14 @@ def channels_last(module: ModuleT) -> ModuleT:
 
 
 def to_pixels(frames_BTHWC: Tensor) -> Tensor:
-    """Turn uint8 clips (B,T,H,W,3) into pixels (B,3,T,H,W) in [-1,1], laid out as a device's convolutions like them."""
+    """Return uint8 clips (B,T,H,W,3) as pixels (B,3,T,H,W) in [-1,1], in the fast memory format of their device."""
     pixels = frames_BTHWC.permute(0, 4, 1, 2, 3).to(torch.float32) / 127.5 - 1.0
     is_on_cpu = pixels.device.type == "cpu"
     return pixels.contiguous(memory_format=torch.channels_last_3d if is_on_cpu else torch.contiguous_format)
 
 
 def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Tensor:
-    """Return a square out of every clip, from anywhere in it; along sides that are shorter than `size`, all of it."""
+    """Return a random square crop of every clip. Sides shorter than `size` are kept whole."""
     count, _, height, width, _ = frames_BTHWC.shape
     tops, lefts = (rng.integers(max(side - size, 0) + 1, size=count) for side in (height, width))
     return torch.stack(
@@ -104,11 +104,11 @@ def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Te
 
 
 class VAETask:
-    """Reconstruct clips and pictures.
+    """Training task that reconstructs clips and pictures.
 
-    The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means: logit is the
-    discriminator's, and w balances gradients (see `adaptive_weight`). `steps` are those of
-    the run, at the end of which frames may be whole.
+    The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means. The logit is
+    that of the discriminator, and w balances gradients (see `adaptive_weight`). `steps` is the length of the run, whose
+    last steps may use whole frames.
     """
 
     def __init__(
@@ -131,15 +131,15 @@ class VAETask:
         self._is_cropping = self._crops_until > 0
 
     def begin_step(self, step: int) -> None:
-        """Turn the discriminator on, and crops off, when it is time."""
+        """Turn the discriminator on, and crops off, at their steps."""
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
         self._is_cropping = step < self._crops_until
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
 
-        Where gradients are off, the adversarial term is left out and clips stay whole, so that losses of different
-        times and runs can be compared.
+        Without gradients, the adversarial term is dropped and clips stay whole, so that losses of different steps and
+        runs can be compared.
         """
         pixels = self._pixels(batch, rng)
         opposed = self._is_opposed and torch.is_grad_enabled()
@@ -153,7 +153,7 @@ class VAETask:
         return loss, figures
 
     def tokens(self, batch: ClipBatch) -> int:
-        """Return how many positions the latents of the batch have."""
+        """Return the number of positions in the latents of the batch."""
         count, frames, height, width, _ = _frames(batch).shape
         if self._is_cropping:
             height, width = (min(side, self._settings.crop_size) for side in (height, width))
@@ -165,15 +165,15 @@ class VAETask:
         return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write `vae.safetensors`, rounded as the settings have it."""
+        """Write `vae.safetensors`, in half precision if the settings ask for it."""
         dtype = torch.float16 if self._settings.export_half else torch.float32
         write_weights(folder / VAE_FILE, weights, dtype=dtype)
 
     def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the decoded pixels; its gradient by them is computed at once, term by term."""
+        """Return the loss of the decoded pixels. Its gradient by the pixels is computed immediately, term by term."""
         if not torch.is_grad_enabled():
             return self._reconstruction_loss(made, pixels)
-        # A leaf: the backward pass ends there, and frees the activations of LPIPS and the discriminator.
+        # The backward pass ends at this leaf, and frees the activations of LPIPS and the discriminator.
         leaf = made.detach().requires_grad_()
         with _without_float16(made.device.type):
             value, figures = self._reconstruction_loss(leaf, pixels)
@@ -214,7 +214,7 @@ class VAETask:
 
 
 def _without_float16(device_type: str) -> AbstractContextManager[object]:
-    """Compute in float32 in place of float16, in which gradients of a loss that is not scaled up are lost."""
+    """Return a context that computes in float32 instead of float16, in which unscaled gradients underflow."""
     if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is torch.float16:
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

@@ -1,8 +1,8 @@
-"""The autoencoder's losses: reconstruction and KL divergence, and the weight of the adversarial term.
+"""Losses of autoencoders: reconstruction and KL divergence, and the weight of the adversarial term.
 
-The adversarial term is weighed against the rest at the decoder's last layer (Esser et al. 2021). The last layer's
-gradients are computed from its inputs and from a loss's gradient by the pixels. That needs neither the weight itself,
-which a sharded model hides, nor a second backward pass through the decoder, and accumulates nothing.
+The adversarial term is balanced against the other terms at the decoder's last layer (Esser et al. 2021). The last
+layer's gradients are computed from its inputs and from a loss's gradient by the pixels. This needs neither the weight
+itself, which a sharded model hides, nor a second backward pass through the decoder, and accumulates no gradients.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ _PIXEL_RANGE = 2.0  # from -1 to 1
 
 
 def reconstruction_error(decoded: Tensor, pixels: Tensor, *, squared_weight: float) -> tuple[Tensor, Tensor]:
-    """Return the mean absolute error plus `squared_weight` times the squared one, and the latter alone, in [-1,1]."""
+    """Return the mean absolute error plus `squared_weight` times the squared error, and the squared error alone."""
     squared = nn.functional.mse_loss(decoded, pixels)
     return nn.functional.l1_loss(decoded, pixels) + squared_weight * squared, squared
 
 
 def gradient_error(decoded_BCTHW: Tensor, pixels_BCTHW: Tensor) -> Tensor:
-    """Return the mean absolute error of the differences between adjacent pixels, side by side plus above each other.
+    """Return the mean absolute error of differences between adjacent pixels, horizontal plus vertical.
 
-    A blurred edge costs little by its pixels and much by its gradients (Mathieu et al. 2016,
-    https://arxiv.org/abs/1511.05440, there of absolute gradients).
+    A blurred edge has a small error in its pixels and a large one in its gradients (Mathieu et al. 2016,
+    https://arxiv.org/abs/1511.05440, with absolute gradients).
     """
     error_BCTHW = decoded_BCTHW - pixels_BCTHW
     return error_BCTHW.diff(dim=-1).abs().mean() + error_BCTHW.diff(dim=-2).abs().mean()
@@ -39,7 +39,7 @@ def psnr(squared_error: Tensor) -> Tensor:
 
 
 def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
-    """Return the divergence of normal distributions from the standard one, in nats, as the mean over all values.
+    """Return the KL divergence from normal distributions to the standard one, in nats, as the mean over all values.
 
     KL(N(m, s²) || N(0, 1)) = (m² + s² - 1 - log s²) / 2 (Kingma & Welling 2014, appendix B); `logvar` is log s².
     """
@@ -51,10 +51,10 @@ _MAX_WEIGHT = 1e4
 
 
 class LastLayer:
-    """A decoder's last convolution, of which the inputs of the latest forward pass are known.
+    """Decoder's last convolution, with the inputs of the latest forward pass.
 
-    Its output is the pixels: of clips if it is three-dimensional, of their frames one after the other if it is
-    two-dimensional.
+    Its output is the pixels. A three-dimensional convolution returns clips, and a two-dimensional one returns their
+    frames one after the other.
     """
 
     def __init__(self, layer: nn.Conv2d | nn.Conv3d) -> None:
@@ -77,9 +77,9 @@ class LastLayer:
             self._inputs = None
 
     def gradient_norm(self, gradient_BCTHW: Tensor) -> Tensor:
-        """Return the norm of a loss's gradient by the layer's weight, in fp32, from its gradient by the pixels.
+        """Return the norm of a loss's gradient by the layer's weight, in fp32, from the gradient by the pixels.
 
-        It works only while the layer is watched.
+        Call it only inside `watched`.
         """
         layer, inputs = self._layer, self._inputs
         if inputs is None:
@@ -96,19 +96,19 @@ class LastLayer:
 
 
 def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Tensor:
-    """Return the weight that makes the adversarial term pull as hard at the last layer as the reconstruction does.
+    """Return the weight that gives the adversarial term the same gradient norm at the last layer as the reconstruction.
 
-    |g_rec| / (|g_adv| + 1e-4), at most 1e4 (Esser et al. 2021, "Taming transformers", https://arxiv.org/abs/2012.09841,
-    equation 7).
+    It is |g_rec| / (|g_adv| + 1e-4), at most 1e4 (Esser et al. 2021, "Taming transformers",
+    https://arxiv.org/abs/2012.09841, equation 7).
     """
     return (reconstruction_norm / (adversarial_norm + _EPS)).clamp(max=_MAX_WEIGHT)
 
 
 def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
-    """Return the scalar loss `value` as a function of `output`, by which its `gradient` is known.
+    """Return the scalar loss `value` as a function of `output` with the known `gradient`.
 
-    So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations have
-    been freed.
+    So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations are
+    freed.
     """
     joined: Tensor = _KnownGradient.apply(output, value.detach(), gradient.detach())  # type: ignore[no-untyped-call]
     return joined
