@@ -20,7 +20,7 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
 
 class ExtendedVideo:
-    """Sample whose segments are joined one after the other, for `decode.save` and other functions of `SampleFrames`."""
+    """Sample with joined segments, for `decode.save` and other functions of `SampleFrames`."""
 
     def __init__(self, chain: Chain, sample: SampleFiles, events: Events) -> None:
         self.chain, self.sample, self.record = chain, sample, events

@@ -51,7 +51,7 @@ class SampleFiles:
     media: Path
     """Result: `target`, or the folder of a PNG sequence."""
     sidecar: Path | None
-    """None without metadata."""
+    """Settings beside the result; None without metadata."""
     latents: Path | None
     """File to save latents in; None if they are not saved."""
     number: int = 1
@@ -86,7 +86,7 @@ class SampleFiles:
 
 
 def num_samples(settings: GenerateSettings) -> int:
-    """Return how many videos a run makes."""
+    """Return the number of videos of a run."""
     return 1 if settings.from_latents is not None else settings.sampling.num_samples
 
 
