@@ -139,9 +139,9 @@ class ClipCache:
         return {**self.__dict__, "_open": {}}  # open files stay in their process
 
     def names(self, request: ClipRequest, *, file: FileState | None = None) -> Set[str]:
-        """Return the names of the tensors of a clip; none if it is not cached.
+        """Return the names of the tensors of a clip; an empty set if it is not cached.
 
-        `file` is the present state of the clip's file, from which the tensors must have been made. None accepts any.
+        `file` is the present state of the clip's file; the tensors must come from this state. None accepts any state.
         """
         key = key_of(request)
         is_other = file is not None and self._states.get(key, file) != file

@@ -45,7 +45,7 @@ class FreshClip:
 
 @dataclass(frozen=True, slots=True)
 class CachedClip:
-    """An encoded clip from a cache; raises FileProblem for a part that the cache lacks."""
+    """Encoded clip from a cache. Raises FileProblem for a part that the cache lacks."""
 
     tensors: Mapping[str, Tensor]
 

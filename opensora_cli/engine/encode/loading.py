@@ -125,9 +125,9 @@ class ReplacementWarnings:
 class ClipBatches(BatchStream[ClipBatch]):
     """Micro-batches of one rank, with warnings of unused samples and of samples that could not be read.
 
-    Without a `source`, clips are those of the table. Workers call `load` in place of reading pixels; clips of the table
-    then start with the first frame of their file. Raises what `open_table` raises, and FileProblem if the data fill too
-    few micro-batches for an update.
+    Without a `source`, clips are those of the table. Workers call `load` instead of reading pixels; clips of the table
+    then start with the first frame of their file. Raises the errors of `open_table`, and FileProblem if the data fill
+    too few micro-batches for an update.
     """
 
     def __init__(
