@@ -145,8 +145,8 @@ def _streamed(bench: Bench, preset: str, blocks: int) -> Row:
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    """Yield the seconds of a step of a few blocks with the released width, on the largest micro-batch of `stage1`, and
-    the rate of its forward and backward operations, without recomputation.
+    """Yield the seconds of a step of a few blocks with the released width, on the largest micro-batch of `stage1`.
+    The rate counts operations of forward and backward, without recomputation.
     """
     bench.release()
     for name, checkpointing in (("checkpointed", "full"), ("not checkpointed", "none")):

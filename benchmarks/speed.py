@@ -4,7 +4,7 @@
     python benchmarks/speed.py --part loop --part block --tokens 1152 --pairs 5
 
 Each part compares in alternating pairs, after a warm-up of both. For each comparison it prints the median wall-clock
-seconds, the median of the pairs' ratios with the lowest and the highest, and the ratio of CPU seconds, which depend
+seconds, and the median, lowest and highest ratio of the pairs. It also prints the ratio of CPU seconds, which depend
 less on other programs. The exit code is 1 if a part misses its goal in wall-clock time.
 """
 

@@ -56,8 +56,8 @@ _WITHOUT_BF16 = {"train_mmdit.frozen_dtype": "float32", "train_mmdit.attention":
 
 
 def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] | None = None) -> TrainSettings:
-    """Return settings to train the demo's transformer from random weights on clips of 9 frames, with the packaged
-    frozen parts, AdamW at a constant rate, and only text to video.
+    """Return settings to train the demo's transformer from random weights on clips of 9 frames.
+    Training uses the packaged frozen parts, AdamW at a constant rate, and only text to video.
     """
     given = {
         "init": "none",

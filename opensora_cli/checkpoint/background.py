@@ -24,7 +24,7 @@ class BackgroundJob:
         thread = Thread(target=run, name="osora-checkpoint")
         try:
             thread.start()
-        except RuntimeError:  # as under `ulimit -u`
+        except RuntimeError:  # for example with `ulimit -u`
             run()
         else:
             self._thread = thread

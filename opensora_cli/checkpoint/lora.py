@@ -17,7 +17,7 @@ from opensora_cli.checkpoint.lazy import LazyTensor, cast, rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 
-# Of the two roundings of 16-bit sums, the one to fp32 is at most 2^-13 of the other.
+# A 16-bit sum is rounded twice; the rounding to fp32 is at most 2^-13 of the other.
 _FP32_SHARE = 2.0**-12
 
 

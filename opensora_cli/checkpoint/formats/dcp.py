@@ -205,7 +205,7 @@ def _tree(described: dict[str, _Record], nesting: dict[str, tuple[str | int, ...
     for name, record in described.items():
         state = record.state
         if not isinstance(state, dict):
-            continue  # some other value
+            continue  # the value is no tensor
         dtype = state["properties"].state[0]
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
             raise ValueError("it holds a tensor of unknown dtype")

@@ -1,9 +1,9 @@
 """Cache of encoded clips on disk: training with it neither decodes nor encodes, and needs no frozen models.
 
 A cache is a folder. `cache.safetensors` has its identity and the embeddings of the empty prompt. Each
-`clips-*.safetensors` has about 256 MiB of tensors, named by clip and part. Files appear whole and never change, so an
-interrupted cache is continued, another condition mode adds only its references, and several processes can fill a cache
-at once. A clip whose file was replaced is added again, and the newest file that has the clip counts.
+`clips-*.safetensors` has about 256 MiB of tensors, named by clip and part. Files appear whole and never change. So an
+interrupted cache is continued, another condition mode adds only its references, and several processes can fill one.
+A clip whose file was replaced is added again, and the newest file that has the clip counts.
 """
 
 import hashlib

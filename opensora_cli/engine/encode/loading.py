@@ -57,7 +57,7 @@ class ClipLoader:
 
     source: ClipSource
     load: LoadClip | None
-    """None reads pixels."""
+    """Function that replaces decoding; None reads pixels."""
     notes: ReadingNotes
 
     def __call__(self, asked: MicroBatch) -> ClipBatch:
@@ -162,7 +162,7 @@ class ClipBatches(BatchStream[ClipBatch]):
     def next(self) -> ClipBatch:
         """Return the next micro-batch of this rank.
 
-        Raises FileProblem if neither a sample nor a substitute can be read, and HardwareError, with the files that
+        Raises FileProblem if neither a sample nor a substitute can be read. Raises HardwareError, with the files that
         workers were reading, if a worker was killed or crashed.
         """
         try:

@@ -197,8 +197,8 @@ def _fused_rms_norm(rows: Tensor, *_: object, **__: object) -> Tensor:
 def _through_cudnn(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a convolution that temporarily holds a second clip and result: cuDNN's kernels need channels last.
 
-    An H100 took as much, to a tenth, for clips of 130 MiB to 4 GiB in bfloat16 and float32, and up to 30 MiB more for
-    smaller clips; pictures were not measured. Kernels of one tap are matrix products, and take no extra memory.
+    An H100 took as much, to a tenth, for clips of 130 MiB to 4 GiB in bfloat16 and float32. It took up to 30 MiB more
+    for smaller clips; pictures were not measured. Kernels of one tap are matrix products, and take no extra memory.
     """
 
     def run(clip: Tensor, weight: Tensor, *options: Any, **named: Any) -> Tensor:

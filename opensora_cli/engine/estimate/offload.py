@@ -55,15 +55,15 @@ class OffloadPlan:
     """none: models stay on the device until their last stage; model: each model is there only in its stages; blocks:
     in addition, only some blocks of the transformer are there."""
     resident_blocks: int | None = None
-    """With `blocks`: blocks whose weights are on the device at a time, including blocks in transit."""
+    """Blocks whose weights are on the device at a time, including blocks in transit, with `blocks`."""
     host_weights: HostWeights = HostWeights.PINNED
-    """With `blocks`: place of the other blocks."""
+    """Place of the other blocks, with `blocks`."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens that a transformer block computes at a time outside its attention."""
     chunk_frames: int | None = None
     """Frames that a layer of the decoder computes at a time; None means all."""
     store_on_host: bool = False
-    """With `chunk_frames`: keep the activations between two layers of the decoder on the host."""
+    """Keep the activations between two layers of the decoder on the host, with `chunk_frames`."""
     stream_text: bool = False
     """Stream T5 to the device layer by layer."""
     fp8_storage: bool = False
@@ -114,8 +114,8 @@ class StageMemory:
     activation_bytes: int = 0
     """Largest size of all activations together, without the workspace of kernels."""
     mapped_bytes: int = 0
-    """On a CPU: weights that are read from their files each time that the model runs, unless the page cache has them.
-    They are no part of the memory of the process."""
+    """Weights that a CPU reads from their files each time the model runs, unless the page cache has them. They are no
+    part of the memory of the process."""
     kept: tuple[tuple[str, int], ...] = ()
     """Models that stay loaded although the stage does not run them, with their bytes."""
 

@@ -100,7 +100,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1, req
     elif output.name_from is NameFrom.PROMPT:
         target = named / f"{prompt_stem(typed_prompt, index=index)}.{kind}"
     else:
-        # A sample of several has the name that its seed has alone.
+        # A sample of several has the same name as a single sample with its seed.
         suffix = "" if number == 1 else f"_{number}"
         target = named / f"{file_stem(typed_prompt, seed=seed)}{suffix}.{kind}"
     latents = target.with_name(f"{target.stem}{LATENTS_ENDING}")
@@ -166,7 +166,7 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
             if not locks.enter_context(locked_file(lock)):
                 raise _in_use(f"another run is making the same result in {sample.media.parent}", lock)
         if settings.output.overwrite and not is_named:
-            # Files that the request has made or begun, else those of the first name.
+            # Files that the request has made or begun, else the files of the first name.
             while not _is_of(sample, request_sha256):
                 if not any(path and is_there(path) for path in (sample.media, sample.sidecar, sample.latents)):
                     sample = named(1)

@@ -156,7 +156,7 @@ def _make_drafts(
     if ranks is not None:
         models.release()  # as in `_make_pictures`
     for sample in samples if is_main else ():
-        # One at a time: full-size float frames take far more memory than the draft.
+        # One draft at a time: full-size float frames take far more memory than the draft.
         pixels_CTHW = fit_frames(made.pop(0), height=video.height, width=video.width, fit=Fit.STRETCH)
         latents = reference_latents(video, [Reference(pixels_CTHW, at_head=True)], models, events)
         assert latents is not None

@@ -37,7 +37,7 @@ from opensora_cli.settings.vae import ReconstructSettings
 
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
-_PICTURE_FPS = 1.0  # not seen
+_PICTURE_FPS = 1.0  # not visible to users
 
 
 @dataclass(frozen=True, slots=True)
