@@ -1,17 +1,17 @@
-"""Measures the released model at its full size on a CPU, with random weights, beside what was predicted.
+"""Measure the released model at its full size on a CPU, with random weights, beside the predictions.
 
     python benchmarks/full_size.py --folder /big/disk/full-size
     python benchmarks/full_size.py --folder /big/disk/full-size --only generate
     python benchmarks/full_size.py --folder /big/disk/full-size --clean
 
-Random weights are made under the released names (34 GB; with the converted file 45 GB are asked for first), and then
-the commands run one after the other, each as a process of its own: `ckpt inspect`, `ckpt verify`, a conversion to 8
-bits, `generate` at 256px, 1 frame in 2 steps, with the default plan and with 6 GiB, and one step of an adapter's
-training on a picture of 256px, whose encoding is a command before it. What is finished is in the log, and the same
-command goes on after it; `--only` runs a step again. Values of weights change neither memory nor time.
+Random weights are made under the released names: 34 GB, or 45 GB with the converted file, are checked first. Then the
+commands run one after the other, each in its own process: `ckpt inspect`, `ckpt verify`, a conversion to 8 bits,
+`generate` at 256px, 1 frame in 2 steps, with the default plan and with 6 GiB. The last commands encode a picture of
+256px and train an adapter on it for one step. Finished steps are in the log, and the same command continues after them;
+`--only` runs a step again. Values of weights change neither memory nor time.
 
-Private memory is the most that a process had for itself (`RssAnon`), mapped memory the most that was resident of the
-files it maps (`RssFile`), read is what came from the disk: all by Linux's account, looked at ten times a second.
+Private memory is the peak of the process's own memory (`RssAnon`), and mapped memory the resident peak of its mapped
+files (`RssFile`). Read is the number of bytes from the disk. Linux reports all three, sampled ten times a second.
 """
 
 import argparse
@@ -76,43 +76,43 @@ TINY_CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of a run, and what is in it."""
+    """Folder of a run, with the paths in it."""
 
     folder: Path
     tiny: bool = False
 
     @property
     def weights(self) -> Path:
-        """Under the released names."""
+        """Folder of the weights under the released names."""
         return self.folder / "weights"
 
     @property
     def converted(self) -> Path:
-        """The transformer in 8 bits."""
+        """File of the transformer in 8 bits."""
         return self.folder / "fp8.safetensors"
 
     @property
     def results(self) -> Path:
-        """The pictures."""
+        """Folder of the pictures."""
         return self.folder / "results"
 
     @property
     def caches(self) -> Path:
-        """In place of the user's own: so the first generation encodes its prompts, and the second reads them."""
+        """Cache folder instead of the user's: the first generation encodes its prompts, and the second reads them."""
         return self.folder / "caches"
 
     @property
     def data(self) -> Path:
-        """A picture and its table."""
+        """Folder of a picture and its table."""
         return self.folder / "data"
 
     @property
     def training(self) -> Path:
-        """What is trained, and the encoded picture."""
+        """Folder of the training run and the encoded picture."""
         return self.folder / "training"
 
     def clean(self) -> None:
-        """Remove what a run has made, and the folder if nothing else is in it."""
+        """Remove the files of a run, and the folder if it is empty then."""
         for path in (self.weights, self.results, self.caches, self.data, self.training):
             shutil.rmtree(path, ignore_errors=True)
         self.converted.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ class Place:
 
 
 def outlines(place: Place) -> dict[str, Mapping[str, torch.Tensor]]:
-    """Return the tensors of each file of weights, on the meta device, and write what lies beside them."""
+    """Return the tensors of each weight file, on the meta device, and write the files beside the weights."""
     settings = load_preset("256px", prompt=_PROMPT)
     settings = settings.replace(TINY) if place.tiny else settings
     files, found = settings.files, dict[str, Mapping[str, torch.Tensor]]()
@@ -135,14 +135,14 @@ def outlines(place: Place) -> dict[str, Mapping[str, torch.Tensor]]:
 
 
 def save_t5(folder: Path, sizes: Mapping[str, Any]) -> T5Model:
-    """Write what lies beside the weights of a T5, and return it without any."""
+    """Write the files beside the weights of a T5, and return the model without weights."""
     save_tokenizer(folder, transformers.T5Config(**sizes), ["<pad>", "</s>", "<unk>"], start=None, end=1)
     with on_meta():
         return T5Model(T5Sizes.of(folder))
 
 
 def save_clip(folder: Path, sizes: Mapping[str, Any]) -> ClipTextModel:
-    """Write and return the text tower of a CLIP likewise."""
+    """Write the files beside the weights of a CLIP, and return its text tower without weights."""
     save_tokenizer(folder, transformers.CLIPTextConfig(**sizes), ["<pad>", "<unk>"], start=49_406, end=49_407)
     with on_meta():
         return ClipTextModel(ClipSizes.of(folder))
@@ -166,7 +166,7 @@ def save_tokenizer(folder: Path, config: Any, first: Sequence[str], *, start: in
 
 
 def make_weights(place: Place) -> dict[str, Any]:
-    """Write what is not there of the weights, after asking for the space; an OutputError where there is too little."""
+    """Write the missing weights, after checking the disk space. Raises OutputError if there is too little."""
     files = {name: placed_in_bf16(tensors) for name, tensors in outlines(place).items()}
     total = sum(size for _, size in files.values())
     transformer = max(size for _, size in files.values())
@@ -182,7 +182,7 @@ def make_weights(place: Place) -> dict[str, Any]:
 
 
 def placed_in_bf16(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
-    """Return the header and the size of a safetensors file of these."""
+    """Return the header and the size of a safetensors file of these tensors in bfloat16."""
     entries = {
         name: LazyTensor.of(torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta"))
         for name, tensor in tensors.items()
@@ -192,7 +192,7 @@ def placed_in_bf16(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
 
 
 def fill(path: Path, header: bytes, size: int, noise: memoryview) -> None:
-    """Write a file of noise behind a header; what an interrupted run has written is gone on with."""
+    """Write a file of noise after a header, and continue the file of an interrupted run."""
     if path.exists() and path.stat().st_size == size:
         return
     part = path.with_suffix(".part")
@@ -213,7 +213,7 @@ def fill(path: Path, header: bytes, size: int, noise: memoryview) -> None:
 
 
 def make_data(place: Place) -> None:
-    """Write a picture, and a table of it."""
+    """Write a picture and a table with it."""
     place.data.mkdir(parents=True, exist_ok=True)
     levels_1HWC = torch.arange(3 * _SIDE**2).mul(7).remainder(256).to(torch.uint8).view(1, _SIDE, _SIDE, 3)
     write_media([levels_1HWC], place.data / "picture.png", fps=1.0, format="png")
@@ -223,12 +223,12 @@ def make_data(place: Place) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """A command that is run and measured."""
+    """Command to run and measure."""
 
     name: str
     arguments: Callable[[Place, int], Sequence[str]]
     is_planned: bool = False
-    """Whether it has a plan."""
+    """Whether the command has a plan."""
 
 
 def _generate(name: str, *more: str) -> Callable[[Place, int], Sequence[str]]:
@@ -254,7 +254,7 @@ def _training(*command: str) -> Callable[[Place, int], Sequence[str]]:
             "data.buckets": "{256px: {1: [1.0, 1]}}",
             "data.workers": 0,
             "train_mmdit.cache": place.training / "cache",
-            # Whose products a CPU without bf16 has kernels for.
+            # A CPU without bf16 has kernels for products in fp32.
             "precision.compute": "fp32",
             "optimizer.warmup_steps": 0,
             "loop.steps": 1,
@@ -290,7 +290,7 @@ STEPS = (
 
 
 def run(step: Step, place: Place, threads: int) -> dict[str, Any]:
-    """Run a step, and return what it took beside its plan; a RuntimeError if it fails."""
+    """Run a step, and return its measurements and its plan. Raises RuntimeError if the step fails."""
     arguments = step.arguments(place, threads)
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     environment |= {"XDG_CACHE_HOME": str(place.caches), "HF_HUB_OFFLINE": "1"}
@@ -312,7 +312,7 @@ def run(step: Step, place: Place, threads: int) -> dict[str, Any]:
 
 
 def _plan_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a plan of a generation has, or of a training, whose mapped memory is not planned."""
+    """Return the figures of a plan for a generation, or for a training, which plans no mapped memory."""
     if "stages" not in document:
         (rank,) = document["memory"]
         kinds = {name.removesuffix("_bytes"): size / GIB for name, size in rank.items() if name.endswith("_bytes")}
@@ -329,7 +329,7 @@ def _output(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def watched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Run a command, and return its seconds, the most memory it had and what it read, and its output."""
+    """Run a command, and return its seconds, peak memory and bytes read, and its output."""
     start = time.perf_counter()
     most, read = {"RssAnon": 0, "RssFile": 0}, 0
     with tempfile.TemporaryFile("w+") as printed:
@@ -354,7 +354,7 @@ def watched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[dic
 def _memory_of(pid: int) -> Iterator[tuple[str, int]]:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return
     for line in lines:
         name, _, value = line.partition(":")
@@ -378,7 +378,7 @@ def read_log(log: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what was measured as a table in Markdown."""
+    """Return the measurements as a table in Markdown."""
     lines = [
         "| step | seconds | private, GiB | the plan's | mapped, GiB | the plan's | read, GB |",
         "|---|---|---|---|---|---|---|",
@@ -397,7 +397,7 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is not in the log yet, and print the table."""
+    """Run the steps that are not in the log yet, and print the table."""
     names = ["weights", *(step.name for step in STEPS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where weights and results go")
@@ -427,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (OsoraError, RuntimeError) as error:
             sys.exit(str(error))
         if name == "weights" and name in there and not given.only:
-            continue  # they were there, or are made again after a --clean
+            continue  # the weights exist, or are made again after a --clean
         record = {"schema": SCHEMA, "step": name, "threads": given.threads, "torch": torch.__version__, **record}
         with given.log.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -1,11 +1,11 @@
-"""Measures on a GPU, in one call, what this project has only predicted, in the order of its worth.
+"""Measure predicted times and memory on a GPU, in one run, the most important parts first.
 
     python benchmarks/gpu.py --minutes 9 --out gpu.json
     python benchmarks/gpu.py --tiny --device cpu --out gpu.json    # the same code with tiny sizes, on any machine
 
 Weights are random and of the released sizes: neither memory nor time depends on their values. The file is written
-after each figure, so that nothing is lost when the machine is taken away. A part that would not be done in time is
-skipped, and one that fails leaves its error, and what it had measured by then; the next part runs.
+after each figure, so that nothing is lost if the run is killed. A part that would not finish in time is skipped. The
+record of a failed part has its error and its earlier figures, and the next part runs.
 """
 
 import argparse
@@ -31,12 +31,12 @@ _MOST_TRACE = 2000
 
 
 class Part(NamedTuple):
-    """What can be named by `--part`."""
+    """Part that `--part` can name."""
 
     what: str
     measure: Callable[[Bench], Iterator[Row]]
     least_s: float
-    """Seconds that must be left for it to begin: what it is expected to take on an H100, which nobody has measured."""
+    """Remaining seconds that the part needs to begin: its expected time on an H100, which was not measured."""
 
 
 PARTS = {
@@ -57,7 +57,7 @@ PARTS = {
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the options of the command line."""
     parts = "\n".join(f"  {name:<12} {part.what}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[], None]) -> None:
-    """Put what a part measures into its record, or why it does not, and `write` after each row."""
+    """Put the rows of a part, or its error, into its record, and call `write` after each row."""
     part, found = PARTS[name], list[Row]()
     record |= {"part": name, "what": part.what, "status": "running", "rows": found}
     if bench.left_s() < part.least_s:
@@ -86,7 +86,7 @@ def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[]
             print(f"{name:<12} {json.dumps(row)}", flush=True)
         record["status"] = "done"
     except Exception as error:
-        # Whatever it is, the next part is worth its time.
+        # After any error the next part still runs.
         trace = traceback.format_exc()[-_MOST_TRACE:]
         record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}", "traceback": trace}
         print(f"{name:<12} failed: {error}", file=sys.stderr, flush=True)
@@ -95,7 +95,7 @@ def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts, and write the file after each; 1 where one of them failed."""
+    """Run the parts, and write the file after each. Return 1 if a part failed."""
     options = parse(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the parts of `gpu.py` share: sizes, plans, a transformer with random weights, and the clock."""
+"""Common code of the parts of `gpu.py`: sizes, plans, a transformer with random weights, and timing."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -38,11 +38,11 @@ TINY: Mapping[str, object] = {
     "vae.block_out_channels": (32, 32, 64, 64),
 }
 ONE_BRANCH: Mapping[str, object] = {"sampling.guidance_scale": 1.0, "sampling.image_guidance_scale": 1.0}
-"""So that each step is one evaluation."""
+"""Settings with which each step is one evaluation."""
 
 
 class Bench:
-    """One call of the benchmark, inside whose block a transformer may be kept from part to part."""
+    """One run of the benchmark. Inside its block, parts may share a transformer."""
 
     def __init__(self, device: torch.device, *, tiny: bool, minutes: float) -> None:
         self.device, self.tiny = device, tiny
@@ -60,15 +60,15 @@ class Bench:
         self.release()
 
     def left_s(self) -> float:
-        """Return the seconds that are left."""
+        """Return the remaining seconds."""
         return self._until - time.monotonic()
 
     def took_s(self) -> float:
-        """Return the seconds since the beginning."""
+        """Return the seconds since the start."""
         return time.monotonic() - self._start
 
     def plan(self, preset: str, changes: Mapping[str, object] | None = None) -> Plan:
-        """Return the plan of a preset, on this device, of 129 frames; no weights need be there."""
+        """Return the plan of a preset for 129 frames on this device; weights may be missing."""
         settings = load_preset(preset, prompt="raining, sea").replace(
             {
                 "runtime.device": str(self.device),
@@ -82,7 +82,7 @@ class Bench:
         return alone(make_plan(tried_settings(settings, changes or {}))).with_threads().video
 
     def transformer(self, plan: Plan) -> MMDiT:
-        """Return the transformer of a plan, random; that of the plan before if it is made of the same."""
+        """Return the transformer of a plan with random weights. A previous one of the same form is used again."""
         offload, settings = plan.offload, plan.settings
         compiled = getattr(settings, "compile", False)
         form = settings.model, settings.precision, settings.memory, offload.mode, offload.resident_blocks, compiled
@@ -104,13 +104,13 @@ class Bench:
         release_memory(self.device)
 
     def synchronized(self) -> float:
-        """Return the time when all that was asked of the device is done."""
+        """Wait for all work of the device, and return the time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def seconds(self, run: Callable[[], object], *, repeats: int = 3, warm: bool = True) -> float:
-        """Return the median of the seconds of a run, after one that warms up, if that is wanted."""
+        """Return the median seconds of a run, after a warm-up run with `warm`."""
         if warm:
             run()
         self._watch_peak()
@@ -122,7 +122,7 @@ class Bench:
         return median(found)
 
     def peak_gib(self) -> float | None:
-        """Return the most that was allocated since what was timed last began; None on a CPU."""
+        """Return the peak of allocated GiB since the last timing began; None on a CPU."""
         if self.device.type != "cuda":
             return None
         return round(torch.cuda.max_memory_allocated(self.device) / GIB, 3)
@@ -140,7 +140,7 @@ class Bench:
         )
 
     def evaluations(self, plan: Plan, *, count: int = 3) -> list[float]:
-        """Return the seconds of so many evaluations, one to a step, of which the first warms up."""
+        """Return the seconds of `count` evaluations, one per step. The first one is the warm-up."""
         transformer, embeds = self.transformer(plan), self.embeds(plan)
         short = replace(plan, timesteps=plan.timesteps[: count + 1])
         self._watch_peak()
@@ -151,7 +151,7 @@ class Bench:
         return [after - before for before, after in pairwise(times)]
 
     def tflops(self, plan: Plan, seconds: float) -> dict[str, float]:
-        """Return the rate of an evaluation that took so long: as it is, and over the measured rate of products."""
+        """Return the rate of an evaluation of `seconds`, also relative to the measured rate of products."""
         text = plan.settings.text.t5_max_length
         work = evaluation_work(mmdit_config(plan.settings.model), plan.video_tokens, text, plan.hardware.dtype)
         rate = (work.product_flops + work.attention_flops) / seconds / 1e12
@@ -162,7 +162,7 @@ class Bench:
 
 
 def tried(what: str, measure: Callable[[], Row]) -> Row:
-    """Return a row of a part, or one with the reason why there is none: the other rows are worth their time."""
+    """Return a row of a part, or a row with the error, so that the other rows are measured."""
     try:
         return {"what": what, **measure()}
     except Exception as error:

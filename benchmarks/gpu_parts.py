@@ -1,4 +1,4 @@
-"""The parts of `gpu.py` about the transformer: rates, evaluations, attention, settings and whole runs."""
+"""Parts of `gpu.py` about the transformer: rates, evaluations, attention, settings and whole runs."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -20,9 +20,9 @@ _SIDE, _TINY_SIDE = 8192, 64
 _COPIED = 2**30
 _PLAIN_BRANCHES = 3
 _LONG_S = 5.0
-"""Of an evaluation, against which what warms up is nothing."""
+"""Seconds of an evaluation that is long enough to skip the warm-up."""
 _LEAST_S = 20.0
-"""For a setting to begin: compilation takes longest."""
+"""Remaining seconds that a setting needs to begin: compilation takes longest."""
 
 SETTINGS: Mapping[str, Mapping[str, object]] = {
     "as it is": {},
@@ -33,7 +33,7 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
     "compiled, fp8 products": {"compile": True, "precision.linear": "fp8"},
     "weights stored in 8 bits": {"memory.fp8_storage": True},
 }
-"""With which an evaluation of 256px is timed; a setting that this version does not have is left out."""
+"""Settings with which an evaluation of 256px is timed; settings that this version lacks are skipped."""
 RUNS: Mapping[str, Mapping[str, object]] = {
     "exact": {},
     "euler, 30 steps": {"sampling.num_inference_steps": 30},
@@ -45,7 +45,7 @@ _TINY_RUN = {"sampling.num_inference_steps": 3}
 
 
 def rates(bench: Bench) -> Iterator[Row]:
-    """Yield how fast products and copies are, by themselves."""
+    """Yield the rates of products and copies by themselves."""
     side = _TINY_SIDE if bench.tiny else _SIDE
     products = {
         "float32": lambda: _product(bench, side, torch.float32),
@@ -101,7 +101,7 @@ def _copies(bench: Bench, size: int, *, pinned: bool | None) -> Row:
 
 
 def evaluation(bench: Bench, preset: str) -> Iterator[Row]:
-    """Yield the seconds of an evaluation: ours, the plain one of a branch, and that of three branches in a batch."""
+    """Yield the seconds of our evaluation, and of the plain one for a branch and for three branches in a batch."""
     plan = bench.plan(preset, ONE_BRANCH)
     ours = median(bench.evaluations(plan)[1:])
     peak = bench.peak_gib()
@@ -152,7 +152,7 @@ def _plain(bench: Bench, plan: Plan, branches: int, *, warm: bool) -> Row:
 
 
 def attention(bench: Bench) -> Iterator[Row]:
-    """Yield each attention at the lengths of both presets."""
+    """Yield the figures of each kind of attention at the lengths of both presets."""
     for preset in ("256px", "768px"):
         plan = bench.plan(preset)
         model, tokens = plan.settings.model, plan.video_tokens + plan.settings.text.t5_max_length
@@ -193,7 +193,7 @@ def _evaluated(bench: Bench, changes: Mapping[str, object]) -> Row:
 
 
 def denoising(bench: Bench) -> Iterator[Row]:
-    """Yield the seconds of all steps of 256px, as many as the time allows."""
+    """Yield the seconds of all steps of 256px, for as many runs as the time allows."""
     seconds = 0.0
     for name, changes in RUNS.items():
         left_out = _left_out(bench, changes)

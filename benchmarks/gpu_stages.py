@@ -1,4 +1,4 @@
-"""The parts of `gpu.py` about the other stages, memory, training and links."""
+"""Parts of `gpu.py` about the other stages, memory, training and links."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ from opensora_cli.settings.train import TrainSettings, load_train_settings
 _STREAMED = {"8 blocks stay": 8, "32 blocks stay": 32}
 _TINY_STREAMED = {"1 block stays": 1, "2 blocks stay": 2}
 _TRAINED_BLOCKS = {"model.depth": "2", "model.depth_single_blocks": "4"}
-"""Whose weights, gradients and moments fit into 24 GiB beside the activations."""
+"""Blocks whose weights, gradients and moments fit into 24 GiB beside the activations."""
 _TINY_TRAINED = {
     "model.hidden_size": "64",
     "model.num_heads": "2",
@@ -49,7 +49,7 @@ _CONVOLUTIONS = (
     (128, 128, 19, 192, 336),
     (128, 3, 19, 192, 336),
 )
-"""Channels, features, frames, height and width, padding included, of decoding 256px in tiles of time."""
+"""Sizes in decoding 256px in tiles of time: channels, features, and frames, height and width with padding."""
 _TINY_CONVOLUTIONS = ((8, 16, 4, 6, 6),)
 LIMITS: Mapping[str, tuple[str, str]] = {
     "256px within 12 GiB": ("256px", "12GiB"),
@@ -67,7 +67,7 @@ def decoding(bench: Bench) -> Iterator[Row]:
 
 
 def convolutions(bench: Bench) -> Iterator[Row]:
-    """Yield the seconds of convolutions of the decoder, in both layouts, and what they take beside clip and result."""
+    """Yield the seconds of the decoder's convolutions in both layouts, and their memory besides clip and result."""
     bench.release()
     for sizes in _TINY_CONVOLUTIONS if bench.tiny else _CONVOLUTIONS:
         for layout in (torch.contiguous_format, torch.channels_last_3d):
@@ -92,7 +92,7 @@ def _convolution(
 
 
 def text(bench: Bench) -> Iterator[Row]:
-    """Yield the seconds of T5 and CLIP reading two prompts, whole and with T5 layer by layer."""
+    """Yield the seconds in which T5 and CLIP encode two prompts, with T5 whole and layer by layer."""
     bench.release()
     if bench.tiny:
         yield {"what": "T5 and CLIP", "skipped": "T5 has one size, which is not tiny"}
@@ -103,7 +103,7 @@ def text(bench: Bench) -> Iterator[Row]:
 
 
 def limits(bench: Bench) -> Iterator[Row]:
-    """Yield the peaks of two steps within less memory, beside their plans, and the seconds of an evaluation."""
+    """Yield the peaks of two steps with less memory, beside their plans, and the seconds of an evaluation."""
     bench.release()
     for name, (preset, limit) in LIMITS.items():
         # No tiny model fills a limit.
@@ -125,7 +125,7 @@ def _stage(bench: Bench, preset: str, stage: str, changes: Mapping[str, object])
 
 
 def streaming(bench: Bench) -> Iterator[Row]:
-    """Yield the seconds of an evaluation whose blocks come from page-locked memory, over those of resident ones."""
+    """Yield the seconds of an evaluation with blocks from page-locked memory, relative to resident blocks."""
     for preset in ("256px", "768px"):
         resident = median(bench.evaluations(bench.plan(preset, ONE_BRANCH))[1:])
         yield {"what": "all blocks stay", "preset": preset, "seconds": resident}
@@ -145,8 +145,8 @@ def _streamed(bench: Bench, preset: str, blocks: int) -> Row:
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    """Yield the seconds of a step on the largest micro-batch of `stage1`, of a few blocks of the released width, and
-    its rate of operations: those of forward and backward, not of what is computed again.
+    """Yield the seconds of a step of a few blocks with the released width, on the largest micro-batch of `stage1`.
+    The rate counts operations of forward and backward, without recomputation.
     """
     bench.release()
     for name, checkpointing in (("checkpointed", "full"), ("not checkpointed", "none")):
@@ -156,7 +156,7 @@ def training(bench: Bench) -> Iterator[Row]:
 
 
 def train_settings(bench: Bench, changes: Mapping[str, str]) -> TrainSettings:
-    """Return the recipe `stage1` with a few blocks, from text alone and from encoded clips."""
+    """Return the recipe `stage1` with a few blocks, for text to video only and with encoded clips."""
     given = {
         **_TRAINED_BLOCKS,
         **(_TINY_TRAINED if bench.tiny else {}),
@@ -219,7 +219,7 @@ def _no_encoders() -> object:
 
 
 def collectives(bench: Bench) -> Iterator[Row]:
-    """Yield what `osora bench-comm` measures, where there are two GPUs."""
+    """Yield the figures of `osora bench-comm`, if there are two GPUs."""
     bench.release()
     gpus = 2 if bench.device.type == "cpu" else torch.cuda.device_count()
     if gpus < 2:

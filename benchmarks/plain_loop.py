@@ -1,4 +1,4 @@
-"""Training as one would write it for one device: what the trainer is measured against."""
+"""Plain training loop for one device, the baseline of the trainer's measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from opensora_cli.settings.train import TrainSettings
 
 @dataclass(frozen=True)
 class _Tensors:
-    """A micro-batch as a plain loop has it: stacked, on the host."""
+    """Micro-batch of a plain loop: stacked tensors on the host."""
 
     latents_BCTHW: Tensor
     prompt_embeds_BLC: Tensor
@@ -34,14 +34,14 @@ class _Tensors:
 
 
 class PlainLoop:
-    """The loop: everything is in `step`, and nothing is checked or logged.
+    """Plain loop: everything is in `step`, and nothing is checked or logged.
 
     Args:
-        model: trained in place.
-        batches: handed out again and again.
-        empty: what takes the place of dropped captions.
-        settings: the same as the trainer's.
-        device: where the model is.
+        model: the model, trained in place.
+        batches: micro-batches, used in a cycle.
+        empty: embeddings that replace those of dropped captions.
+        settings: the settings of the trainer.
+        device: the device of the model.
     """
 
     def __init__(

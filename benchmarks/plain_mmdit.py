@@ -1,7 +1,7 @@
-"""The plain way to denoise, on the weights of our transformer: what `speed.py` compares with.
+"""Plain denoising on the weights of our transformer, the baseline of `speed.py`.
 
-The formulas of the reference implementation as one writes them down first: three branches in one batch at every step,
-nothing kept from one evaluation to the next, and nothing fused by hand.
+It follows the formulas of the reference implementation literally: three branches in one batch at every step, nothing
+cached between evaluations, and nothing fused by hand.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def plain_forward(
     pooled_prompt_embeds_BV: Tensor,
     conditioning_BNK: Tensor | None = None,
 ) -> Tensor:
-    """Return the velocity, as `MMDiT.forward` does, of a model that is not guidance-distilled; times are over 0."""
+    """Return the velocity like `MMDiT.forward`, for a model that is not guidance-distilled; times must be over 0."""
     latents = model.img_in(packed_latents_BND)
     if model.cond_in is not None:
         latents = latents + model.cond_in(conditioning_BNK)
@@ -64,7 +64,7 @@ def plain_denoise(
     timesteps: Sequence[float],
     scales: Sequence[tuple[float, Tensor | float]],
 ) -> Tensor:
-    """Return the latents after all steps; `scales` are those of the text and of the image at each."""
+    """Return the latents after all steps; `scales` has the text and the image scale of each step."""
     rows = [1, 1, 0]  # negative prompt without and with the given frames, prompt
     prompts, pooled = embeds.prompt_embeds_2LC[rows], embeds.pooled_prompt_embeds_2V[rows]
     conditioning = torch.cat((torch.zeros_like(conditioning_1NK), conditioning_1NK, conditioning_1NK))

@@ -1,6 +1,6 @@
-"""The Hunyuan autoencoder as its formulas say it: what `speed_vae.py` compares with, of the same modules and weights.
+"""Plain Hunyuan autoencoder with the same modules and weights, the baseline of `speed_vae.py`.
 
-Torch's default layout; clips are upsampled, then convolved; the attention has a mask of all positions by all positions.
+It uses torch's default layout, upsamples clips before convolving, and has a full attention mask of all positions.
 """
 
 import torch
@@ -14,7 +14,7 @@ from opensora_cli.models.vae.tiling import run_tiled
 
 
 def plain_encode(vae: HunyuanVAE, pixels_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:
-    """Return what `vae.encode` does."""
+    """Return the result of `vae.encode`."""
 
     def encode_tile(tile_BCTHW: Tensor) -> Tensor:
         encoder = vae.encoder
@@ -32,7 +32,7 @@ def plain_encode(vae: HunyuanVAE, pixels_BCTHW: Tensor, *, tiling: Tiling) -> Te
 
 
 def plain_decode(vae: HunyuanVAE, latents_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:
-    """Return what `vae.decode` does."""
+    """Return the result of `vae.decode`."""
 
     def decode_tile(tile_BCTHW: Tensor) -> Tensor:
         decoder = vae.decoder

@@ -1,8 +1,8 @@
 """Predicted times beside measured and published ones, and the tables of the page "Before you rent".
 
-The efficiencies of products, attention and the autoencoder are fitted to what an H100 took, by the log of `gpu.py`.
-`python benchmarks/predict.py --fit` fits those of the reference implementation to two of the five times that are
-published for it, and predicts the other three; `--tables` prints the tables.
+The efficiencies of products, attention and the autoencoder are fitted to times of an H100 in the log of `gpu.py`.
+`python benchmarks/predict.py --fit` fits the efficiencies of the reference implementation to two of its five published
+times, and predicts the other three; `--tables` prints the tables.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.train import load_train_settings
 
 EVALUATIONS = 150
-"""Of the reference: 50 steps, with three branches of guidance in each."""
+"""Evaluations of the reference: 50 steps with three branches of guidance each."""
 LOG = Path(__file__).parent / "logs" / "gpu_h100.json"
 PRESETS = ("256px", "768px")
 GPUS = ("4090", "A100-80GB", "H100", "H200")
@@ -43,19 +43,19 @@ CARD_OF_16_GIB = """extends: hardware/4090
 name: 16GiB
 memory: 16384MiB
 """
-"""A GPU of one's own: an RTX 4090 with less memory."""
+"""Description of a user's GPU: an RTX 4090 with less memory."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A time of the reference implementation on H100 or H800 GPUs, in seconds."""
+    """Published time of the reference implementation on H100 or H800 GPUs, in seconds."""
 
     resolution: str
     gpus: int
     seconds: float
     traffic_gb: float
-    """That an evaluation moves in memory but for products and attention, counted of blocks that are computed as there:
-    heads are normalised and rotated in copies of fp32, and nothing is added in the pass that multiplies it."""
+    """GB that an evaluation moves in memory, except for products and attention. The count follows the reference: heads
+    are normalized and rotated in fp32 copies, and no addition is fused with a multiplication."""
 
 
 PUBLISHED = (
@@ -66,12 +66,12 @@ PUBLISHED = (
     Published("768px", 8, 276, 582.6),
 )
 FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
-"""Of all pairs that to which the efficiencies are fitted with the smallest error of the other three."""
+"""Pair of times for the fit, with the smallest error of the other three among all pairs."""
 
 
 @cache
 def plan_on(resolution: str, machine: str, *, ring: bool = False) -> Plan:
-    """Return the plan of a preset on hardware as `--on` names it; `ring`: all ranks share tokens by ring attention."""
+    """Return the plan of a preset on the hardware of `--on`. With `ring` all ranks share tokens by ring attention."""
     planned = read_machine(machine)
     count = planned.count or 1
     changes = {"parallel.gpus": count, **({"parallel.ring_degree": count} if ring else {})}
@@ -81,7 +81,7 @@ def plan_on(resolution: str, machine: str, *, ring: bool = False) -> Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `benchmarks/gpu.py` timed on an H100."""
+    """Time that `benchmarks/gpu.py` measured on an H100."""
 
     resolution: str
     what: str
@@ -92,7 +92,7 @@ TimeT = TypeVar("TimeT", Published, Measured)
 
 
 def measured_times() -> list[Measured]:
-    """Return the times of the log: evaluations and decodes, each of 256px before that of 768px."""
+    """Return the times of the log: evaluations, then decodes, each at 256px before 768px."""
     parts = {part["part"]: part["rows"] for part in json.loads(LOG.read_text(encoding="utf-8"))["parts"]}
     rows = {row["what"]: row for row in parts["decoding"]}
     evaluations = [Measured(preset, "evaluation", parts[preset][0]["seconds"]) for preset in PRESETS]
@@ -100,7 +100,7 @@ def measured_times() -> list[Measured]:
 
 
 def of_ours(time: Measured, gpu: GpuSettings) -> float:
-    """Return what is predicted for what was measured."""
+    """Return the predicted seconds of a measured time."""
     plan = plan_on(time.resolution, "1xH100")
     return total((evaluation if time.what == "evaluation" else decoding)(plan, gpu))
 
@@ -117,7 +117,7 @@ def measured_table(gpu: GpuSettings) -> list[str]:
 
 
 def of_reference(time: Published, gpu: GpuSettings) -> float:
-    """Return what is predicted for the reference: ring attention, no branch left out, and each rank decodes it all."""
+    """Return the predicted seconds of the reference: ring attention, all branches, and each rank decodes everything."""
     plan = plan_on(time.resolution, f"{time.gpus}xH100", ring=time.gpus > 1)
     of_branch = {**evaluation(plan, gpu), TRAFFIC: gpu.memory_rate.seconds(time.traffic_gb * 1e9)}
     stages: Sequence[Seconds] = (
@@ -132,10 +132,10 @@ def of_reference(time: Published, gpu: GpuSettings) -> float:
 def fit(
     two: Sequence[TimeT], gpu: GpuSettings, predicted: Callable[[TimeT, GpuSettings], float] = of_reference
 ) -> GpuSettings:
-    """Return the GPU with the efficiencies of products and attention, to three digits, with which both times are right.
+    """Return the GPU with the efficiencies of products and attention, to three digits, that predict both times exactly.
 
-    Times are linear in the inverse of both as long as nothing else hides them, so that a few of Newton's steps will do.
-    Raises ValueError if there are none between 0 and 1.
+    Times are linear in the inverse of both efficiencies unless overlap hides them, so a few Newton steps suffice.
+    Raises ValueError if no efficiencies between 0 and 1 fit.
     """
 
     def missed(inverse: Sequence[float]) -> list[float]:
@@ -165,12 +165,12 @@ def _with(gpu: GpuSettings, inverse: Sequence[float]) -> GpuSettings:
 
 
 def errors(gpu: GpuSettings, left_out: Sequence[Published] = ()) -> Mapping[Published, float]:
-    """Return what is predicted over what is published, less 1, of all times but those left out."""
+    """Return the relative errors of the predictions for the published times, without the times in `left_out`."""
     return {time: of_reference(time, gpu) / time.seconds - 1 for time in PUBLISHED if time not in left_out}
 
 
 def fit_table(gpu: GpuSettings) -> list[str]:
-    """Return all pairs of times to which efficiencies can be fitted, that with the smallest error of the rest first."""
+    """Return the table of all pairs of times for the fit, sorted by the error of the other times."""
     found = []
     for two in itertools.combinations(PUBLISHED, 2):
         try:
@@ -186,7 +186,7 @@ def fit_table(gpu: GpuSettings) -> list[str]:
 
 
 def truth_table(gpu: GpuSettings) -> list[str]:
-    """Return the published times beside what is predicted for the reference, and for our own plan of that work."""
+    """Return published times beside the predictions for the reference and for our own plan of the same work."""
     two, reference = FITTED_TO, fit(FITTED_TO, gpu)
     rows = ["| preset | GPUs | published | predicted | error | our plan, predicted |", "|---|---|---|---|---|---|"]
     for time, error in errors(reference).items():
@@ -200,7 +200,7 @@ def truth_table(gpu: GpuSettings) -> list[str]:
 
 
 def generation_row(resolution: str, machine: str) -> str:
-    """Return what a preset needs on hardware, with the command that prints it."""
+    """Return the row for the needs of a preset on hardware, with the command that prints them."""
     plan = plan_on(resolution, machine)
     found = predict_time(alone(plan), read_machine(machine).gpu)
     peak, free = plan.peak_bytes / GIB, plan.budget_bytes / GIB
@@ -215,14 +215,14 @@ def generation_row(resolution: str, machine: str) -> str:
 
 
 def generation_table(resolution: str) -> list[str]:
-    """Return the rows of a preset."""
+    """Return the table of a preset."""
     machines = (f"{count}x{gpu}" for gpu in GPUS for count in COUNTS)
     head = _row(("command", "memory of a GPU", "offload", "predicted", "most of it"))
     return [head, _row(["---"] * 5), *(generation_row(resolution, machine) for machine in machines)]
 
 
 def train_plan(recipe: str, machine: str, changes: Mapping[str, object]) -> TrainPlan:
-    """Return the plan of a recipe on hardware as `--on` names it; its memory is not estimated yet."""
+    """Return the plan of a recipe on the hardware of `--on`, without an estimate of its memory."""
     planned = read_machine(machine)
     given = {**planned.counts(()), **{key: Given(value, "--set") for key, value in changes.items()}}
     settings = load_train_settings(
@@ -233,14 +233,14 @@ def train_plan(recipe: str, machine: str, changes: Mapping[str, object]) -> Trai
 
 @cache
 def step_bytes(recipe: str, ranks: int, changes: tuple[tuple[str, object], ...]) -> int:
-    """Return what the first rank needs on its GPU, which is the same on all that have page-locked memory enough."""
+    """Return the bytes of the first rank on its GPU, equal for all GPUs with enough page-locked host memory."""
     settings = train_plan(recipe, f"{ranks}x{GPUS[-1]}", dict(changes)).settings
     return estimate_training(settings).device_peak_bytes
 
 
 def training_row(recipe: str, ranks: int, gpu: str, *, shown: str | None = None) -> str:
-    """Return what a step of a recipe needs on hardware, with the command that prints it; `shown`: what names that."""
-    # As many GPUs share a clip as there are.
+    """Return the row for a step of a recipe on hardware, with its command; `shown` replaces the hardware's name."""
+    # All GPUs share a clip.
     changes: dict[str, object] = {}
     if recipe == "stage2" and ranks < 4:
         changes = {"parallel.ring_degree": 2} if ranks == 2 else {"strategy": "zero3", "parallel.ring_degree": "none"}
@@ -255,7 +255,7 @@ def training_row(recipe: str, ranks: int, gpu: str, *, shown: str | None = None)
 
 
 def training_table() -> list[str]:
-    """Return the rows of the training stages, and of an adapter."""
+    """Return the table of the training stages and of an adapter."""
     rows = [training_row(stage, count, gpu) for stage in STAGES for gpu in GPUS for count in COUNTS]
     rows += [training_row("stage2", 64, gpu) for gpu in GPUS]
     with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +267,7 @@ def training_table() -> list[str]:
 
 
 def recomputing_row(recipe: str, machine: str, *, is_selective: bool) -> str:
-    """Return the memory and the step of a recipe, as it is or with selective checkpointing, with the command."""
+    """Return the row for memory and step of a recipe, unchanged or with selective checkpointing, with the command."""
     changes = {"memory.checkpointing": "selective"} if is_selective else {}
     given = "".join(f" --set {key}={value}" for key, value in changes.items())
     plan = train_plan(recipe, machine, {"train_mmdit.cache": "cache", **changes})
@@ -283,7 +283,7 @@ def recomputing_row(recipe: str, machine: str, *, is_selective: bool) -> str:
 
 
 def recomputing_table() -> list[str]:
-    """Return the rows of recipes as they are, and with `memory.checkpointing=selective`."""
+    """Return the table of recipes, unchanged and with `memory.checkpointing=selective`."""
     head = _row(("command", "memory of a GPU", "computed again", "a step, predicted"))
     rows = [recomputing_row(*each, is_selective=way) for each in RECOMPUTING for way in (False, True)]
     return [head, _row(["---"] * 4), *rows]
@@ -299,7 +299,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Print what was asked for."""
+    """Print the requested tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit efficiencies to each two of the published times")
     parser.add_argument("--tables", action="store_true", help="print the tables of the page")

@@ -1,4 +1,4 @@
-"""Makes the pictures of the README and of the documentation's first page anew, with the demo model.
+"""Make the pictures of the README and of the documentation's first page again, with the demo model.
 
     python benchmarks/readme_pictures.py
     python benchmarks/readme_pictures.py --only red-boat --seed 3
@@ -47,7 +47,7 @@ def command(name: str, prompt: str, *, seed: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the pictures that are asked for, and return the exit code."""
+    """Make the requested pictures, and return the exit code."""
     prompts = shown_prompts()
     parser = argparse.ArgumentParser(
         prog="readme_pictures.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}.gif: {prompts[name]}", flush=True)
         if code := subprocess.run(command(name, prompts[name], seed=options.seed), cwd=ROOT, check=False).returncode:
             return code
-        # The page says how it was made.
+        # The page says how the picture was made, so it needs no sidecar.
         (PICTURES / f"{name}.gif.json").unlink(missing_ok=True)
     return 0
 

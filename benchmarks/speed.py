@@ -1,11 +1,11 @@
-"""Measures osora's default ways against plain ones built from the same modules, in one process and on the CPU.
+"""Compare osora's defaults with plain ways built from the same modules, in one process on the CPU.
 
     python benchmarks/speed.py --json speed.json
     python benchmarks/speed.py --part loop --part block --tokens 1152 --pairs 5
 
-Each part compares in alternating pairs, after one of each to warm up, and prints for each comparison the medians of
-seconds on the clock, the median of the pairs' ratios with the lowest and the highest, and the same ratio by seconds of
-the processor, which mind other programs less. It exits with 1 if a part misses its goal by the clock.
+Each part compares in alternating pairs, after a warm-up of both. For each comparison it prints the median wall-clock
+seconds, and the median, lowest and highest ratio of the pairs. It also prints the ratio of CPU seconds, which depend
+less on other programs. The exit code is 1 if a part misses its goal in wall-clock time.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SCHEMA = "osora.bench.speed/1"
 
 
 class Part(NamedTuple):
-    """What can be named by `--part`."""
+    """Part that `--part` can name."""
 
     what: str
     measure: Callable[[argparse.Namespace], Iterator[Row]]
@@ -45,7 +45,7 @@ PARTS = {
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the options of the command line."""
     parts = "\n".join(f"  {name:<10} {part.what}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table line by line, and exit with 1 if a goal is missed."""
+    """Measure, print the table line by line, and return 1 if a goal is missed."""
     options = parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)

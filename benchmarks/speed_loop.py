@@ -1,4 +1,4 @@
-"""The parts of `speed.py` about denoising: the demo's whole loop, and an evaluation of blocks of the released size."""
+"""Parts of `speed.py` about denoising: the demo's whole loop, and an evaluation of blocks of the released size."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 
 def measure_loop(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the demo's denoising in 50 steps with the scales of the released presets, of which plain makes 150
+    """Yield a row for the demo's denoising in 50 steps with the scales of the released presets. The plain way takes 150
     evaluations.
     """
     for mode, goal in LOOP_GOALS.items():
@@ -59,7 +59,7 @@ def measure_loop(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure_fast(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the demo's denoising and decoding with `--fast` against the plain ones of all steps, from text."""
+    """Yield a row for the demo's denoising and decoding from text with `--fast`, against plain ones of all steps."""
     settings = _demo("t2v", options.steps)
     plan, fast = make_plan(settings), make_plan(tried_settings(settings, {"sampling.fast": True}))
     transformer, hardware = load_transformer(plan), plan.hardware
@@ -96,7 +96,7 @@ def _demo(mode: str, steps: int) -> GenerateSettings:
 
 
 def _loops(plan: Plan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Return the plain loop and ours, from the same noise, embeddings and references to latents_1CTHW."""
+    """Return the plain loop and ours, both from the same noise, embeddings and references to latents_1CTHW."""
     generator, settings = torch.Generator().manual_seed(0), plan.settings
     config, patch = transformer.config, settings.model.patch_size
     embeds = _embeds(config, settings.text.t5_max_length, generator)
@@ -141,7 +141,7 @@ def _loops(plan: Plan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callab
 
 
 def measure_block(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield an evaluation of two double-stream and four single-stream blocks of the released width in fp32."""
+    """Yield a row for two double-stream and four single-stream blocks of the released width in fp32."""
     blocks = ReleasedBlocks.of(options)
     plain, ours = partial(blocks.plain, blocks.model), blocks.ours(blocks.model)
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def measure_block(options: argparse.Namespace) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class ReleasedBlocks:
-    """Two double-stream and four single-stream blocks of the released width in fp32, and what goes in."""
+    """Two double-stream and four single-stream blocks of the released width in fp32, with their inputs."""
 
     model: MMDiT
     latents_BND: Tensor
@@ -169,18 +169,18 @@ class ReleasedBlocks:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "ReleasedBlocks":
-        """Return them with so many tokens as the options say."""
+        """Return blocks and inputs for the number of tokens in the options."""
         config = MMDiTConfig(depth=2, depth_single_blocks=4)
         generator = torch.Generator().manual_seed(0)
         with torch.device("meta"):
             model = MMDiT(config)
         model = model.to_empty(device=_CPU).requires_grad_(False).eval()
-        # All of them from a few numbers: drawing five gigabytes takes longer than an evaluation.
+        # The weights repeat a few numbers: drawing five gigabytes takes longer than an evaluation.
         drawn = 0.02 * torch.randn(2**20, generator=generator)
         for weight in model.parameters():
             for piece in weight.view(-1).split(len(drawn)):
                 piece.copy_(drawn[: len(piece)])
-        model.set_sequence_chunk(CHUNK_TOKENS)  # as plans do
+        model.set_sequence_chunk(CHUNK_TOKENS)  # like plans
         rows, columns = 16, 20
         frames = max(1, (options.tokens - _TEXT_TOKENS) // (rows * columns))
         tokens = frames * rows * columns
@@ -191,7 +191,7 @@ class ReleasedBlocks:
 
     @property
     def tokens(self) -> int:
-        """Of text, too."""
+        """Number of tokens of latents and text."""
         return self.latents_BND.shape[1] + _TEXT_TOKENS
 
     def plain(self, model: MMDiT) -> Tensor:
@@ -207,7 +207,7 @@ class ReleasedBlocks:
         )
 
     def ours(self, model: MMDiT) -> Callable[[], Tensor]:
-        """Return what evaluates a model as a generation does."""
+        """Return a function that evaluates a model like a generation."""
         velocity = GuidedVelocity(
             model, self.embeds, conditioning_BNK=self.conditioning_BNK, position_ids_1N3=self.position_ids_BN3
         )

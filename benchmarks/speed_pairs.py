@@ -1,4 +1,4 @@
-"""Two ways to do the same, compared in alternating pairs in one process: what each part of `speed.py` is made of."""
+"""Comparison of two ways to do the same, in alternating pairs in one process, for the parts of `speed.py`."""
 
 import time
 from collections.abc import Callable
@@ -9,32 +9,32 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table: what was compared, and how much faster ours is."""
+    """Line of the table: a comparison, and the speedup of our way."""
 
     name: str
     plain_s: float
     ours_s: float
-    """Medians, on the clock."""
+    """Median wall-clock seconds of our way; `plain_s` is the median of the plain way."""
     faster: float
     """Median of the ratios of the pairs, plain over ours."""
     spread: tuple[float, float]
-    """The lowest and the highest of them."""
+    """Lowest and highest ratio of the pairs."""
     faster_processor: float | None = None
-    """The same by seconds of the processor, which mind other programs less; None: not counted."""
+    """Median ratio of CPU seconds, which depend less on other programs; None means not counted."""
     goal: float | None = None
-    """What `faster` should be; None: nothing is asked."""
+    """Required value of `faster`; None means no requirement."""
     note: str = ""
-    """What it costs or changes, such as an error."""
+    """Cost or change, such as an error."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """More, for the JSON alone."""
+    """More figures, only for the JSON."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether it is as fast as it should be."""
+        """Whether the goal is reached."""
         return self.goal is None or self.faster >= self.goal
 
     def line(self, part: str) -> str:
-        """Return it for people; see `HEAD`."""
+        """Return the line of the table for people, in the columns of `HEAD`."""
         low, high = self.spread
         processor, goal = ("" if each is None else f"{each:.2f}" for each in (self.faster_processor, self.goal))
         return (
@@ -43,7 +43,7 @@ class Row:
         ).rstrip()
 
     def document(self, part: str) -> dict[str, Any]:
-        """Return it for the JSON."""
+        """Return the row for the JSON."""
         return {"part": part, **asdict(self)}
 
 
@@ -63,7 +63,7 @@ def compared(
     note: str = "",
     figures: dict[str, Any] | None = None,
 ) -> Row:
-    """Run both once to warm up, then `pairs` times in turns, each first in every second pair."""
+    """Run both ways once to warm up, then `pairs` times. The order changes with each pair."""
     ways = {"plain": plain, "ours": ours}
     walls: dict[str, list[float]] = {key: [] for key in ways}
     processor: dict[str, list[float]] = {key: [] for key in ways}

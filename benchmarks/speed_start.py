@@ -1,7 +1,7 @@
-"""The part of `speed.py` about all that is not work: commands as processes of their own, against limits in seconds.
+"""Part of `speed.py` about overhead: commands as separate processes, compared with limits in seconds.
 
-Each stands where the plain way stands elsewhere: `plain s` is the limit. What refuses or explains is held to it by
-seconds of the processor, what computes by the clock of an idle machine.
+The limit takes the column `plain s`. Commands that refuse or explain are limited in CPU seconds, and commands that
+compute in wall-clock seconds of an idle machine.
 """
 
 import argparse
@@ -23,18 +23,18 @@ _DEMO = ["generate", "raining, sea", "--model", "demo", "--device", "cpu", "--no
 _PLAN_S = 2.3
 _DEMO_S = 3.5
 _RANKS_S = 3.0
-"""More than one process takes."""
+"""Additional seconds of two processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of some runs of a command, its descendants' included."""
+    """Seconds of several runs of a command, with its descendants."""
 
     wall: tuple[float, ...]
     processor: tuple[float, ...]
 
     def row(self, name: str, limit_s: float | None, *, by_processor: bool = False) -> Row:
-        """Return the line of the table; None: there is no limit."""
+        """Return the row of the table; None means no limit."""
         held = self.processor if by_processor else self.wall
         limit = median(held) if limit_s is None else limit_s
         return Row(
@@ -51,7 +51,7 @@ class _Times:
 
 
 def measure_start(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield torch's import alone, what needs none of it, a plan of the demo, and the demo by one process and by two."""
+    """Yield rows for torch's import, commands without it, a plan of the demo, and the demo in one and two processes."""
     runs = options.pairs
     yield _times(_TORCH, runs).row("import torch", None)
     yield _times([*_OSORA, "--help"], runs).row("--help", 0.3, by_processor=True)
@@ -65,7 +65,7 @@ def measure_start(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _times(command: Sequence[str], runs: int, *, expected: int = 0) -> _Times:
-    """Return the seconds of a command that exits with `expected`, after one run to warm up the disk's cache."""
+    """Return the seconds of a command that exits with `expected`, after a run to warm up the disk cache."""
     found, environment = [], {**os.environ, "PYTHONPATH": _packages()}
     for _ in range(runs + 1):
         with tempfile.TemporaryDirectory() as folder:
@@ -84,5 +84,5 @@ def _processor_s() -> float:
 
 
 def _packages() -> str:
-    """Return where this process finds packages: a command starts in an empty folder."""
+    """Return the import path of this process for commands, which start in an empty folder."""
     return os.pathsep.join(os.path.abspath(path) for path in sys.path)

@@ -1,4 +1,4 @@
-"""The part of `speed.py` about training: a step of the trainer with everything on against one of a plain loop."""
+"""Part of `speed.py` about training: a step of the trainer with all features against a step of a plain loop."""
 
 import argparse
 import copy
@@ -22,7 +22,7 @@ from opensora_cli.settings.train import TrainSettings
 from train import FixedBatches, demo_settings, encoded_batches, make_trainer
 
 GOAL = 1 / 1.01
-"""At most a hundredth slower."""
+"""Required speedup: at most a hundredth slower."""
 _CPU = torch.device("cpu")
 _RELEASED = {
     "model.hidden_size": "3072",
@@ -31,18 +31,18 @@ _RELEASED = {
     "model.depth": "0",
     "model.depth_single_blocks": "1",
 }
-"""A block as wide as the released ones; weights, gradients, and moments and averages of both loops are 5 GB."""
+"""Settings of a block with the released width. Weights, gradients, moments and averages of both loops are 5 GB."""
 
 
 def measure_train(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the demo's step, that of a block of the released width, and the demo's compiled against its own.
+    """Yield rows for a step of the demo, a step of a block of the released width, and the demo compiled and eager.
 
-    Clips are encoded already. The trainer clips, averages, checks that all is finite, keeps its times, and writes each
+    Clips are encoded already. The trainer clips, averages, checks for finite values, records times, and writes each
     step to its log and to TensorBoard; the plain loop clips and averages.
     """
     for name, batch_size, model in (("demo", 8, {}), ("released width, one block", 1, _RELEASED)):
         with _watched(batch_size, model) as (trainer, batches, empty):
-            # Of large weights there is one copy, which both loops train.
+            # There is only one copy of large weights, which both loops train.
             module = trainer.task.module if model else copy.deepcopy(trainer.task.module)
             settings = _settings(batch_size, model)
             plain = PlainLoop(module, batches, empty=empty, settings=settings, device=_CPU)
@@ -55,7 +55,7 @@ def measure_train(options: argparse.Namespace) -> Iterator[Row]:
 def _watched(
     batch_size: int, changes: Mapping[str, str]
 ) -> Iterator[tuple[Trainer[ClipBatch], list[ClipBatch], EmptyPrompt]]:
-    """Yield a trainer with everything on, its micro-batches, and the empty prompt."""
+    """Yield a trainer with all features, its micro-batches, and the empty prompt."""
     settings = _settings(batch_size, changes)
     batches, empty = _encoded(batch_size)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The part of `speed.py` about the autoencoder: encode and decode, in time and in memory."""
+"""Part of `speed.py` about the autoencoder: time and memory of encoding and decoding."""
 
 import argparse
 import copy
@@ -27,26 +27,26 @@ _DEMO = HunyuanVAEConfig(
     scale_factor=1.0,
     spatial_compression_ratio=4,
 )
-# The released widths would take many minutes for a clip.
+# With the released widths a clip would take many minutes.
 _QUARTER = HunyuanVAEConfig(block_out_channels=(32, 64, 128, 128), norm_num_groups=8, sample_size=128, sample_tsize=16)
 SIZES = {64: ("demo", _DEMO), 256: ("released, 1/4 of widths", _QUARTER)}
 
 
 def measure_vae(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield random weights of two sizes, 17 and 33 frames, whole and in tiles; the note has the ratio of peak memory,
-    counted in tensors, and the relative error.
+    """Yield rows for random weights of two sizes, 17 and 33 frames, whole and in tiles. The note has the ratio of the
+    peaks of counted tensors, and the relative error.
     """
     for pixels in options.pixels or SIZES:
         name, config = SIZES[pixels]
         torch.manual_seed(0)
         plain_vae = HunyuanVAE(config).requires_grad_(False).eval()
         vae = copy.deepcopy(plain_vae)
-        lay_out_kernels(vae, torch.device("cpu"))  # as loading does
+        lay_out_kernels(vae, torch.device("cpu"))  # like loading
         for num_frames in (17, 33):
             clip = torch.rand(1, 3, num_frames, pixels, pixels) * 2 - 1
             for tiling in (Tiling(), Tiling(spatial=True, temporal=True)):
                 tiles = f", tiles of {config.sample_size}px" if tiling.spatial else ""
-                # A long clip says enough in few pairs.
+                # Few pairs are enough for a long clip.
                 pairs = min(options.pairs, 3) if pixels > 64 else options.pairs
                 title = f"{name}, {num_frames}x{pixels}px{tiles}"
                 yield from _both(plain_vae, vae, clip, tiling, pairs=pairs, title=title)

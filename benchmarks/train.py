@@ -1,14 +1,14 @@
-"""Measures what the training loop costs: its own work, and waiting for data.
+"""Measure the cost of the training loop: its own work, and waiting for data.
 
     python benchmarks/train.py --json train.json
 
-Two parts, in one process, on the demo's transformer, and on a GPU where there is one:
+Two parts run in one process on the demo's transformer, on a GPU if there is one:
 
-- `throughput`: steps of the trainer against those of the loop in `plain_loop.py`, on the same encoded clips, with the
-  same optimizer, precision, clipping and average. They take turns in blocks, and medians over the blocks are compared.
-  Both train text to video alone. Seconds of the processor are printed beside, for they mind other programs less.
-- `data`: the share of a step in which the trainer waits for clips that worker processes cut out of MP4 files. How long
-  a step is depends on this machine: such clips are encoded in it, too. How long reading takes by itself stands beside.
+- `throughput`: steps of the trainer against steps of the loop in `plain_loop.py`, on the same encoded clips, with the
+  same optimizer, precision, clipping and average. They alternate in blocks, and medians over the blocks are compared.
+  Both train only text to video. CPU seconds are printed, too, because they depend less on other programs.
+- `data`: the share of a step in which the trainer waits for clips that worker processes cut out of MP4 files. The time
+  of a step depends on this machine, and includes encoding. The time of reading alone is printed, too.
 """
 
 import argparse
@@ -52,12 +52,12 @@ _BATCHES = 4
 _CLIPS, _CLIP_SIZE, _CLIP_FRAMES, _CLIP_FPS = 32, 128, 49, 24.0
 _CAPTION = "raining, sea"
 _WITHOUT_BF16 = {"train_mmdit.frozen_dtype": "float32", "train_mmdit.attention": "sdpa"}
-"""Processors that do not multiply in bfloat16 take many times as long for what the recipe computes in it."""
+"""Settings without bfloat16, which takes many times as long on processors without native bfloat16 products."""
 
 
 def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] | None = None) -> TrainSettings:
-    """Return a training of the demo's transformer from random weights on clips of 9 frames, with the packaged frozen
-    parts, AdamW at a constant rate, and text to video alone.
+    """Return settings to train the demo's transformer from random weights on clips of 9 frames.
+    Training uses the packaged frozen parts, AdamW at a constant rate, and only text to video.
     """
     given = {
         "init": "none",
@@ -78,10 +78,10 @@ def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] |
 
 
 class FixedBatches:
-    """The same few micro-batches again and again, under new numbers.
+    """Cycle of a few micro-batches with increasing numbers.
 
     Args:
-        batches: what is handed out.
+        batches: the micro-batches to repeat.
     """
 
     epoch = 0
@@ -91,13 +91,13 @@ class FixedBatches:
         self._number = 0
 
     def next(self) -> ClipBatch:
-        """Return the next one."""
+        """Return the next micro-batch."""
         batch = replace(self._batches[self._number % len(self._batches)], number=self._number)
         self._number += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: no run goes on from here."""
+        """Return an empty state, because no run is resumed."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def color_field(num_frames: int, size: int, number: int) -> torch.Tensor:
 
 
 def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list[ClipBatch], EmptyPrompt]:
-    """Return a few micro-batches as a cache would hand them out, and the empty prompt."""
+    """Return a few micro-batches like those of a cache, and the empty prompt."""
     encoders = load_encoders(settings, device=device)
     batches = []
     for number in range(_BATCHES):
@@ -134,7 +134,7 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
 def make_trainer(
     settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device, *, metrics: Metrics | None = None
 ) -> Trainer[ClipBatch]:
-    """Return the trainer, as `osora train` builds it; without `metrics`, nothing is recorded."""
+    """Return the trainer of `osora train`; without `metrics`, nothing is recorded."""
     distribution, reporter = Distribution(device), SilentReporter()
     return Trainer(
         build_task(settings, distribution=distribution, reporter=reporter),
@@ -152,7 +152,7 @@ def make_trainer(
 def measure_throughput(
     device: torch.device, *, compute: str, batch_size: int, block: int, rounds: int
 ) -> dict[str, Any]:
-    """Return the medians of seconds for one step of both, on the clock and of the processor, and what they are of."""
+    """Return the median seconds of a step of both loops, their wall-clock and CPU ratios, and the raw values."""
     settings = demo_settings(batch_size=batch_size, compute=compute)
     batches, empty = encoded_batches(settings, device)
     trainer = make_trainer(settings, FixedBatches(batches), device)
@@ -163,7 +163,7 @@ def measure_throughput(
     for step in steps.values():
         _seconds(step, 2, device)
     for index in range(rounds):
-        # Each goes first in every second round.
+        # The order changes with each round.
         for name in list(steps)[:: 1 if index % 2 == 0 else -1]:
             wall, cpu = _seconds(steps[name], block, device)
             walls[name].append(wall)
@@ -180,7 +180,7 @@ def measure_throughput(
 
 
 def _seconds(step: Callable[[], object], count: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a step, on the clock and of the processor, as a mean over some."""
+    """Return the wall-clock and CPU seconds of a step, averaged over `count` steps."""
     _finish(device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -211,7 +211,7 @@ def write_clips(folder: Path) -> Path:
 def measure_data(
     folder: Path, device: torch.device, *, batch_size: int, steps: int, workers: int
 ) -> dict[str, float | int]:
-    """Return the share of waiting, the medians of a step, and of reading a micro-batch in one process."""
+    """Return the share of waiting, the median seconds of a step, and of reading a micro-batch in one process."""
     files = {
         "data.table": str(write_clips(folder)),
     }
@@ -264,7 +264,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Return the lines of the table, and whether everything is as it should be."""
+    """Return the lines of the table, and whether all limits are met."""
     rows = [
         (
             f"trainer against a plain loop, {each['compute']}",
@@ -289,7 +289,7 @@ def table(figures: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="what the training loop costs")
     parser.add_argument("--batch-size", type=int, default=8, help="clips of a step")
     parser.add_argument("--block", type=int, default=5, help="steps of the trainer, and then of the plain loop")
@@ -302,7 +302,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, and exit with 1 if something takes more than it should."""
+    """Measure, print the table, and return 1 if a limit is exceeded."""
     options = parse(arguments)
     figures = measure(options)
     lines, is_fine = table(figures)

@@ -10,10 +10,10 @@ class BackgroundJob:
     def __init__(self) -> None:
         self._thread: Thread | None = None
         self.error: BaseException | None = None
-        """Error of the last job, until it is taken."""
+        """Error of the last job, until `take_error` returns it."""
 
     def start(self, do: Callable[[], None]) -> None:
-        """Start a job after the last one was joined. Where no thread can be started, the job runs here."""
+        """Start a job after the last one was joined. If no thread can be started, the job runs in this thread."""
 
         def run() -> None:
             try:
@@ -24,13 +24,13 @@ class BackgroundJob:
         thread = Thread(target=run, name="osora-checkpoint")
         try:
             thread.start()
-        except RuntimeError:  # as under `ulimit -u`
+        except RuntimeError:  # for example with `ulimit -u`
             run()
         else:
             self._thread = thread
 
     def join(self) -> None:
-        """Wait for the end of the job; after an interrupted wait, call it again."""
+        """Wait for the end of the job; after an interrupted wait, call this again."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,4 +1,4 @@
-"""The formats of weights, and what opening any of them gives."""
+"""The formats of weights, and the record of an opened checkpoint."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from opensora_cli.core.weight_choices import Selection
 
-if TYPE_CHECKING:  # it needs torch, which takes longer to import than many a wrong request takes to be refused
+if TYPE_CHECKING:  # it needs torch, whose import would delay the refusal of a wrong request
     from opensora_cli.checkpoint.lazy import LazyTensor
 
 _SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
@@ -29,17 +29,17 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShardName:
-    """The parts of the name of one shard of several; `str` gives `shard 1 of 4`."""
+    """Parsed name of one shard of several; `str` gives `shard 1 of 4`."""
 
     stem: str
     number: int
-    """Counted from 1."""
+    """Number of the shard, counted from 1."""
     count: int
     suffix: str
 
     @classmethod
     def of(cls, name: str) -> "ShardName | None":
-        """Take a name such as `model-00001-of-00004.safetensors` apart; None: it is not of this kind."""
+        """Parse a name such as `model-00001-of-00004.safetensors`; return None for another kind of name."""
         match = _SHARD_NAME.fullmatch(name)
         if match is None or int(match[3]) < 2:
             return None
@@ -60,11 +60,11 @@ class Checkpoint:
 
     format: Format
     path: Path
-    """What was opened: a file or a folder."""
+    """The opened file or folder."""
     selection: Selection | None = None
-    """Which of its weights `entries` are; None where there is no choice."""
+    """Selected set of weights; None if there is no choice."""
     selections: tuple[Selection, ...] = ()
-    """Which weights there are to choose from; empty where there is no choice."""
+    """Sets of weights to choose from; empty if there is no choice."""
     entries: "Mapping[str, LazyTensor]"
     """The tensors by name, in the file's order."""
     metadata: Mapping[str, str]
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def form(self) -> str:
-        """Its format; and which of several shards it is, by its name, if it is one without the others."""
+        """The format; for a single shard also its number, from its name."""
         shard = self._shard
         return f"{self.format}, {shard}" if shard else self.format.value
 

@@ -1,12 +1,12 @@
 """Weights in 8-bit floating point, each with a scale: weight = 8-bit values x scale.
 
-This is about storage. Files in the wild keep the scale of `x.weight` under one of these names:
+This is about storage. Published files keep the scale of `x.weight` under one of these names:
 
 - `x.weight_scale`: one number, or one for each row (compressed-tensors, ComfyUI);
 - `x.scale_weight`: one number (older ComfyUI);
-- `x.weight_scale_inv`: one for each block of 128 x 128 (DeepSeek-V3). The name notwithstanding, it is multiplied.
+- `x.weight_scale_inv`: one for each block of 128 x 128 (DeepSeek-V3). Despite its name, it is multiplied.
 
-8-bit tensors without any are taken as they are. What is written is `x.weight` and `x.weight_scale`, one number.
+8-bit tensors without a scale are used unchanged. Written files hold `x.weight` and `x.weight_scale`, one number.
 """
 
 import math
@@ -23,22 +23,22 @@ FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m
 
 _SCALE = "_scale"
 _BLOCK = 128
-# Scales of activations, and notes to programs that compute in 8 bits: they mean nothing beside other weights.
+# Scales of activations, and flags for programs that compute in 8 bits: they mean nothing beside other weights.
 _COMPANIONS = ("input_scale", "scale_input", "comfy_quant")
 _MARKER = "scaled_fp8"
-# Two dimensions do not make a linear layer: these are tables, from which rows are looked up.
+# Not every 2-D weight is a linear layer: these are look-up tables.
 _TABLES = ("*embed*", "shared.weight", "*.shared.weight", "*relative_attention_bias*")
 
 
 def dequantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Multiply 8-bit tensors with their scales, and leave these out; all other tensors pass unchanged.
+    """Multiply 8-bit tensors by their scales, and drop the scales; all other tensors pass unchanged.
 
     Args:
         entries: the tensors, in any of the variants above.
-        dtype: of what was 8-bit; the product is rounded to it once.
+        dtype: dtype of the dequantized tensors; the product is rounded to it once.
 
     Raises:
-        CheckpointError: a tensor has two scales, or one whose shape or dtype is none of the variants.
+        CheckpointError: a tensor has two scales, or a scale whose shape or dtype fits none of the variants.
     """
     scales = _scales(entries)
     result: dict[str, LazyTensor] = {}
@@ -54,7 +54,7 @@ def dequantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[st
 
 
 def without_scales(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors under whose names a model has its weights: all but scales, and notes beside 8-bit tensors."""
+    """Return the weights of a model, without the scales and flags of 8-bit tensors."""
     scales = _scales(entries)
     left_out = {name for found in scales.values() for name in found} | _companions(scales)
     return {
@@ -65,9 +65,7 @@ def without_scales(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def separated(before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]) -> list[str]:
-    """Return the names in `before` of the 8-bit tensors whose scale is another in `after`, which has some of the same
-    entries by the same or other names.
-    """
+    """Return the names in `before` of the 8-bit tensors whose scale differs in `after`, which may rename entries."""
     new_names = {id(entry): name for name, entry in after.items()}
     scales, new_scales = _scales(before), _scales(after)
     return [
@@ -79,10 +77,10 @@ def separated(before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor])
 
 
 def quantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Give the weights of linear layers 8 bits, and put the scale of each behind it.
+    """Quantize the weights of linear layers to 8 bits, and put the scale of each after it.
 
-    Linear layers are known by names and shapes: floating point, two dimensions, a name that ends in `weight` and is not
-    that of an embedding. All other tensors pass unchanged, and so do those that have 8 bits already.
+    Names and shapes identify linear layers: floating point, two dimensions, and a name that ends in `weight` and is not
+    the name of an embedding. All other tensors pass unchanged, 8-bit tensors included.
 
     Args:
         entries: the tensors.
@@ -103,8 +101,8 @@ def quantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str,
 
 
 def _quantised(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTensor, LazyTensor]:
-    """Return the tensor over its scale in 8 bits, rounded to the nearest and never over the largest number, and its
-    scale.
+    """Return the tensor divided by its scale in 8 bits, and the scale.
+    Values are rounded to nearest, and clamped to the largest 8-bit number.
     """
     found: list[Tensor] = []
 
@@ -121,7 +119,7 @@ def _quantised(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTen
 
 
 def _dequantised(name: str, base: LazyTensor, scale: LazyTensor | None, dtype: torch.dtype) -> LazyTensor:
-    """Return the product of 8-bit values and their scale, if they have one, rounded to `dtype`."""
+    """Return 8-bit values times their scale, if they have one, rounded to `dtype`."""
     block_rows, block_columns = (1, 1) if scale is None else _block_of_scale(name, base, scale)
 
     def read() -> Tensor:
@@ -141,8 +139,8 @@ def _dequantised(name: str, base: LazyTensor, scale: LazyTensor | None, dtype: t
 def _scale_of(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale with which the largest magnitude becomes the largest 8-bit number: (), fp32.
 
-    It is rounded to bfloat16, which is finer than any 8 bits. So the magnitude comes back exactly, and quantizing the
-    bfloat16 product gives the same scale and the same 8-bit values again.
+    The scale is rounded to bfloat16, which is finer than any 8 bits. So dequantizing restores the magnitude exactly,
+    and quantizing the bfloat16 product gives the same scale and the same 8-bit values again.
     """
     low, high = values.aminmax() if values.numel() else (torch.zeros(()), torch.zeros(()))
     # `maximum` keeps NaN.
@@ -155,18 +153,18 @@ def _scale_of(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     if not largest:
         return torch.ones(())
     largest = largest.bfloat16().float().clamp(max=torch.finfo(torch.bfloat16).max)
-    # A magnitude so small that the division underflows gets the smallest scale by which one can divide.
+    # If the magnitude is so small that the division underflows, the smallest valid divisor is the scale.
     return (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _widened(values: Tensor) -> Tensor:
-    """Return 8-bit values in fp32: a look-up, as torch's own conversion takes four times as long on a CPU."""
+    """Return 8-bit values in fp32, by look-up: torch's own conversion takes four times as long on a CPU."""
     numbers = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
     return numbers.index_select(0, values.view(-1).view(torch.uint8).int()).view(values.shape)
 
 
 def _scales(entries: Mapping[str, LazyTensor]) -> dict[str, list[str]]:
-    """Return the 8-bit tensors, each with the tensors that may be its scale: hardly ever more than one."""
+    """Return the 8-bit tensors, each with the candidates for its scale, rarely more than one."""
     quantised = (name for name, entry in entries.items() if entry.dtype in FP8_DTYPES and not _is_marker(name))
     return {name: _find_scales(name, entries) for name in quantised}
 
@@ -183,12 +181,12 @@ def _companions(quantised: Iterable[str]) -> set[str]:
 
 
 def _is_marker(name: str) -> bool:
-    """Whether it is the tensor by which older ComfyUI recognises 8-bit files."""
+    """Return whether this is the tensor by which older ComfyUI recognizes 8-bit files."""
     return name.rpartition(".")[2] == _MARKER
 
 
 def _block_of_scale(name: str, base: LazyTensor, scale: LazyTensor) -> tuple[int, int]:
-    """Return how many rows and columns of `base` have one number of `scale` in common."""
+    """Return how many rows and columns of `base` share one number of `scale`."""
     rows, columns = (base.shape[0] if base.shape else 1), math.prod(base.shape[1:])
     if scale.dtype.is_floating_point:
         if scale.numel == 1:

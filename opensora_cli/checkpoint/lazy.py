@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that are read when they are needed, and tensors that are computed from them.
+"""Tensors of a checkpoint that are read when they are needed, and tensors computed from them.
 
-A `LazyTensor` has a shape and a dtype, and reads its values as a whole. Conversions wrap lazy tensors in others. So one
-tensor at a time is in memory, and never a checkpoint.
+A `LazyTensor` has a shape and a dtype, and reads all its values at once. Conversions wrap lazy tensors in others. So
+only one tensor at a time is in memory, never a whole checkpoint.
 """
 
 import math
@@ -21,10 +21,10 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 
 MAX_DIMENSIONS = 64
-"""Most dimensions of a tensor with which torch computes."""
+"""Largest number of dimensions of a tensor that torch can compute with."""
 
 _PIECE_BYTES = 2**20
-"""Bytes that are written at a time, for progress."""
+"""Bytes written at a time, for the progress display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LazyTensor:
     dtype: torch.dtype
     read: Callable[[], Tensor]
     extent: Extent | None = None
-    """Bytes of a file that are the values as they are: row by row, little-endian. None for other tensors."""
+    """Bytes of a file with the values: row by row, little-endian. None for other tensors."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "LazyTensor":
@@ -157,12 +157,12 @@ def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Return rows `start` to `stop` of a tensor of one dimension or more."""
+    """Return rows `start` to `stop` of a tensor with at least one dimension."""
     return LazyTensor((stop - start, *tensor.shape[1:]), tensor.dtype, partial(_read_rows, tensor, start, stop))
 
 
 def joined(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Return the rows of several tensors of one dtype and one shape of rows, in order.
+    """Concatenate the rows of several tensors with the same dtype and row shape.
 
     Raises:
         ValueError: the dtypes or the shapes of rows differ.
@@ -177,7 +177,7 @@ def joined(parts: Sequence[LazyTensor]) -> LazyTensor:
 def reordered(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
     """Return the tensor with its rows in another order within each group of `len(order)` rows.
 
-    `order` lists the old places of the new rows.
+    `order` lists the old index of each new row.
     """
     return LazyTensor(tensor.shape, tensor.dtype, partial(_read_reordered, tensor, tuple(order)))
 
@@ -187,7 +187,7 @@ def padded(tensor: LazyTensor, *, start: int, rows: int) -> LazyTensor:
     return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, partial(_read_padded, tensor, start, rows))
 
 
-# Module functions and not closures, so that lazy tensors can be sent to other processes.
+# Module functions instead of closures, so that lazy tensors can be sent to other processes.
 
 
 def _read_stored(extent: Extent, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -23,34 +23,34 @@ from opensora_cli.core.file_states import FileStates
 from opensora_cli.core.formatting import first_few, plain, without_credentials
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
-"""Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
+"""Converts a file's tensors to a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
 
 Shape = tuple[int, ...]
 _NUMBER = re.compile(r"\d+")
 _CHECKED_DEPTH = 2
-"""Of parts that look at their mapped files before they compute: blocks do, and layers in them do not."""
+"""Depth of the modules that check their mapped files before they compute: blocks do, and layers in them do not."""
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _SUBFOLDERS = ["*/*"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """What loading makes of a checkpoint's tensors for one key of a module."""
+    """Tensor that loading makes from a checkpoint for one key of a module."""
 
     key: str
     numel: int
     dtype: torch.dtype
-    """As it is read, before it is cast."""
+    """Dtype of the tensor when it is read, before the cast."""
     is_mapped: bool
-    """Whether it is a part of the mapped file as it is, rather than a copy."""
+    """Whether the tensor is a part of the mapped file instead of a copy."""
 
 
 def plan_tensors(
     path: str | Path, *, dtype: torch.dtype, convert: ConvertFn | None = None
 ) -> tuple[PlannedTensor, ...]:
-    """Return what `load_into_module` would read on a CPU, from the headers of a checkpoint alone.
+    """Return the tensors that `load_into_module` would read on a CPU, from the headers of a checkpoint alone.
 
-    `dtype` and `convert` are as there. Raises CheckpointError for a file that is missing or broken.
+    `dtype` and `convert` are its arguments. Raises CheckpointError for a file that is missing or broken.
     """
     tensors = MetaTensors(dequantise(open_checkpoint(Path(path)).entries, dtype))
     return tuple(
@@ -77,31 +77,31 @@ def load_into_module(
 ) -> None:
     """Fill a module with the weights of a checkpoint, tensor by tensor.
 
-    Keys and shapes are checked, conversion included, before the first weight is read. On the CPU a tensor that needs
-    no other dtype stays a private map of the file: it costs no memory of its own until it is written to. Elsewhere
-    only one tensor at a time is held beside the result. A call of the module, or of a part of it, is a CheckpointError
-    once a file that it maps was written to.
+    Keys and shapes are checked, conversion included, before the first weight is read. On the CPU a tensor that keeps
+    its dtype stays a private map of the file: it costs no memory of its own until it is written to. On other devices
+    only one tensor at a time is held beside the result. If a mapped file is written to, later calls of the module, or
+    of a part of it, raise CheckpointError.
 
     Args:
-        module_on_meta: made under `torch.device("meta")`; parameters and buffers are replaced, `requires_grad` kept.
+        module_on_meta: made under `torch.device("meta")`; parameters and buffers are replaced, `requires_grad` stays.
         path: the file or folder, in any of the formats.
-        device: where the weights go.
-        dtype: of all floating-point tensors; others keep theirs.
-        convert: maps the file's tensors to the module's keys; None where they are the same. It must also run on tensors
-            of the meta device.
-        allowed_missing: patterns (as in shells: `cond_in.*`) of keys that the file may lack; on the meta device these
-            start at zero, elsewhere they keep their values.
+        device: the device of the weights.
+        dtype: dtype of all floating-point tensors; others keep theirs.
+        convert: maps the file's tensors to the module's keys; None means that the keys are the same. It must also run
+            on tensors of the meta device.
+        allowed_missing: shell-style patterns such as `cond_in.*` of keys that the file may lack. On the meta device
+            these start at zero, on other devices they keep their values.
         keep_on_host: patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
-        keep_dtype: patterns of keys that keep the file's dtype where they stay a map of it.
+        keep_dtype: patterns of keys that keep the file's dtype if they stay a map of it.
         keep_fp32: patterns of keys that are fp32, whatever `dtype` is.
-        blocks: paths of modules inside the module, which are filled one after the other.
-        finish_block: called with the path of each of the `blocks` that is complete; it may change that in place.
-        hold: given each tensor that stays on the CPU and is no map of the file, nor of a block that `finish_block`
-            gets; returns what the module gets instead.
+        blocks: paths of modules inside the module that are filled one after the other.
+        finish_block: called with the path of each complete block of `blocks`; it may change the block in place.
+        hold: called with each tensor on the CPU that is no map of the file and in no block of `finish_block`. It
+            returns the tensor that the module gets instead.
         advance: called with the bytes of each tensor as it is loaded, to show progress.
 
     Raises:
-        CheckpointError: no such file, a file that is broken or of no known format, or keys or shapes that don't fit the
+        CheckpointError: the file is missing, broken or of no known format, or its keys or shapes don't fit the
             module.
         ValueError: the module has a non-persistent buffer on the meta device, which no file can fill.
     """
@@ -163,11 +163,11 @@ def read_weights(
     convert: ConvertFn | None = None,
     allowed_missing: Sequence[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a checkpoint that a module needs, for callers that keep a part of each.
+    """Yield the weights of a checkpoint that a module needs, for callers that use a part of each.
 
-    These are the module's keys and the whole tensors, on the CPU: private maps of the file, or read for this moment.
-    `convert` and `allowed_missing` are as in `load_into_module`, and so is its CheckpointError. The module stays as it
-    is, `dtype` is only of what is 8-bit in the file, and what the file lacks comes as zeros.
+    Each item is a key of the module and its whole tensor on the CPU, either a private map of the file or a copy.
+    `convert`, `allowed_missing` and the CheckpointError are the same as for `load_into_module`. The module does not
+    change, `dtype` only applies to 8-bit tensors of the file, and missing tensors are zeros.
     """
     tensors, missing, _ = _read(module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing)
     yield from tensors
@@ -186,21 +186,21 @@ def load_checkpoint(
 ) -> nn.Module:
     """Load weights of any format from a file, a folder or the Hugging Face Hub, and return the model.
 
-    Weights that the model has already are overwritten in place: an optimizer's references stay valid, and
-    their dtype and device stay. Weights on the meta device get the checkpoint's dtype, 8-bit ones torch's default.
+    Existing weights of the model are overwritten in place: they keep their dtype and device, and an optimizer's
+    references stay valid. Weights on the meta device get the checkpoint's dtype, 8-bit ones torch's default.
 
     Args:
-        model: what is filled.
-        path: a file or folder; or, where there is none of that name, `owner/repository` on the Hub, or
-            `owner/repository/file`.
-        cache_dir: where files of the Hub are kept; None is the usual place.
-        device_map: where weights on the meta device go.
+        model: the module to fill.
+        path: a file or folder; if there is none with that name, `owner/repository` or `owner/repository/file` on the
+            Hub.
+        cache_dir: folder for files of the Hub; None means the usual cache.
+        device_map: device for weights on the meta device.
         cai_model_name: the part of a ColossalAI checkpoint that is loaded: `model`, or a file or folder in it.
         strict: refuse missing and unexpected keys; otherwise they cause a warning. Shapes must fit in any case.
-        rename_keys: old to new parts of names, changed before anything is compared.
+        rename_keys: old to new parts of names, replaced before names are compared.
 
     Raises:
-        CheckpointError: nothing to load, a broken file, or keys or shapes that don't fit the model.
+        CheckpointError: there is nothing to load, a file is broken, or keys or shapes don't fit the model.
         RequestError: `rename_keys` matches nothing, or gives two tensors one name.
     """
     found = Path(path) if Path(path).exists() else fetch_from_hub(str(path), cache_dir=cache_dir)
@@ -217,7 +217,7 @@ def load_checkpoint(
 def fill_module(
     module: nn.Module, checkpoint: Checkpoint, *, device: torch.device | str = "cpu", strict: bool = True
 ) -> None:
-    """Give a module the weights of an open checkpoint, those that it has already in place; see `load_checkpoint`.
+    """Fill a module with the weights of an open checkpoint. Existing weights are overwritten in place.
 
     Raises:
         CheckpointError: keys or shapes don't fit the module, or a file cannot be read.
@@ -254,11 +254,11 @@ def _read(
     allowed_missing: Sequence[str],
     in_order: bool = False,
 ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], MappedTensors]:
-    """Return a file's tensors by the module's keys, to be read one by one, the module's own for the keys that the file
-    lacks, and the maps of the file; CheckpointError if it does not fit.
+    """Return three things: a file's tensors by the module's keys, to be read one by one; the module's own tensors for
+    the keys that the file lacks; and the maps of the file. Raises CheckpointError if the file does not fit.
 
-    They come in the order of the file, or `in_order` of their names, numbers as such: so those of a module follow one
-    another.
+    The tensors come in the order of the file. With `in_order` they are sorted by name, numbers by value, so that the
+    tensors of a module follow one another.
     """
     expected = module.state_dict()
     entries = dequantise(open_checkpoint(Path(path)).entries, dtype)
@@ -302,7 +302,7 @@ def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:
 
 
 def differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
-    """Return what is wrong with tensors that should have the names and shapes `expected`, each kind in one line."""
+    """Return how the names and shapes of tensors differ from `expected`, one line for each kind of difference."""
     missing = [key for key in expected if key not in found]
     unexpected = [key for key in found if key not in expected]
     wrong = [
@@ -315,15 +315,15 @@ def differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> li
 
 
 def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
-    """Return the file or folder in the Hub's cache that `name` means, downloading what is missing of it.
+    """Return the file or folder of `name` in the Hub's cache, downloading missing files.
 
     Args:
-        name: `owner/repository` for the safetensors files of a repository, those in its subfolders left out; or
+        name: `owner/repository` for the safetensors files of a repository, without its subfolders; or
             `owner/repository/path/of/file`.
-        cache_dir: where files of the Hub are kept; None is the usual place.
+        cache_dir: folder for files of the Hub, None for the usual cache.
 
     Raises:
-        CheckpointError: no such repository or file, no access to it, or no connection.
+        CheckpointError: the repository or file is missing or not accessible, or there is no connection.
     """
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
@@ -337,7 +337,7 @@ def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
         if file:
             return Path(hf_hub_download(repo, file, cache_dir=cache_dir))
         folder = snapshot_download(repo, cache_dir=cache_dir, allow_patterns=_WEIGHTS, ignore_patterns=_SUBFOLDERS)
-    except Exception as error:  # those of the HTTP library, and whatever an answer of another form leads to
+    except Exception as error:  # errors of the HTTP library, and any error from an unexpected answer
         lines = without_credentials(str(error)).strip().splitlines() or [type(error).__name__]
         reason = plain(lines[0])
         raise CheckpointError(

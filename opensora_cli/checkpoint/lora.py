@@ -1,7 +1,7 @@
-"""Adapters: what they add to weights, added to those they were trained for, and taken out again.
+"""Adapters, and merging them into and unmerging them from the weights they were trained for.
 
-An adapter (Hu et al. 2021, LoRA) holds for each of its modules two small matrices A and B; the module computes with
-W + scale · B·A. Here this sum is taken once, in fp32, and rounded once to the dtype of W.
+An adapter (Hu et al. 2021, LoRA) holds two small matrices A and B for each of its modules; the module computes with
+W + scale · B·A. This module computes the sum once, in fp32, and rounds it once to the dtype of W.
 """
 
 import math
@@ -17,30 +17,30 @@ from opensora_cli.checkpoint.lazy import LazyTensor, cast, rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 
-# Of the two roundings of 16-bit sums, the one to fp32 is at most 2^-13 of the other.
+# A 16-bit sum is rounded twice; the rounding to fp32 is at most 2^-13 of the other.
 _FP32_SHARE = 2.0**-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """What an adapter adds to one weight: scale · B·A, as a matrix of the weight's rows."""
+    """Low-rank update of one weight: scale · B·A, as a matrix of the weight's rows."""
 
     a: LazyTensor
-    """(rank, in), or of a convolution (rank, in, ...)."""
+    """Matrix A: (rank, in), or (rank, in, ...) for a convolution."""
     b: LazyTensor
-    """(out, rank), or of a convolution (out, rank, 1, ...)."""
+    """Matrix B: (out, rank), or (out, rank, 1, ...) for a convolution."""
     scale: float
-    """alpha / rank, or alpha / sqrt(rank)."""
+    """Factor of B·A: alpha / rank, or alpha / sqrt(rank)."""
     transposed: bool
-    """Whether the weight is (in, out), as of an embedding."""
+    """Whether the weight is (in, out), as in an embedding."""
 
     @property
     def described(self) -> str:
-        """The shapes, for errors."""
+        """The shapes of both matrices, for errors."""
         return f"A {list(self.a.shape)}, B {list(self.b.shape)}"
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether it can be added to a weight of this shape."""
+        """Return whether the update can be added to a weight of this shape."""
         rank = self.a.shape[0]
         if self.transposed:
             return len(shape) == 2 and self.a.shape == (rank, shape[0]) and self.b.shape == (shape[1], rank)
@@ -59,37 +59,37 @@ class Adapter:
 
     path: Path
     files: tuple[Path, ...]
-    """What it was read from."""
+    """The files of the adapter."""
     style: str
-    """How its tensors are named: by PEFT, diffusers, ComfyUI or kohya."""
+    """Naming style of the tensors: PEFT, diffusers, ComfyUI or kohya."""
     metadata: Mapping[str, str]
     updates: Mapping[str, tuple[LowRank, ...]]
-    """What it adds, by the names of the weights, as in its file."""
+    """Updates by the names of the weights in the adapter's file."""
     replacements: Mapping[str, LazyTensor]
     """Tensors that were trained as a whole (`modules_to_save`, biases), by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmergeError:
-    """How far weights can be from what they were before an adapter was merged and unmerged."""
+    """Largest difference of weights from their original values after an adapter was merged and unmerged."""
 
     bound: float
-    """No weight differs by more."""
+    """Upper bound of the difference of any weight."""
     tensor: str
-    """Where it is as large."""
+    """Name of the tensor with this bound."""
 
 
 def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
-    """Add an adapter to the weights it is for; tensors that it replaces altogether are replaced.
+    """Add an adapter's updates to the weights, and replace the tensors that it trained as a whole.
 
     Args:
         entries: the model's tensors, under the names they had in training.
-        adapter: what is added.
-        scale: multiplies it, beside its own scale.
+        adapter: the adapter to merge.
+        scale: factor of each update, besides the scale of the update itself.
 
     Raises:
-        CheckpointError: the adapter is for tensors that are not there, have other shapes, or are not floating point of
-            16 bits or more.
+        CheckpointError: the adapter is for tensors that are missing, have other shapes, or are not floating point with
+            at least 16 bits.
     """
     _check(entries, adapter)
     merged = dict(entries)
@@ -101,11 +101,11 @@ def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float =
 
 
 def unmerge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
-    """Take out an adapter that `merge` has added with the same scale, as far as rounding allows; see `unmerge_error`.
+    """Subtract an adapter that `merge` has added with the same scale, up to rounding; see `unmerge_error`.
 
     Raises:
-        RequestError: the adapter replaced tensors, so that what these were is not known.
-        CheckpointError: as `merge`.
+        RequestError: the adapter replaced tensors, whose original values are lost.
+        CheckpointError: the adapter does not fit, as for `merge`.
     """
     if adapter.replacements:
         raise RequestError(
@@ -122,17 +122,17 @@ def unmerge_error(
     scale: float = 1.0,
     advance: Callable[[int], None] | None = None,
 ) -> UnmergeError:
-    """Return how exact `unmerge` is, from one reading of the weights that it changes.
+    """Return the largest error of `unmerge`, from one reading of the weights that it changes.
 
-    Merging rounded each sum to the nearest number of the dtype, and unmerging rounds each difference: the result is off
-    by at most half the spacing of floating point numbers at the one, plus half of that at the other.
+    Merging rounded each sum to the nearest number of the dtype, and unmerging rounds each difference. So the error is
+    at most half the spacing of floating point numbers at the sum, plus half the spacing at the difference.
 
     Args:
-        entries, adapter, scale: as `unmerge` takes them.
+        entries, adapter, scale: the arguments of `unmerge`.
         advance: called with the bytes of the weights as they are read.
 
     Raises:
-        RequestError, CheckpointError: as `unmerge`.
+        RequestError, CheckpointError: for the reasons of `unmerge`.
     """
     unmerged = unmerge(entries, adapter, scale=scale)
     worst = UnmergeError(bound=0.0, tensor="")
@@ -148,7 +148,7 @@ def unmerge_error(
 
 
 def _merged(base: LazyTensor, updates: Sequence[LowRank], *, scale: float, name: str) -> LazyTensor:
-    """Return the sum of a weight and low-rank updates of it, times `scale`."""
+    """Return the sum of a weight and its low-rank updates times `scale`."""
 
     def read() -> Tensor:
         dtype = torch.promote_types(base.dtype, torch.float32)
@@ -195,7 +195,7 @@ def _magnitude(values: Tensor) -> float:
         return 0.0
     low, high = values.aminmax()
     largest = max(-low.item(), high.item())
-    # Comparisons with NaN are false: it would be lost on the way to the largest of all.
+    # Comparisons with NaN are false, so a plain maximum would lose it.
     return math.inf if math.isnan(largest) else largest
 
 

@@ -13,7 +13,7 @@ from opensora_cli.core.reading import is_lack_of_memory
 
 
 class MappedTensors(Mapping[str, Tensor]):
-    """Tensors of an open checkpoint. Each is mapped or read on access, and none is kept."""
+    """Tensors of an open checkpoint. Each is mapped or read on access, and none is cached."""
 
     def __init__(self, entries: Mapping[str, LazyTensor]) -> None:
         self._entries = entries
@@ -51,7 +51,7 @@ class MappedTensors(Mapping[str, Tensor]):
 
 
 class MetaTensors(Mapping[str, Tensor]):
-    """The same tensors on the meta device. A conversion runs over them without reading a weight."""
+    """Tensors of an open checkpoint on the meta device. A conversion of them reads no weight."""
 
     def __init__(self, entries: Mapping[str, LazyTensor]) -> None:
         self._entries = entries
@@ -64,7 +64,7 @@ class MetaTensors(Mapping[str, Tensor]):
         return tensor
 
     def is_view(self, tensor: Tensor) -> bool:
-        """Return whether `tensor`, made of the last accessed one, is a contiguous part of a mapped file."""
+        """Return whether `tensor`, made from the last accessed tensor, is a contiguous part of a mapped file."""
         if self._last is None or not tensor.is_contiguous():
             return False
         return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
@@ -77,14 +77,14 @@ class MetaTensors(Mapping[str, Tensor]):
 
 
 def _mappable(entry: LazyTensor) -> Extent | None:
-    """Return the bytes of a tensor that can be used in a mapped file, or None if it has to be read."""
+    """Return the bytes of a tensor if it can be used in a mapped file, or None if it has to be read."""
     extent = entry.extent
     # Formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
     return None if extent is None or extent.offset % entry.dtype.itemsize or not extent.length else extent
 
 
 def _map(path: Path) -> torch.UntypedStorage:
-    """Map a file privately. Its pages are shared with other maps of it, until they are written to."""
+    """Map a file privately. Other maps of the file share its pages until they are written to."""
     try:
         storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
     except (OSError, RuntimeError) as error:

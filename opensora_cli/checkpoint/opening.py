@@ -1,4 +1,4 @@
-"""Opening a checkpoint of any format, which is found out from what is there."""
+"""Opening a checkpoint of any format, detected from its files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ _SAFETENSORS_INDEX = ".safetensors.index.json"
 
 
 class Kind(Enum):
-    """What a file can be when weights are looked for; its value describes it in messages."""
+    """Kind of a file, as far as readers of weights tell kinds apart; the value is the text for messages."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -58,7 +58,7 @@ _HINTS = {
 
 
 def recognise(path: Path) -> Kind:
-    """Return what a file is.
+    """Return the kind of a file.
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
@@ -82,7 +82,7 @@ def recognise(path: Path) -> Kind:
 
 
 def refusal(path: Path, kind: Kind) -> CheckpointError:
-    """Return why a file that holds no tensors cannot be opened, and what to do."""
+    """Return the error for a file that holds no tensors, with a hint on what to do."""
     if kind in _HINTS:
         return CheckpointError(f"{path} is {kind.value}", hint=_HINTS[kind])
     if kind is Kind.TAR:
@@ -94,7 +94,7 @@ def refusal(path: Path, kind: Kind) -> CheckpointError:
 
 
 def read_start(path: Path) -> bytes:
-    """Read how a file begins.
+    """Read the first bytes of a file.
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
@@ -106,13 +106,13 @@ def read_start(path: Path) -> bytes:
 def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoint:
     """Open a checkpoint, without reading a tensor.
 
-    It is a file, the index of shards, or a folder: of shards, of `torch.distributed.checkpoint`, of ColossalAI, of this
-    project's trainings, or with a single file of weights. Where there are several weights, the model's are selected
-    unless others are.
+    `path` is a file, the index of shards, or a folder: of shards, of `torch.distributed.checkpoint`, of ColossalAI, of
+    this project's training, or with a single file of weights. If there are several sets of weights, the default
+    selection is the model's.
 
     Raises:
-        CheckpointError: there is nothing, or it is broken, incomplete, or cannot be read without trusting it.
-        RequestError: it holds several checkpoints, or not the weights that were asked for.
+        CheckpointError: the path is missing, broken or incomplete, or cannot be read without trusting it.
+        RequestError: the path holds several checkpoints, or lacks the selected weights.
     """
     with reading(path):
         if path.is_dir():
@@ -182,7 +182,7 @@ def _open_weights(path: Path, select: Selection | None = None) -> Checkpoint:
 
 
 def find_index(folder: Path) -> Path | None:
-    """Return the index of the shards in a folder, if it has one; that of safetensors rather than another.
+    """Return the index of the shards in a folder, if there is one. An index of safetensors goes first.
 
     Raises:
         RequestError: it has several.
@@ -195,12 +195,12 @@ def find_index(folder: Path) -> Path | None:
 
 
 def find_file(folder: Path) -> Path:
-    """Return the one file with weights in a folder without an index; a safetensors file rather than others.
+    """Return the only file with weights in a folder without an index. A safetensors file goes first.
 
     Raises:
-        RequestError: it has several.
-        CheckpointError: it has none, or shards, or nothing but an unfinished checkpoint of a training, or a link to a
-            file elsewhere, which is not read even to see what it is.
+        RequestError: the folder has several.
+        CheckpointError: the folder has none, or shards, or only an unfinished training checkpoint, or a link to a file
+            elsewhere. Such a link is not followed, not even to detect the format.
     """
     kinds = {path: recognise(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in (Kind.SAFETENSORS, Kind.TORCH)]
@@ -223,7 +223,7 @@ def find_file(folder: Path) -> Path:
 
 
 def _without_index(folder: Path, shards: Sequence[ShardName]) -> CheckpointError:
-    """Return what a folder of shards lacks; of several checkpoints, what the first one lacks."""
+    """Return the error for a folder of shards without an index, about the first of several checkpoints."""
     first = shards[0]
     there = {shard.number for shard in shards if (shard.index_name, shard.count) == (first.index_name, first.count)}
     # A name may claim a million shards: the list is bounded.

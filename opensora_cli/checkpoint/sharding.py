@@ -1,6 +1,6 @@
 """Equal flat pieces of a model's parameters, one for each rank, padded with zeros.
 
-An averaged copy of a large model is updated element by element, so a rank needs the whole only for saving.
+An averaged copy of a large model is updated element by element, so a rank needs the whole copy only for saving.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ def record_model_param_shape(model: nn.Module) -> dict[str, torch.Size]:
 def model_sharding(
     model: nn.Module, device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Replace every parameter, in place, by this rank's piece, on `device` or else the parameter's.
+    """Replace every parameter, in place, by this rank's piece, on `device` or on the parameter's device.
 
-    The model is equal on all ranks of the group; None is the group of all. Buffers stay whole. Gradients are dropped.
+    The model is equal on all ranks of the group; None means all ranks. Buffers stay whole. Gradients are dropped.
     """
     for parameter in model.parameters():
         parameter.data = own_piece(parameter, device, group=group)
@@ -51,7 +51,7 @@ def model_gathering(
     """Gather the pieces of a sharded model on the first rank; all ranks call it.
 
     `model_shape_dict` has the shapes before sharding. `pinned_state_dict` holds the tensors that receive parameters and
-    buffers on the first rank; other ranks may give an empty one. Raises KeyError if one of them lacks a parameter.
+    buffers on the first rank; other ranks may pass an empty one. Raises KeyError if a dictionary lacks a parameter.
     """
     rank, ranks = rank_and_count(group)
     for name, parameter in model.named_parameters():
@@ -76,7 +76,7 @@ def remove_padding(tensor: Tensor, original_shape: Sequence[int]) -> Tensor:
 
 
 def rank_and_count(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Return this rank and the number of ranks of a group; None is the group of all. (0, 1) without process groups."""
+    """Return this rank and the number of ranks of a group, (0, 1) without process groups. None means all ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

@@ -1,8 +1,8 @@
 """Checkpoints in several files, with an index from tensors to files.
 
 The index is the one of transformers: `weight_map`, tensor to file name, and `metadata`. It serves safetensors and torch
-shards alike, so how one shard is opened or written is handed in. A folder without an index is no checkpoint, which is
-why the index is written last.
+shards alike, so callers pass the functions that open or write one shard. A folder without an index is no checkpoint,
+so the index is written last.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 
 SHARD_BYTES = 4096 * 2**20
-"""The default size of shards; ColossalAI's, too."""
+"""Default size of shards, also in ColossalAI."""
 
 OpenShard = Callable[[Path], tuple[dict[str, LazyTensor], dict[str, str]]]
 """Opens one shard: path -> (tensors, metadata)."""
@@ -41,9 +41,9 @@ class ShardIndex:
     Args:
         path: the index file; its shards lie in the same folder.
         weight_map: the name of each tensor's shard.
-        metadata: its other values that are text.
+        metadata: other values of the index that are text.
         total_size: bytes of all tensors, if given.
-        sha256: of the shards it has one for, in hexadecimal digits; None: something else is in their place.
+        sha256: hexadecimal SHA-256 of the shards that have one; None means that the index holds another value here.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class ShardIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardForm:
-    """How the shards of one format are called and written."""
+    """Names and writer of the shards of one format."""
 
     stem: str
     suffix: str
@@ -80,10 +80,10 @@ SAFETENSORS_FORM = ShardForm(stem="model", suffix=".safetensors", write=write_sa
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read an index file; its shards are not looked at.
+    """Read an index file, without looking at its shards.
 
     Raises:
-        CheckpointError: no such file, or no index.
+        CheckpointError: the file is missing, or is no index.
     """
     refuse_outside(path, path.parent)
     with reading_file(path):
@@ -111,8 +111,8 @@ def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, LazyTen
     """Open all shards of an index, and return their tensors, all metadata, and all files, the index first.
 
     Raises:
-        CheckpointError: the index names files that are missing (all are listed) or lie outside its folder, or does not
-            agree with what the shards hold.
+        CheckpointError: the index names files that are missing (all are listed) or lie outside its folder, or it does
+            not agree with the content of the shards.
     """
     index = read_index(path)
     shards = shard_paths(index)
@@ -130,7 +130,7 @@ def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, LazyTen
 
 
 def shard_paths(index: ShardIndex) -> dict[str, Path]:
-    """Return where the shards of an index are, by name.
+    """Return the paths of the shards of an index, by name.
 
     Raises:
         CheckpointError: some are missing (all are listed), or one lies outside the folder of the index.
@@ -154,10 +154,10 @@ def shard_paths(index: ShardIndex) -> dict[str, Path]:
 def refuse_outside(path: Path, folder: Path) -> Path:
     """Return `path` if it lies in `folder` after all links are followed.
 
-    The files of a snapshot in the Hugging Face cache are links to the blobs beside it: these are let through.
+    The files of a snapshot in the Hugging Face cache are links to the blobs beside it; these are allowed.
 
     Raises:
-        CheckpointError: it lies elsewhere.
+        CheckpointError: the path lies elsewhere.
     """
     real, real_folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if real.is_relative_to(real_folder) or real.parent == _blobs_of(real_folder):
@@ -166,8 +166,8 @@ def refuse_outside(path: Path, folder: Path) -> Path:
 
 
 def plan_shards(entries: Mapping[str, LazyTensor], shard_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Distribute tensors over shards, in their order: at least one, and none larger than `shard_bytes` unless a
-    single tensor is.
+    """Distribute tensors over shards, in their order. There is at least one shard, and no shard is larger than
+    `shard_bytes` unless a single tensor is.
     """
     shards: list[dict[str, LazyTensor]] = [{}]
     size = 0
@@ -193,11 +193,11 @@ def write_shards(
     """Write shards and then their index into a folder, straight to their names.
 
     Args:
-        folder: exists already.
-        entries, shard_bytes: as for `plan_shards`.
-        metadata: kept in the index and in each shard.
-        form: how shards are called and written.
-        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index; None: none.
+        folder: an existing folder.
+        entries, shard_bytes: the arguments of `plan_shards`.
+        metadata: stored in the index and in each shard.
+        form: the names and the writer of the shards.
+        hash_each: returns the SHA-256 of each given file, for the index; None means an index without hashes.
         advance: called with the bytes written by each step.
 
     Raises:
@@ -216,7 +216,7 @@ def write_shards(
 def name_shards(
     entries: Mapping[str, LazyTensor], *, shard_bytes: int = SHARD_BYTES, form: ShardForm = SAFETENSORS_FORM
 ) -> dict[str, dict[str, LazyTensor]]:
-    """Return the tensors of each shard, as `plan_shards` distributes them, by the name of its file."""
+    """Return the tensors of each shard that `plan_shards` makes, by the name of its file."""
     shards = plan_shards(entries, shard_bytes)
     return {form.shard_name(number, len(shards)): shard for number, shard in enumerate(shards, start=1)}
 
@@ -224,7 +224,7 @@ def name_shards(
 def make_index(
     shards: Mapping[str, Mapping[str, LazyTensor]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the index: the shard of each tensor, and metadata, with the SHA-256 of the shards unless it is empty."""
+    """Return the index: the shard of each tensor, the metadata, and the SHA-256 of the shards unless it is empty."""
     kept: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
     kept[_TOTAL_SIZE] = sum(entry.nbytes for shard in shards.values() for entry in shard.values())
     if sha256:
@@ -236,7 +236,7 @@ def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> st
     """Return the SHA-256 of a file in hexadecimal digits.
 
     Raises:
-        CheckpointError: it cannot be read, or is no regular file.
+        CheckpointError: the file cannot be read, or is no regular file.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(2**20))
@@ -253,13 +253,13 @@ def _is_text_by_text(value: object) -> TypeGuard[dict[str, str]]:
 
 
 def _refuse_unsafe_name(index: Path, name: str) -> None:
-    """Refuse a shard's name that points elsewhere by itself, on whatever system."""
+    """Refuse a shard's name that points elsewhere by itself, on any system."""
     if not stays_inside(name):
         raise CheckpointError(f"{index} names a shard outside its folder: {shown(name)}", hint="don't trust its source")
 
 
 def _blobs_of(folder: Path) -> Path | None:
-    """Return where the Hugging Face cache keeps the files of the snapshot that `folder` is, or is part of."""
+    """Return the blobs folder of the Hugging Face cache, if `folder` is a snapshot or part of one."""
     for each in (folder, *folder.parents):
         if each.parent.name == "snapshots":
             return each.parent.parent / "blobs"

@@ -1,8 +1,8 @@
-"""The writer of training checkpoints: one or several processes fill a folder, which is whole or absent.
+"""Writer of training checkpoints: one or several processes fill a folder, which is whole or absent.
 
-Each process has some of the tensors, whole, and the shapes of all, so it computes where in which file its own belong.
-Between the parts of the work the processes exchange results in a process group that nothing else uses, so saving runs
-in the background.
+Each process has some tensors, whole, and the shapes of all. From these it computes the file and offset of each of its
+tensors. Between the parts of the work the processes exchange results in a process group of their own, so saving can
+run in the background.
 
 The folder has a temporary name until it is complete. Its last file, `running_states.json`, makes it a checkpoint and
 holds the SHA-256 of all others.
@@ -49,34 +49,34 @@ class Share:
     """The part of a checkpoint that one process writes."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """Relative name of each safetensors file -> all its tensors by name; those of other processes are on the meta
+    """Relative name of each safetensors file -> all its tensors by name. Tensors of other processes are on the meta
     device. `model` becomes a folder of shards with an index."""
     files: Mapping[str, bytes]
-    """Relative name -> content of other files, which this process alone writes."""
+    """Relative name -> content of the other files that this process alone writes."""
     running_states: Mapping[str, object]
     """Content of the last file besides the hashes. The first process writes it."""
     group: dist.ProcessGroup | None = None
-    """Group of the processes; None for one process."""
+    """Group of the processes; None means one process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first process."""
+        """Return whether this is the first process."""
         return self.group is None or dist.get_rank(self.group) == 0
 
 
 def temporary_folder(target: Path, *, token: str) -> Path:
-    """Return the temporary name of a checkpoint, the same for all processes that have the same token."""
+    """Return the temporary name of a checkpoint, the same for all processes with the same token."""
     return target.parent / f"{_PREFIX}{token}-{target.name}"
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove the folders that a killed process was saving or removing in the folder of a run."""
+    """Remove unfinished folders from the folder of a run: a killed process was saving or removing them."""
     for folder in run.glob(f"{_PREFIX}*") if run.is_dir() else ():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; it loses its name before its first file. Raises OutputError if that is not possible."""
+    """Rename a checkpoint, and then remove its files. Raises OutputError if that is not possible."""
     going = temporary_folder(folder, token=secrets.token_hex(4))
     try:
         folder.rename(going)
@@ -107,9 +107,9 @@ def write_share(share: Share, temporary: Path, target: Path) -> None:
 
 
 def on_all(group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
-    """Call `do` on all processes of a group, and return the results, which are JSON.
+    """Call `do` on all processes of a group, and return the results, which must be JSON.
 
-    A process on which it fails raises its error, and the others raise OutputError.
+    A process whose call fails raises the error, and the other processes raise OutputError.
     """
     result = failure = None
     try:
@@ -130,7 +130,7 @@ def on_all(group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
 def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return the problems of a checkpoint's files, compared with their recorded hashes.
 
-    With `share` (k, n), this is process k of n that each read every n-th file.
+    With `share` (k, n), this is process k of n processes, each of which reads every n-th file.
     """
     if not (folder / RUNNING_STATES_FILE).is_file():
         return [f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}"]
@@ -151,7 +151,7 @@ def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def recorded_hashes(folder: Path) -> dict[Path, str]:
-    """Return the SHA-256 of a checkpoint's files from `running_states.json`, empty if that holds none.
+    """Return the SHA-256 of a checkpoint's files from `running_states.json`, empty if the document holds none.
 
     Raises CheckpointError if the record is broken, or names no file or no hash.
     """
@@ -173,7 +173,7 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
 
 
 def unhashed_files(folder: Path, hashes: Collection[Path]) -> list[Path]:
-    """Return the files of a checkpoint that readers open and that have no recorded hash."""
+    """Return the files of a checkpoint that readers open although they have no recorded hash."""
     files = (path for path in folder.rglob("*") if path.suffix in _READ_SUFFIXES and path.is_file())
     known = {*hashes, folder / RUNNING_STATES_FILE}
     return sorted(path for path in files if path not in known and not path.name.startswith("."))

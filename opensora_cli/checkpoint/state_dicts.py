@@ -1,4 +1,4 @@
-"""Finding the weights in what a training saved: dictionaries in dictionaries, with more in them than weights."""
+"""Search for the weights in the nested dictionaries that a training saved, which hold more than weights."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,21 +28,21 @@ class Weights(Generic[LeafT]):
     """The weights that were found."""
 
     leaves: dict[str, LeafT]
-    """By name; names of nested dictionaries are joined with dots."""
+    """The weights by name; names of nested dictionaries are joined with dots."""
     selection: Selection | None
     selections: tuple[Selection, ...]
     metadata: dict[str, str]
-    """The plain values beside them, such as the step."""
+    """Plain values beside the weights, such as the step."""
     is_training: bool
-    """Whether it all is a checkpoint of this project's training."""
+    """Whether the dictionary is a checkpoint of this project's training."""
 
 
 def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection | None) -> Weights[LeafT]:
     """Return the selected weights, or the model's, in a state dict, or in dictionaries around one or several.
 
     Raises:
-        RequestError: there are no such weights.
-        CheckpointError: there are none at all, two of the same name, or ones without a name.
+        RequestError: the selected weights are missing.
+        CheckpointError: there are no weights at all, two with the same name, or some without a name.
     """
     parts = _parts(tree, leaf)
     selections = () if parts.keys() <= {Selection.MODEL} else tuple(parts)
@@ -61,10 +61,10 @@ def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection 
 
 
 def choose(select: Selection | None, selections: Sequence[Selection], *, path: Path) -> Selection | None:
-    """Return which weights to take: those that are selected, or the first; None where there is no choice.
+    """Return the selected weights, or the first ones; None if there is no choice.
 
     Raises:
-        RequestError: the selected weights are not there.
+        RequestError: the selected weights are missing.
     """
     if select is not None and select not in (selections or (Selection.MODEL,)):
         there = ", ".join(selections) or "only one set of weights"
@@ -76,11 +76,11 @@ def _keys(tree: Any) -> set[object]:
     return set(tree) if isinstance(tree, dict) else set()
 
 
-# A file can give a dictionary attributes in place of its methods: these are taken from the class.
+# A file can replace the methods of a dictionary by attributes, so methods are taken from the class.
 
 
 def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
-    """Return the sets of weights that `tree` holds apart; none if it is itself one."""
+    """Return the separate sets of weights in `tree`; an empty dictionary if `tree` is itself one set."""
     if not isinstance(tree, dict) or any(isinstance(value, leaf) for value in dict.values(tree)):
         return {}
     parts = {}
@@ -103,10 +103,10 @@ def _scalars(tree: Any) -> dict[str, str]:
 
 
 def find_leaves(tree: Any, leaf: type[LeafT], path: Path) -> Iterator[tuple[str, LeafT]]:
-    """Yield all tensors in `tree` with their names; bounded in time, even for cycles and shared references.
+    """Yield all tensors in `tree` with their names, in bounded time even for cycles and shared references.
 
     Raises:
-        CheckpointError: one has no name, or there are too many.
+        CheckpointError: a tensor has no name, or there are too many.
     """
     left = _MAX_TOTAL_NAME_LENGTH
     levels: list[Iterator[tuple[str, Any]]] = [iter([("", tree)])]

@@ -1,4 +1,4 @@
-"""Where a checkpoint may be written. Needs no torch."""
+"""Checks of the path to which a checkpoint is written. Needs no torch."""
 
 import os
 import re
@@ -19,16 +19,16 @@ _OWN_NAMES = {
     Format.TORCH_SHARDS: re.compile(r"pytorch_model(-\d{5,}-of-\d{5,}\.bin|\.bin\.index\.json)"),
     Format.DCP: re.compile(r"__\d+_\d+\.distcp|\.metadata"),
 }
-"""The files that a folder of each format holds; ColossalAI's holds another folder."""
+"""The files in a folder of each format; ColossalAI's holds another folder."""
 
 
 def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) -> None:
-    """Check before hours of work whether `write_checkpoint` could write tensors of `needed` bytes.
+    """Check, before hours of work, that `write_checkpoint` can write tensors of `needed` bytes.
 
     Raises:
         RequestError: the format is not written here.
-        OutputError: `path` exists already, holds more than a checkpoint, or lies where nothing may be written, or its
-            disk is too small.
+        OutputError: `path` exists already, holds more than a checkpoint, or lies in a folder without write permission,
+            or its disk is too small.
     """
     if format not in (*FILE_FORMATS, *_FOLDERS):
         raise RequestError(f"the format {format} is written by trainings alone", hint="write safetensors")
@@ -41,7 +41,7 @@ def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) ->
 
 
 def refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
-    """Raise OutputError if something is at `path` that a checkpoint of this format must not take the place of."""
+    """Raise OutputError if a checkpoint of this format must not replace the file or folder at `path`."""
     is_folder = format in _FOLDERS
     is_empty = is_folder and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if not os.path.lexists(path) or is_empty:
@@ -62,7 +62,7 @@ def refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Refuse a path whose folder cannot be made, or not be written to."""
+    """Refuse a path whose folder cannot be made or written to."""
     place = next((place for place in path.absolute().parents if os.path.lexists(place)), Path("/"))
     if not place.is_dir():
         raise OutputError(f"cannot write {path}: {place} is not a folder", hint="choose another name")
@@ -73,7 +73,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 def _foreign(folder: Path, format: Format) -> list[Path]:
-    """Return what is in a folder, and would not be if it were nothing but a checkpoint of this format."""
+    """Return the paths in a folder that do not belong to a checkpoint of this format."""
     there = sorted(folder.iterdir())
     if format is Format.COLOSSALAI:
         inner = folder / MODEL_FOLDER

@@ -1,6 +1,6 @@
 """Changes to a checkpoint before it is read: other names, fewer tensors, another dtype.
 
-Each takes tensors by name and returns tensors by name, in the same order.
+Each function takes tensors by name and returns tensors by name, in the same order.
 """
 
 import re
@@ -23,12 +23,12 @@ def rename(entries: Mapping[str, LazyTensor], rules: Sequence[str]) -> dict[str,
 
     Args:
         entries: the tensors.
-        rules: applied one after the other. `OLD=NEW` replaces the start of names that begin with OLD; either side may
-            be empty, to take a prefix off or to put one before every name. `re:PATTERN=NEW` replaces what a regular
-            expression finds anywhere in a name; NEW may refer to its groups (`\\1`, `\\g<name>`). The last `=` divides.
+        rules: applied in order. `OLD=NEW` replaces the start of names that begin with OLD. An empty NEW removes a
+            prefix; an empty OLD adds one to every name. `re:PATTERN=NEW` replaces all matches of a regular expression
+            in a name; NEW may refer to its groups (`\\1`, `\\g<name>`). The last `=` separates the two sides.
 
     Raises:
-        RequestError: a rule is malformed, finds nothing, or gives two tensors one name or a tensor none.
+        RequestError: a rule is malformed, matches nothing, or gives two tensors one name or a tensor an empty name.
     """
     for rule in rules:
         substitute = _substitution(rule)
@@ -53,7 +53,7 @@ def rename(entries: Mapping[str, LazyTensor], rules: Sequence[str]) -> dict[str,
 
 
 def only(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
-    """Keep the tensors whose names match one of `patterns`, which are those of shells: `double_blocks.*.bias`.
+    """Keep the tensors whose names match one of the shell-style `patterns`, such as `double_blocks.*.bias`.
 
     Raises:
         RequestError: a pattern matches nothing.
@@ -63,7 +63,7 @@ def only(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str
 
 
 def drop(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
-    """Leave out the tensors whose names match one of `patterns`; see `only`.
+    """Drop the tensors whose names match one of the shell-style `patterns`.
 
     Raises:
         RequestError: a pattern matches nothing.
@@ -73,9 +73,9 @@ def drop(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str
 
 
 def cast(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Give all floating point tensors another dtype; whole numbers and truth values keep theirs.
+    """Cast all floating point tensors to another dtype; integers and booleans keep theirs.
 
-    8-bit tensors must have been multiplied with their scales before: see `fp8.dequantise`.
+    8-bit tensors must have been multiplied by their scales before; see `fp8.dequantise`.
     """
     return {
         name: lazy.cast(entry, dtype, name=name) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
@@ -84,7 +84,7 @@ def cast(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, Laz
 
 
 def _substitution(rule: str) -> Callable[[str], str | None]:
-    """Return the function from a name to its new one, or None where the rule does not apply."""
+    """Return a function from a name to the new name, or to None if the rule does not apply."""
     old, equals, new = rule.rpartition("=")
     if not equals:
         raise RequestError(f"rename={rule!r} must be OLD=NEW or {_REGEX}PATTERN=NEW")

@@ -1,8 +1,8 @@
-"""Writing a checkpoint in any of the formats: whole or absent.
+"""Writing a checkpoint in any of the formats, whole or absent.
 
-A file is written under a temporary name beside its own, flushed and renamed. So is a folder, with all that is in it;
-and its last file is the one without which no reader takes it for a checkpoint: the index of shards, `.metadata` of
-torch.distributed.checkpoint.
+A file is written under a temporary name beside its own, flushed and renamed. A folder is handled in the same way, with
+all its content. Its last file is the one that makes it a checkpoint for readers: the index of shards, or `.metadata`
+of torch.distributed.checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,19 +41,19 @@ def write_checkpoint(
     Args:
         entries: the tensors.
         path: the file, or the folder that the shards go to.
-        format: any but a training's.
-        shard_bytes: what no shard is larger than, unless a single tensor is.
-        metadata: kept beside the tensors; torch.distributed.checkpoint has no room for it.
-        overwrite: replace what is there. A folder is replaced only if it holds a checkpoint of the same format and
-            nothing else.
-        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index.
+        format: any format except the one of training checkpoints.
+        shard_bytes: largest size of a shard, unless a single tensor is larger.
+        metadata: stored beside the tensors; torch.distributed.checkpoint has no room for it.
+        overwrite: replace an existing file or folder. A folder is replaced only if it holds a checkpoint of the same
+            format and nothing else.
+        hash_each: returns the SHA-256 of each given file; the index stores the hashes of the shards.
         advance: called with the bytes of tensors written by each step.
 
     Raises:
-        RequestError: the format is not written here, or lacks the name or dtype of a tensor.
+        RequestError: the format is not written here, or does not support the name or dtype of a tensor.
         CheckpointError: a tensor cannot be read.
-        OutputError: `path` exists already (or does so at the end), or cannot be written; nothing is left of the
-            attempt.
+        OutputError: `path` exists already, at the start or at the end, or cannot be written. The partial output is
+            removed.
     """
     check_target(path, format=format, needed=sum(entry.nbytes for entry in entries.values()), overwrite=overwrite)
     if format in FILE_FORMATS:
@@ -85,7 +85,7 @@ def write_checkpoint(
 def write_weights(
     path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file piece by piece, rounded to `dtype`: whole or not at all.
+    """Write a safetensors file piece by piece, rounded to `dtype`, whole or not at all.
     Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
     entries = {name: cast(LazyTensor.of(weight), dtype, name=name) for name, weight in weights.items()}

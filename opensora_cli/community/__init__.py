@@ -1,6 +1,6 @@
-"""The names that the Open-Sora community knows, in modules by its groups: adapters, which nothing else imports.
+"""Adapters with the names that the Open-Sora community knows, in modules by topic. Nothing else imports them.
 
-Arguments have the community's order and names; those that it does not know are keyword-only.
+Arguments have the community's order and names; additional arguments are keyword-only.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from opensora_cli.core.exceptions import RequestError
 
 
 def refused(name: str, *, hint: str) -> Callable[..., NoReturn]:
-    """Return what stands for a name that makes no sense here: a call is a RequestError with what to use instead."""
+    """Return a function for a name that makes no sense here. A call raises RequestError with a replacement as hint."""
 
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise RequestError(f"{name} does not exist in osora", hint=hint)

@@ -1,4 +1,4 @@
-"""Checkpoints: weights of any format, the state of a training run, sharded averages."""
+"""Functions for checkpoints: weights of any format, the state of a training run, sharded averages."""
 
 import atexit
 import json
@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointIO:
-    """Writes checkpoint folders in the background, and reads them; all ranks call it, and the first one writes.
+    """Reader and background writer of checkpoint folders. All ranks call it, and the first rank writes.
 
     `save` copies everything and returns. The next `save`, `wait` and leaving a `with` block wait for the writing to
     end, and raise its error on all ranks. A program that ends without them waits too, and prints the error.
@@ -72,7 +72,7 @@ class CheckpointIO:
     def __init__(self, n_write_entries: int = 32) -> None:
         self._job = BackgroundJob()
         self._outcome_is_open = False
-        """Whether the ranks have yet to exchange the outcome of the last writing."""
+        """Whether the ranks have not exchanged the outcome of the last write."""
 
     def __enter__(self) -> "CheckpointIO":
         return self
@@ -80,7 +80,7 @@ class CheckpointIO:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After an error the other ranks may be gone.
+        # After an error the other ranks may have ended.
         self._outcome_is_open = self._outcome_is_open and error is None
         self.wait()
 
@@ -234,7 +234,7 @@ def _refuse_to_replace(folder: Path) -> None:
 
 
 def _gathered(state: _T) -> _T:
-    """Return a state with whole tensors in place of DTensors; all ranks call it."""
+    """Return a state with whole tensors instead of DTensors; all ranks call it."""
     gathered: _T = pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), state)
     return gathered
 
@@ -271,7 +271,7 @@ def _load_state(target: Stateful, path: Path) -> None:
 
 
 def _do_on_first_rank(do: Callable[[], object]) -> None:
-    """Call `do` on the first rank alone. Its error is raised there, and as an OutputError on the others."""
+    """Call `do` on the first rank only. Its error is raised there, and the other ranks raise OutputError."""
     rank, ranks = rank_and_count()
     on_all(dist.group.WORLD if ranks > 1 else None, lambda: None if rank else do())
 
@@ -282,7 +282,7 @@ def load_from_hf_hub(repo_path: str, cache_dir: str | None = None) -> str:
 
 
 def rm_checkpoints(save_dir: str | Path, keep_n_latest: int = 0) -> None:
-    """Remove all but the newest checkpoints of a run; 0 keeps all. One rank calls it."""
+    """Remove all except the newest checkpoints of a run; 0 keeps all. One rank calls it."""
     for folder in epoch_folders(Path(save_dir))[keep_n_latest:] if keep_n_latest > 0 else ():
         remove_checkpoint(folder)
 

@@ -1,4 +1,4 @@
-"""Memory: offloaded and recomputed activations, weights that are streamed, batches that fit."""
+"""Functions for memory: offloaded and recomputed activations, streamed weights, the largest batch."""
 
 import weakref
 from collections import deque
@@ -24,25 +24,25 @@ from opensora_cli.memory.streaming import stream_model
 
 
 class ActivationManager(activations.ActivationManager):
-    """A stack of tensors in host memory; without a buffer, `offload`, `onload` and `offloading` have no effect."""
+    """Stack of tensors in host memory. Without a buffer, `offload`, `onload` and `offloading` have no effect."""
 
-    # Whether there is a buffer; the buffer, flat; its elements.
+    # Whether there is a buffer, its number of elements, and the flat buffer.
     enable, total_size = False, 0
     buffer: Tensor | None = None
 
     def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
-        """Allocate a buffer of `numel` numbers, in place of an earlier one."""
+        """Allocate a buffer of `numel` elements, which replaces an earlier one."""
         super().setup_buffer(numel, dtype, device=device)
         assert self._stack is not None
         self.enable, self.buffer, self.total_size = True, self._stack.elements, numel
 
     @property
     def avail_offset(self) -> int:
-        """Elements of the buffer that are in use."""
+        """Number of used elements of the buffer."""
         return self._stack.used if self._stack else 0
 
     def offload(self, x: Tensor) -> OffloadedActivation | None:  # type: ignore[override]
-        """Move what `x` holds to the buffer, in place, until `onload(x)`; the handle serves as well as `x`."""
+        """Move the data of `x` to the buffer, in place. `onload` of `x` or of the returned handle moves it back."""
         if not self.enable or x in self._ignored:
             return None
         handle = super().offload(x)
@@ -53,7 +53,7 @@ class ActivationManager(activations.ActivationManager):
         return handle
 
     def onload(self, x: Tensor | OffloadedActivation) -> Tensor | None:  # type: ignore[override]
-        """Move back what was offloaded last, and return it; anything else is an AssertionError."""
+        """Move the last offloaded tensor back, and return it. Raises AssertionError for any other tensor."""
         if not self.enable or (isinstance(x, Tensor) and x in self._ignored):
             return None
         if not self._moved or not any(x is each for each in self._moved[-1]):
@@ -68,12 +68,12 @@ class ActivationManager(activations.ActivationManager):
         return bool(self._moved) and self._moved[-1][0] is x
 
     def add_ignore_tensor(self, x: Tensor) -> None:
-        """Leave `x` where it is, whenever it is to be moved."""
+        """Never offload `x`."""
         self._ignored[x] = True
 
     @contextmanager
     def offloading(self) -> Iterator[None]:
-        """Offload what autograd saves inside the block."""
+        """Offload the tensors that autograd saves inside the block."""
         if self.enable:
             with super().offloading():
                 yield
@@ -81,7 +81,7 @@ class ActivationManager(activations.ActivationManager):
             yield
 
     def reset(self) -> None:
-        """Release all space; what was moved is lost."""
+        """Release all space. The data of offloaded tensors is lost."""
         self._moved.clear()
         super().reset()
 
@@ -95,9 +95,9 @@ class ActivationManager(activations.ActivationManager):
 
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
-    """Return the bytes in use of a device, and all of its bytes; on a CPU, of the memory that this process can have.
+    """Return the used and the total bytes of a device, or on a CPU of the memory that this process can have.
 
-    The reserve of torch's allocator on CUDA is not in use: the next tensors come out of it.
+    The reserve of torch's allocator on CUDA counts as free, because new tensors use it.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -108,9 +108,9 @@ def _used_and_total(device: torch.device) -> tuple[int, int]:
 
 
 class DynamicActivationManager(ActivationManager):
-    """Offloads only where more than a share of the device's memory is in use.
+    """Manager that offloads only while more than a share of the device's memory is in use.
 
-    The share `threshold` is 0 to 1; 0 offloads everything, 1 nothing, and another raises ValueError.
+    The share `threshold` is 0 to 1: 0 offloads everything, 1 nothing. Other values raise ValueError.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class DynamicActivationManager(ActivationManager):
         self._peak = 0
 
     def adaptive_offload(self, x: Tensor) -> None:
-        """Offload `x` if memory is short; `onload(x)` follows in any case."""
+        """Offload `x` if memory is short. The caller must call `onload(x)` in any case."""
         self.offload(x)
 
     def memory_profiling(self) -> dict[str, Any]:
-        """Return the device's bytes at their peak and whenever a tensor was to move, and the buffer's share in use."""
+        """Return the device's used bytes at the peak and at each offload decision, and the used share of the buffer."""
         return {
             "peak_memory": self._peak,
             "allocation_history": list(self._history),
@@ -146,21 +146,21 @@ class DynamicActivationManager(ActivationManager):
 
 
 GLOBAL_ACTIVATION_MANAGER = ActivationManager()
-"""Through its buffer, once it has one, go the inputs of the checkpoints of this module."""
+"""Manager whose buffer, once set up, holds the inputs of this module's checkpoints."""
 
 
 class CheckpointFunctionWithOffload(torch_checkpoint.CheckpointFunction):
-    """A reentrant checkpoint whose inputs are offloaded."""
+    """Reentrant checkpoint whose inputs are offloaded."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Call `args[0]` with `args[2:]`; `args[1]`: whether the random state is restored for the recomputation."""
+        """Call `args[0]` with `args[2:]`. `args[1]` is whether the recomputation restores the random state."""
         with GLOBAL_ACTIVATION_MANAGER.offloading():
             return super().apply(*args)  # type: ignore[no-untyped-call]
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-    """Return `function(*args)`, recomputed in backward, with its inputs offloaded; None: not reentrant."""
+    """Return `function(*args)`, recomputed in backward, with its inputs offloaded; None means not reentrant."""
     with GLOBAL_ACTIVATION_MANAGER.offloading():
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=bool(use_reentrant), **kwargs)
 
@@ -171,8 +171,8 @@ _checkpointed: weakref.WeakKeyDictionary[nn.Module, GradCheckpoint] = weakref.We
 def set_grad_checkpoint(model: nn.Module, use_fp32_attention: bool = False, gc_step: int = 1) -> None:
     """Checkpoint the blocks of a model, with their inputs offloaded; a second call replaces the first.
 
-    Every module gets the attributes `grad_checkpointing`, `fp32_attention` and `grad_checkpointing_step`. Attention in
-    fp32 is that of our blocks; any other has to read its attribute.
+    Every module gets the attributes `grad_checkpointing`, `fp32_attention` and `grad_checkpointing_step`. Only blocks
+    of this package compute attention in fp32 by themselves; other modules have to read the attribute.
     """
     if model in _checkpointed:
         _checkpointed.pop(model).remove()
@@ -188,7 +188,7 @@ def set_grad_checkpoint(model: nn.Module, use_fp32_attention: bool = False, gc_s
 def memory_offloading_inference(
     model: nn.Module, input_data: Any, *, device: torch.device | str | None = None, resident: int = 2
 ) -> Any:
-    """Return `model(input_data)` on the CPU, computed on the GPU with few blocks' weights there at a time.
+    """Return `model(input_data)` on the CPU, computed on the GPU with the weights of few blocks at a time.
 
     Blocks are the modules in `ModuleList`s and `Sequential`s. The model is on the CPU afterwards.
     """
@@ -201,7 +201,7 @@ def memory_offloading_inference(
 def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory_gb: float = 40) -> int:
     """Return the largest batch, 1 to 1024, of inputs (b, *input_shape) that the model evaluates in 0.8 of the memory.
 
-    Without gradients; a GB is 2**30 bytes. It is 1, too, where not even that fits.
+    Gradients are disabled, and a GB is 2**30 bytes. The result is 1 even if not even one input fits.
     """
     from opensora_cli.engine.mem_profile.batch import largest_batch
 

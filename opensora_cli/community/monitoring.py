@@ -1,4 +1,4 @@
-"""Monitoring: memory, sizes, times."""
+"""Functions for monitoring: memory, sizes, times."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +17,13 @@ from opensora_cli.memory.monitor import log_model_params as log_model_params
 
 
 def get_model_numel(model: nn.Module) -> tuple[int, int]:
-    """Return how many parameters a model has, and how many of them are trained."""
+    """Return the number of parameters of a model, and the number of trained ones."""
     counts = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
 
 
 def format_numel_str(numel: int) -> str:
-    """Return a number in powers of 1024: `10.24 B` for eleven thousand million."""
+    """Return a number in powers of 1024: `10.24 B` for eleven billion."""
     for power, letter in ((3, "B"), (2, "M"), (1, "K")):
         if numel >= 1024**power:
             return f"{numel / 1024**power:.2f} {letter}"
@@ -31,12 +31,12 @@ def format_numel_str(numel: int) -> str:
 
 
 def create_tensorboard_writer(exp_dir: str | Path) -> Any:
-    """Return a `SummaryWriter` for `exp_dir/tensorboard`; a HardwareError if TensorBoard is not installed."""
+    """Return a `SummaryWriter` for `exp_dir/tensorboard`. Raises HardwareError if TensorBoard is not installed."""
     return require_tensorboard()(str(Path(exp_dir, "tensorboard")))
 
 
 class AccelerationProfiler(monitor.AccelerationProfiler):
-    """Measures calls, beside the phases of the engine's."""
+    """Profiler of calls, in addition to the phases of the engine's profiler."""
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device)
@@ -44,7 +44,7 @@ class AccelerationProfiler(monitor.AccelerationProfiler):
         self._report: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 
     def profile_checkpoint(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and keep its seconds and peak bytes under `checkpoint`; on a CPU tensors are counted."""
+        """Call a function, and record its seconds and peak bytes under `checkpoint`. On a CPU tensors are counted."""
         with TensorBytes() as counter, self.profile("checkpoint"):
             result = func(*args, **kwargs)
         seconds, gib = self.phases[-1].seconds, self.phases[-1].peak_allocated_gib
@@ -53,7 +53,7 @@ class AccelerationProfiler(monitor.AccelerationProfiler):
         return result
 
     def profile_communication(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and keep its seconds under its name."""
+        """Call a function, and record its seconds under its name."""
         with self.profile(func.__name__):
             result = func(*args, **kwargs)
         self._report["communication_breakdown"][func.__name__] = self.phases[-1].seconds
@@ -65,7 +65,7 @@ class AccelerationProfiler(monitor.AccelerationProfiler):
 
 
 def monitor_gpu_memory() -> dict[str, float] | None:
-    """Print and return GiB that are `allocated`, `reserved` and `max_allocated`; None without a GPU."""
+    """Print and return the `allocated`, `reserved` and `max_allocated` GiB; None without a GPU."""
     if not torch.cuda.is_available():
         print("GPU memory: there is no CUDA device")
         return None
@@ -77,7 +77,7 @@ def monitor_gpu_memory() -> dict[str, float] | None:
 
 @torch.no_grad()
 def profile_model_performance(model: nn.Module, input_data: Any, num_runs: int = 10) -> tuple[float, float]:
-    """Return mean and standard deviation of the seconds of `model(input_data)`, after a run to warm up."""
+    """Return mean and standard deviation of the seconds of `model(input_data)`, after a warm-up run."""
     profiler = monitor.AccelerationProfiler()
     for _ in range(num_runs + 1):
         with profiler.profile("run"):

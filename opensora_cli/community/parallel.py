@@ -1,4 +1,4 @@
-"""Parallelism: collectives, groups of ranks, scheduled and retried exchanges."""
+"""Functions for parallelism: collectives, groups of ranks, scheduled and retried exchanges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ from opensora_cli.parallel.scheduling import Handle
 from opensora_cli.parallel.watching import Retried
 
 _SCATTER, _GATHER = 1, 2
-"""Dimensions of `all_to_all` where only its name is given."""
+"""Dimensions of an exchange that is named only `all_to_all`."""
 
 
 def gather_forward_split_backward(
     input_: Tensor, process_group: Group, dim: int, grad_scale: str | float | None = None
 ) -> Tensor:
-    """Join the shares of all ranks along `dim`; backward, take this rank's share. A group None has no effect.
+    """Join the shares of all ranks along `dim`; backward takes this rank's share. With the group None, do nothing.
 
-    `grad_scale` `up` multiplies the gradient by the number of ranks, `down` divides it, None and 1.0 leave it.
+    `grad_scale` `up` multiplies the gradient by the number of ranks, `down` divides it, and None and 1.0 do nothing.
     """
     return collectives.gather_forward_split_backward(input_, dim, process_group, _grad_scale(grad_scale, process_group))
 
@@ -41,7 +41,7 @@ def gather_forward_split_backward(
 def split_forward_gather_backward(
     input_: Tensor, process_group: Group, dim: int, grad_scale: str | float | None = 1.0
 ) -> Tensor:
-    """Take this rank's share along `dim`; backward, join the gradients; else as `gather_forward_split_backward`."""
+    """Take this rank's share along `dim`; backward joins the gradients. See `gather_forward_split_backward`."""
     return collectives.split_forward_gather_backward(input_, dim, process_group, _grad_scale(grad_scale, process_group))
 
 
@@ -51,7 +51,7 @@ def _gather(input_: Tensor, pg: Group, dim: int = -1) -> Tensor:
 
 
 def _split(input_: Tensor, pg: Group, dim: int = -1) -> Tensor:
-    """Take this rank's share along `dim`, without gradients; uneven shares are a ValueError."""
+    """Take this rank's share along `dim`, without gradients. Raises ValueError for uneven shares."""
     return collectives.split_forward_gather_backward(input_.detach(), dim, pg)
 
 
@@ -67,29 +67,29 @@ def _grad_scale(value: str | float | None, group: object) -> collectives.GradSca
 
 
 class T5LayerNorm(FusedRMSNorm):
-    """The RMS norm of T5, in one kernel."""
+    """RMS norm of T5, in one kernel."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, eps=eps)
 
     @property
     def variance_epsilon(self) -> float:
-        """The same as `eps`."""
+        """Alias of `eps`."""
         return self.eps
 
     @staticmethod
     def from_native_module(module: Any, *_args: object, **_kwargs: object) -> "T5LayerNorm":
-        """Return the norm of a fused one, apex's or ours, with a copy of its weight."""
+        """Return the norm for a fused one of apex or of this package, with a copy of its weight."""
         made = T5LayerNorm(module.weight.numel(), module.eps).to(module.weight)
         made.load_state_dict({"weight": module.weight})
         return made
 
 
 class BandwidthMonitor(scheduling.BandwidthMonitor):
-    """Remembers how fast the collectives of each group were."""
+    """Monitor of the speed of each group's collectives."""
 
     def is_congested(self) -> bool:
-        """Return whether the latest collectives of a group took over 1.5 times as long as its mean, size aside."""
+        """Return whether recent collectives of a group took over 1.5 times its mean time, corrected for size."""
         return any(
             link.calls > 1 and link.predicted_s(link.nbytes // link.calls) > 1.5 * link.seconds / link.calls
             for link in self._links.values()
@@ -98,21 +98,21 @@ class BandwidthMonitor(scheduling.BandwidthMonitor):
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A collective that was scheduled; no gradient flows through it."""
+    """Scheduled collective, through which no gradient flows."""
 
     handle: Handle
     finish: Callable[[Tensor], Tensor]
 
     def wait(self) -> Tensor:
-        """Return the result, once it is there; issues what must be issued for that."""
+        """Wait for the result and return it, after issuing the collectives that it needs."""
         return self.finish(self.handle.wait())
 
 
 class CommunicationScheduler(scheduling.CommunicationScheduler):
-    """Issues collectives, those first that should take the shortest.
+    """Scheduler that issues collectives, with the shortest expected time first.
 
     `comm_type` is `all_to_all`, which divides dimension 1 and joins dimension 2, or `gather_split`, which joins the
-    last dimension. A group None is all ranks.
+    last dimension. The group None means all ranks.
     """
 
     def __init__(self, group: Group = None, monitor: BandwidthMonitor | None = None) -> None:
@@ -121,11 +121,11 @@ class CommunicationScheduler(scheduling.CommunicationScheduler):
 
     @property
     def pending_ops(self) -> list[object]:
-        """What was scheduled and is not under way."""
+        """Scheduled collectives that have not been issued."""
         return list(self._queue)
 
     def schedule_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Scheduled:
-        """Queue a collective until it, or a later one, is waited for; all ranks queue and wait for the same."""
+        """Queue a collective until a caller waits for it or a later one. All ranks queue and wait for the same ones."""
         group = _ranks(group)
         shape, gather, ranks = _result(tensor, comm_type, group)
         if comm_type == "all_to_all":
@@ -140,7 +140,7 @@ class CommunicationScheduler(scheduling.CommunicationScheduler):
         return Scheduled(self.submit(start, received, group=group), finish)
 
     def execute_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Tensor:
-        """Return the result of a collective, issued and measured now, after all that was scheduled; with a gradient."""
+        """Issue and measure a collective after all scheduled ones, and return its result, which has a gradient."""
         group = _ranks(group)
         _result(tensor, comm_type, group)
         self.flush()
@@ -151,7 +151,7 @@ class CommunicationScheduler(scheduling.CommunicationScheduler):
 
 
 class RobustCommunication:
-    """An all-to-all that is tried again by all ranks or none; see `watching.Retried`."""
+    """All-to-all that all ranks retry together; see `watching.Retried`."""
 
     def __init__(self, max_retries: int = 3, *, timeout_s: float = 600.0) -> None:
         self.max_retries = max_retries
@@ -160,13 +160,13 @@ class RobustCommunication:
     def safe_all_to_all(
         self, input_: Tensor, process_group: Group, scatter_dim: int = 2, gather_dim: int = 1
     ) -> Tensor:
-        """Return what `all_to_all` does; it is tried again after 1, 2, 4 ... seconds, then a HardwareError."""
+        """Return the result of `all_to_all`, retried after 1, 2, 4 ... seconds. Raises HardwareError after the last."""
         if process_group is None:
             return input_
         return self._retried(lambda group: all_to_all(input_, group, scatter_dim, gather_dim), process_group)
 
     def verify_communication(self, input_tensor: Tensor, output_tensor: Tensor, comm_type: str) -> None:
-        """Check shape and numbers of a result over all ranks; an AssertionError if they cannot be right."""
+        """Check shape and numbers of a result over all ranks. Raises AssertionError if they cannot be right."""
         expected = self.calculate_expected_shape(input_tensor, comm_type)
         if output_tensor.shape != expected:
             raise AssertionError(f"{comm_type} gave {tuple(output_tensor.shape)} and not {tuple(expected)}")
@@ -174,7 +174,7 @@ class RobustCommunication:
             raise AssertionError(f"{comm_type} gave numbers that are not finite")
 
     def calculate_expected_shape(self, input_tensor: Tensor, comm_type: str) -> torch.Size:
-        """Return the shape of a result over all ranks; for `comm_type` see `CommunicationScheduler`."""
+        """Return the shape of a result over all ranks; `CommunicationScheduler` describes `comm_type`."""
         return _result(input_tensor, comm_type, None)[0]
 
 
@@ -185,7 +185,7 @@ def _ranks(group: Group) -> dist.ProcessGroup:
 
 
 def _result(tensor: Tensor, comm_type: str, group: Group) -> tuple[torch.Size, int, int]:
-    """Return the shape of a result, the dimension that is joined, and the number of ranks."""
+    """Return the shape of a result, the joined dimension, and the number of ranks."""
     if comm_type not in ("all_to_all", "gather_split"):
         raise RequestError(f"comm_type={comm_type!r} must be all_to_all or gather_split")
     shape, gather = list(tensor.shape), _GATHER if comm_type == "all_to_all" else tensor.ndim - 1

@@ -1,4 +1,4 @@
-"""Sampling: conditions, sizes, prompts and their refinement, results as files."""
+"""Functions for sampling: conditions, sizes, prompts and their refinement, result files."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def collect_references_batch(
     """Return each sample's encoded references (C,T,H,W), or None, for `prepare_inference_condition`.
 
     Args:
-        reference_paths: for each sample its files, separated by `;`, or an empty text for none.
+        reference_paths: files of each sample, separated by `;`; an empty text means none.
         cond_type: the condition mode.
         image_size: (height, width) of the video in pixels.
         is_causal: whether the autoencoder encodes the first frame alone.
@@ -82,10 +82,10 @@ def process_and_save(
     """Save each clip of `x` (B,C,T,H,W), -1 to 1, with its prompt beside it, and return the names without endings.
 
     Args:
-        batch: lists `text`, and maybe `name` and `index`, to which `start_index` is added.
+        batch: lists `text`, and optionally `name` and `index`. `start_index` is added to the indices.
         cfg: `save_dir`, `dataset.data_path`, and by `get`: `save_prefix`, `fps_save`, `prompt_as_path`.
-        epoch: which of several samples of each prompt these are, from 0.
-        saving: False only names; `generate_sampling_option` is ignored.
+        epoch: number of these samples among several of each prompt, from 0.
+        saving: False only returns the names. `generate_sampling_option` is ignored.
     """
     prefix, by_prompt = cfg.get("save_prefix", ""), cfg.get("prompt_as_path", False)
     names, table = batch.get("name", [None] * len(x)), Path(cfg.dataset.data_path).stem
@@ -112,9 +112,9 @@ def get_save_path_name(
     prompt_as_path: bool = False,
     prompt: str | None = None,
 ) -> str:
-    """Return the path, without ending, of a result: from its prompt, its name, or the name and number of its table.
+    """Return the path of a result without its ending, from its prompt, its name, or its table's name and number.
 
-    What a file cannot be called is replaced in prompts, and a RequestError in names.
+    Characters that a file name cannot have are replaced in prompts. In names they raise RequestError.
     """
     if prompt_as_path:
         file = f"{prompt_part(prompt or '')}-{num_sample_pos or 0}"
@@ -145,7 +145,7 @@ def get_names_from_path(path: str | Path) -> str:
 
 
 def get_image_size(resolution: str, ar_ratio: str, training: bool = True) -> tuple[int, int]:
-    """Return (height, width) of a resolution and a ratio; of those that training's table lacks, the nearest."""
+    """Return (height, width) of a resolution and a ratio, or the nearest size if training's table lacks the ratio."""
     if not training:
         return sizes.image_size(resolution, ar_ratio)
     _, height, width = sizes.nearest_training_size(resolution, ar_ratio)
@@ -164,7 +164,7 @@ def read_from_path(path: str | Path, image_size: tuple[int, int], transform_name
 
 
 def add_motion_score_to_text(text: Sequence[str], motion_score: int | str) -> list[str]:
-    """Return each prompt with a motion score: a number, or `dynamic`, for which `refine_prompts` is asked."""
+    """Return each prompt with a motion score: a number, or `dynamic` for the answer of `refine_prompts`."""
     if motion_score == "dynamic":
         scores = refine_prompts(text, type="motion_score")
     elif str(motion_score).isdecimal():
@@ -177,13 +177,13 @@ def add_motion_score_to_text(text: Sequence[str], motion_score: int | str) -> li
 def refine_prompts(
     prompts: Sequence[str], retry_times: int = 3, type: str = "t2v", image_paths: Sequence[str | None] | None = None
 ) -> list[str]:
-    """Return `refine_prompt` of each prompt, with its picture."""
+    """Return each prompt refined by `refine_prompt`, with its picture."""
     images = image_paths or [None] * len(prompts)
     return [refine_prompt(prompt, retry_times, type, image) for prompt, image in zip(prompts, images, strict=True)]
 
 
 def refine_prompt(prompt: str, retry_times: int = 3, type: str = "t2v", image_path: str | Path | None = None) -> str:
-    """Return a prompt as a language model writes it out, or a motion score; see `refinement.refine`."""
+    """Return a prompt rewritten by a language model, or a motion score; see `refinement.refine`."""
     timeout_s, reporter = RefineSettings().timeout_s, SilentReporter()
     server = ChatServer(os.environ, timeout_s=timeout_s, tries=retry_times, reporter=reporter)
     return refine(prompt, type, server=server, references=() if image_path is None else [image_path])

@@ -1,4 +1,4 @@
-"""Training: devices, conditions, averages, losses, optimizers, schedules."""
+"""Functions for training: devices, conditions, averages, losses, optimizers, schedules."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """Which of the ranks this is."""
+    """Position of this process among the ranks."""
 
     rank: int
     world_size: int
@@ -39,7 +39,7 @@ class Coordinator:
 
 
 def setup_device() -> tuple[torch.device, Coordinator]:
-    """Join the ranks that torchrun or Slurm has started, and return this one's device; one process has no groups.
+    """Join the ranks that torchrun or Slurm has started, and return this rank's device. One process has no groups.
 
     Without a GPU the ranks use gloo on the CPU. Errors are those of `rank_device` and `init_with_retry`.
     """
@@ -62,7 +62,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
 
 
 def create_colossalai_plugin(plugin: str, dtype: str, grad_clip: float, **kwargs: object) -> NoReturn:
-    """Raise a RequestError with the settings that the keywords mean."""
+    """Raise RequestError with the settings that replace the keywords."""
     known = {"sp_size": "parallel.ulysses_degree", "tp_size": "parallel.tensor_parallel_degree"}
     settings = {"strategy": plugin, "precision.compute": dtype, "optimizer.max_grad_norm": grad_clip}
     settings |= {name: kwargs[key] for key, name in known.items() if key in kwargs}
@@ -86,7 +86,7 @@ def prepare_visual_condition_uncausal(
     *,
     rng: np.random.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Encode clips, and the given frames of a mode that is sampled for each.
+    """Encode clips, and the given frames of a condition mode that is sampled for each clip.
 
     Returns the latents (B,C,T,H,W), and the mask and reference latents (B,1+C,T,H,W) for `packing.pack_latents`.
 
@@ -94,9 +94,9 @@ def prepare_visual_condition_uncausal(
         x: frames (B,C,T,H,W) in [-1, 1].
         condition_config: weight of each condition mode by name. Modes that would give a whole clip are not used.
         model_ae: the autoencoder.
-        pad: without a causal autoencoder, hold a given picture until it fills a latent frame. Other frames of the clip
-            are dropped for it.
-        rng: random numbers; None seeds them from torch's.
+        pad: without a causal autoencoder, repeat a given picture until it fills a latent frame. Other frames of the
+            clip are dropped for it.
+        rng: random number generator; None means one that torch's generator seeds.
 
     Raises:
         RequestError: a mode is unknown, or the autoencoder cannot encode the clips.
@@ -122,7 +122,7 @@ def prepare_visual_condition_uncausal(
 
 
 def _hold_pictures(clip_TX: Tensor, mode: ConditionMode, *, extra: int) -> Tensor:
-    """Return a clip of the same length in which the pictures that `mode` gives stand still for `extra` more frames.
+    """Return a clip of the same length in which the given pictures of `mode` are repeated for `extra` more frames.
 
     Frames are dropped at the other end, or at the tail if both ends are given.
     """
@@ -136,9 +136,9 @@ def _hold_pictures(clip_TX: Tensor, mode: ConditionMode, *, extra: int) -> Tenso
 def update_ema(
     ema_model: nn.Module, model: nn.Module, optimizer: object = None, decay: float = 0.9999, sharded: bool = True
 ) -> None:
-    """Move the averages of trained weights towards the current ones: ema = decay * ema + (1 - decay) * weight.
+    """Update the averages of trained weights: ema = decay * ema + (1 - decay) * weight.
 
-    Averages that `model_sharding` has cut are moved by this rank's pieces. `optimizer` and `sharded` are ignored.
+    Averages that `model_sharding` has cut are updated from this rank's pieces. `optimizer` and `sharded` are ignored.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     averages = dict(ema_model.named_parameters())
@@ -154,7 +154,7 @@ def get_batch_loss(model_pred: Tensor, v_t: Tensor, masks: Tensor | None = None)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr_scheduler: Any, lr: float, initial_lr: float | None = None) -> None:
-    """Set the full rate of an optimizer and its schedule, if any, and the rate that a warm-up begins with."""
+    """Set the full rate of an optimizer and its schedule, if any, and the initial rate of a warm-up."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] = lr
     if lr_scheduler is not None:
@@ -163,18 +163,18 @@ def set_lr(optimizer: torch.optim.Optimizer, lr_scheduler: Any, lr: float, initi
 
 
 def set_warmup_steps(lr_scheduler: Any, warmup_steps: int) -> None:
-    """Set how many steps a warm-up takes."""
+    """Set the number of steps of a warm-up."""
     lr_scheduler.warmup_steps = warmup_steps
 
 
 def set_eps(optimizer: torch.optim.Optimizer, eps: float | None = None) -> None:
-    """Set what is added to the denominator of each update; None: nothing changes."""
+    """Set epsilon, which is added to the denominator of each update; None means no change."""
     for group in optimizer.param_groups if eps is not None else ():
         group["eps"] = eps
 
 
 def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, object]) -> torch.optim.Optimizer:
-    """Return AdamW for the weights of `model` that are trained.
+    """Return AdamW for the trained weights of `model`.
 
     The keys of `optimizer_config` are `cls` (`AdamW` or `HybridAdam`, which mean the same), `lr`, `betas`, `eps`,
     `weight_decay`, and `adamw_mode`, which can only be true. Raises RequestError if there is another key, or a value
@@ -207,7 +207,7 @@ def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, object]) -
 
 
 class HybridAdam(torch.optim.AdamW):
-    """AdamW under the name of ColossalAI's; `bias_correction` and `adamw_mode` can only be true."""
+    """AdamW under ColossalAI's name; `bias_correction` and `adamw_mode` can only be true."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class HybridAdam(torch.optim.AdamW):
 
 
 class LinearWarmupLR(LRScheduler):
-    """Raises each group's rate linearly, and leaves it at its full value; `last_epoch` is the steps done, less 1."""
+    """Schedule with a linear warm-up to each group's full rate. `last_epoch` is the number of steps done minus 1."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, initial_lr: float = 0, warmup_steps: int = 0, last_epoch: int = -1
@@ -241,12 +241,12 @@ class LinearWarmupLR(LRScheduler):
 
 
 class _CosineWarmupLR(LRScheduler):
-    """Raises each group's rate linearly from 0, then lowers it along half a cosine to 0 at `total_steps`."""
+    """Schedule with a linear warm-up from 0, and then half a cosine down to 0 at `total_steps`."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
-        # Its attributes are what is saved: plain numbers can be read again safely.
+        # The attributes are saved, and plain numbers can be loaded safely.
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
         super().__init__(optimizer, last_epoch)
@@ -272,10 +272,10 @@ def create_lr_scheduler(
     use_cosine_scheduler: bool = False,
     initial_lr: float = 1e-6,
 ) -> LRScheduler | None:
-    """Return what changes an optimizer's rates, step by step; None without warm-up and cosine.
+    """Return the schedule of an optimizer's rates; None without warm-up and cosine.
 
-    With `use_cosine_scheduler` the warm-up rises from 0, and the rate then falls to 0 along half a cosine, at the end
-    of `num_steps_per_epoch` x `epochs`. Without it, the warm-up rises from `initial_lr`.
+    With `use_cosine_scheduler` the warm-up rises from 0, and the rate then falls along half a cosine, to 0 after
+    `num_steps_per_epoch` x `epochs` steps. Otherwise the warm-up rises from `initial_lr`.
     """
     if use_cosine_scheduler:
         return _CosineWarmupLR(optimizer, total_steps=num_steps_per_epoch * epochs, warmup_steps=warmup_steps or 0)

@@ -1,4 +1,4 @@
-"""Endless micro-batches for one rank, read ahead by worker processes."""
+"""Endless stream of micro-batches for one rank, prefetched by worker processes."""
 
 import gc
 import io
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _KILLED = "DataLoader worker"
 _LOCKS = 8
-"""More than torch makes for each worker, and for all of them together."""
+"""Upper limit of the locks that torch makes for each worker, and for all workers together."""
 
 
 _MAX_COUNT = 2**31
@@ -33,22 +33,22 @@ _NO_SAMPLER_STATE = (
 
 
 class WorkerEnded(HardwareError):
-    """A process that reads clips was killed, or crashed."""
+    """Error of a killed or crashed worker process that reads clips."""
 
 
 class BatchStream(Generic[T]):
     """This rank's micro-batches, epoch after epoch.
 
-    Of every group of `micro_batches` that follow each other in an epoch, this rank has those at `rank`, `rank + ranks`,
-    ... What is left at an epoch's end, too few for a group, is not used.
+    An epoch is divided into groups of `micro_batches`. This rank has the micro-batches at `rank`, `rank + ranks`, ...
+    of each group. An incomplete group at the end of an epoch is not used.
 
     Args:
         plan_epoch: the order of each epoch.
-        load: reads a micro-batch; called in the workers, and so picklable.
-        fingerprint: of the data and of all else that the order depends on.
-        micro_batches: of an update, over all ranks; a multiple of `ranks`.
-        workers: processes that read; 0: this process does.
-        prefetch: micro-batches that each worker keeps ready.
+        load: picklable function that reads a micro-batch in a worker.
+        fingerprint: hash of the data and of everything else that the order depends on.
+        micro_batches: micro-batches of an update over all ranks, a multiple of `ranks`.
+        workers: number of processes that read; 0 means this process.
+        prefetch: micro-batches that each worker prefetches.
         warn: called when a state of other data is loaded.
 
     Raises:
@@ -77,7 +77,7 @@ class BatchStream(Generic[T]):
         self._rank, self._ranks = rank, ranks
         self._workers, self._prefetch = workers, prefetch
         self._warn = warn
-        # Where the next update begins, and how many micro-batches of it this rank has had.
+        # Position of the next update, and the number of its micro-batches that this rank has returned.
         self._epoch, self._position, self._number = 0, 0, 0
         self._begun = 0
         self._last_epoch = 0
@@ -91,12 +91,12 @@ class BatchStream(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Of the last micro-batch that was returned; from 0."""
+        """Epoch of the last returned micro-batch, counted from 0."""
         return self._last_epoch
 
     def next(self) -> T:
-        """Return this rank's next micro-batch; raise what `load` raised, a WorkerEnded, or a HardwareError if
-        `/dev/shm` is full.
+        """Return this rank's next micro-batch.
+        Raises the error of `load`, WorkerEnded, or HardwareError if `/dev/shm` is full.
         """
         if self._reading is None:
             _require_locks(_LOCKS * (self._workers + 1) if self._workers else 0)
@@ -118,16 +118,15 @@ class BatchStream(Generic[T]):
         return loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last whole update ended, whatever was read ahead.
+        """Return the position after the last whole update, regardless of prefetched micro-batches.
 
-        Plain values, the same for any number of ranks that have had as many updates. An unfinished update counts
-        as not started.
+        The values are plain, and do not depend on the number of ranks. An unfinished update counts as not started.
         """
         position = {"epoch": self._epoch, "position": self._position, "number": self._number}
         return {**position, "data": self._fingerprint}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from a state (with the next epoch, if the data have changed); a CheckpointError if it is none."""
+        """Continue from a state, with the next epoch if the data changed. Raises CheckpointError if it is invalid."""
         epoch, position, number = (_count_in(state_dict, name) for name in ("epoch", "position", "number"))
         fingerprint = state_dict.get("data")
         if not isinstance(fingerprint, str):
@@ -140,19 +139,19 @@ class BatchStream(Generic[T]):
         self._last_epoch = epoch
 
     def close(self) -> None:
-        """End the workers; idempotent. `next` then continues after the last whole update."""
+        """Stop the workers; idempotent. `next` then continues after the last whole update."""
         reading, self._reading = self._reading, None
         self._begun = 0
         shut_down = getattr(reading, "_shutdown_workers", None)
         if shut_down is not None:
-            # Otherwise they end when the iterator is collected, which an exception that is being handled puts off.
+            # Otherwise they stop when the iterator is collected, and an exception in progress delays that.
             shut_down()
 
     def _count(self, asked: MicroBatch) -> None:
         self._begun += self._ranks
         self._last_epoch = asked.epoch
         if self._begun == self._micro_batches:
-            # The ranks that follow this one have the last of the update.
+            # The ranks after this one have the last micro-batches of the update.
             rest = self._ranks - self._rank
             self._epoch, self._position = asked.epoch, asked.position + rest
             self._number, self._begun = asked.number + rest, 0
@@ -165,10 +164,10 @@ class BatchStream(Generic[T]):
             collate_fn=_as_is,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
-            # Ctrl-C and requests to end reach every process of a terminal or a job: the one that trains decides when to
-            # stop reading.
+            # Ctrl-C and SIGTERM reach every process of a terminal or a job. The training process decides when the
+            # workers stop.
             worker_init_fn=partial(_begin_worker, parent=os.getpid()),
-            # Not torch's global one, which would also seed the workers.
+            # A separate generator: torch's global one would also seed the workers.
             generator=torch.Generator(),
         )
 
@@ -185,7 +184,7 @@ class BatchStream(Generic[T]):
 
 
 class _Loading(Dataset[tuple[MicroBatch, T | OsoraError]]):
-    """Calls the loader, and carries our own errors to the other process as they are."""
+    """Dataset that calls the loader, and returns errors of this package to the other process as values."""
 
     def __init__(self, load: Callable[[MicroBatch], T]) -> None:
         self._load = load
@@ -201,9 +200,9 @@ class _Loading(Dataset[tuple[MicroBatch, T | OsoraError]]):
 
 
 def _share_tensors(loaded: object) -> None:
-    """Move all tensors in an object to memory that processes share. Raises HardwareError if that has no room.
+    """Move all tensors in an object to memory that processes share. Raises HardwareError if there is no room.
 
-    Left to torch, that happens in a thread, whose failure is printed and nothing else: the trainer would wait for ever.
+    torch would do this in a thread, and only print its failure: the trainer would wait forever.
     """
     _Sharing(io.BytesIO()).dump(loaded)
 
@@ -220,7 +219,7 @@ class _Sharing(pickle.Pickler):
 
 
 def _count_in(state: object, name: str) -> int:
-    """Return a number of a state; a CheckpointError if that is no state, or has no such number."""
+    """Return a number of a state. Raises CheckpointError if the state is invalid or lacks the number."""
     value = state.get(name) if isinstance(state, dict) else None
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise CheckpointError(_NO_SAMPLER_STATE.format(name))
@@ -228,7 +227,7 @@ def _count_in(state: object, name: str) -> int:
 
 
 def _require_locks(count: int) -> None:
-    """Raise HardwareError if there is no room for so many locks, before torch finds out when it has half of them."""
+    """Raise HardwareError if there is no room for `count` locks, before torch fails after making some of them."""
     try:
         [multiprocessing.Lock() for _ in range(count)]
     except OSError as error:
@@ -251,17 +250,17 @@ def _begin_worker(worker: int, *, parent: int) -> None:
 
 
 def _kill_in_place_of_terminating(reading: object) -> None:
-    """Have SIGKILL sent to workers that do not end by themselves, by torch or at exit: they ignore SIGTERM."""
+    """Make torch and the exit handler send SIGKILL to workers that do not stop: the workers ignore SIGTERM."""
     for worker in getattr(reading, "_workers", ()):
         worker._popen.terminate = worker._popen.kill
 
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Keep processes that are forked inside the block from collecting objects of this one.
+    """Keep processes that are forked inside the block from collecting objects of this process.
 
-    Objects that own threads, as those of video decoders do, hang when they are destroyed in a copy of their process,
-    which has not these threads.
+    Objects that own threads, such as video decoders, hang when they are destroyed in a forked process, which lacks
+    these threads.
     """
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""The micro-batches of training: which samples each has, in which order, and what they become once read."""
+"""Micro-batches of training: their samples, their order, and the clips that are read for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from opensora_cli.data.buckets import Buckets, Samples
 
 _SUBSTITUTES = 3
 
-# Independent random streams of one seed; 0 and 1 are those of noise and clips.
+# Independent random streams of one seed; 0 and 1 are for noise and clips.
 _BUCKETS = 2
 _ORDER = 3
 _STARTS = 4
@@ -21,21 +21,21 @@ _STARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What is asked of a loader: some samples, all of one bucket."""
+    """Request to a loader: several samples, all of one bucket."""
 
     number: int
-    """In the whole run, over all ranks and epochs; from 0."""
+    """Number in the whole run, over all ranks and epochs, from 0."""
     epoch: int
     position: int
-    """In the epoch, from 0."""
+    """Position in the epoch, from 0."""
     bucket: int
     samples: tuple[int, ...]
     substitutes: tuple[int, ...]
-    """The samples that take the place of broken ones, in this order: those that come next in the bucket."""
+    """Samples that replace broken ones, in this order: the next samples of the bucket."""
 
 
 class EpochPlan:
-    """The micro-batches of one epoch, in order, without those that their bucket could not fill.
+    """Full micro-batches of one epoch, in order. Samples that fill no micro-batch are not used.
 
     `bucket_of_sample` is negative for a sample without a bucket, and `batch_sizes` has an entry for each bucket.
     """
@@ -44,7 +44,7 @@ class EpochPlan:
         shuffled = rng.permutation(len(bucket_of_sample))
         by_bucket = np.argsort(bucket_of_sample[shuffled], kind="stable")
         placed = bucket_of_sample[bucket_of_sample >= 0]
-        # Those without a bucket, -1, come first.
+        # Samples without a bucket, -1, come first.
         self._samples = shuffled[by_bucket][len(bucket_of_sample) - len(placed) :]
         self._counts = np.bincount(placed, minlength=len(batch_sizes))
         self._begins = np.cumsum(self._counts) - self._counts
@@ -60,16 +60,16 @@ class EpochPlan:
 
     @property
     def samples_of_buckets(self) -> NDArray[np.int64]:
-        """How many samples each bucket has, those that fill no micro-batch included."""
+        """Number of samples of each bucket, including samples that fill no micro-batch."""
         return self._counts
 
     @property
     def batches_of_buckets(self) -> NDArray[np.int64]:
-        """How many micro-batches each bucket has."""
+        """Number of micro-batches of each bucket."""
         return self._counts // self._batch_sizes
 
     def batch(self, position: int, *, number: int, epoch: int) -> MicroBatch:
-        """Return the micro-batch at `position`, with the number and epoch that it has in the run."""
+        """Return the micro-batch at `position`, with its number and epoch in the run."""
         bucket = int(self._buckets[position])
         size, count = int(self._batch_sizes[bucket]), int(self._counts[bucket])
         members = self._samples[self._begins[bucket] : self._begins[bucket] + count]
@@ -87,12 +87,12 @@ class EpochPlan:
 
 
 PlanEpoch = Callable[[int], EpochPlan]
-"""Epoch -> its plan; the same for the same epoch."""
+"""Deterministic function from an epoch to its plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSampler:
-    """Plans the epochs of a table. In each, whether a bucket's probability admits a sample is decided again."""
+    """Planner of the epochs of a table. Each epoch draws again whether a bucket's probability admits a sample."""
 
     buckets: Buckets
     samples: Samples
@@ -119,26 +119,26 @@ def _rng(seed: int, epoch: int, stream: int) -> Generator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipRequest:
-    """Which frames of which sample are wanted, at what size."""
+    """Request for frames of a sample at a size."""
 
     path: str
-    """A file, or another name of the clip. Caches and the random numbers of training depend on it."""
+    """File or other name of the clip. Caches and the random numbers of training depend on it."""
     caption: str
     motion_score: float | None
     start: int
     """First frame, from 0."""
     interval: int
-    """Every how many-th frame from there on, 1 or more."""
+    """Distance between the frames to take, 1 or more."""
     num_frames: int
     height: int
     width: int
     fps: float
-    """Frames per second of the cut; 0 for pictures, and where it is unknown."""
+    """Frames per second of the cut; 0 for pictures and unknown rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """A sample that could not be read, and what took its place."""
+    """Sample that could not be read, and its replacement."""
 
     path: str
     reason: str
@@ -147,18 +147,18 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipBatch:
-    """One micro-batch: clips of one bucket."""
+    """Clips of one micro-batch, all of one bucket."""
 
     number: int
     epoch: int
     paths: tuple[str, ...]
     captions: tuple[str, ...]
     fps: tuple[float, ...]
-    """Of the clips as they are here; 0 for pictures, and where it is unknown."""
+    """Frames per second of these clips; 0 for pictures and unknown rates."""
     motion_scores: tuple[float | None, ...]
     pixels_BTHWC: Tensor | None
-    """uint8 RGB, on the host; None where `cached` takes its place."""
+    """Pixels in uint8 RGB, on the host; None if `cached` replaces them."""
     cached: tuple[Any, ...] | None
-    """What was computed from the clips before, one value for each."""
+    """Cached values computed from the clips, one for each clip."""
     replaced: tuple[Replacement, ...] = ()
-    """Samples that were meant to be here and could not be read."""
+    """Samples of the micro-batch that could not be read."""

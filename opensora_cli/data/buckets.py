@@ -1,4 +1,4 @@
-"""Buckets: samples of one resolution, length and shape, which can stand in one batch."""
+"""Buckets: samples of one resolution, length and shape, which can form a batch."""
 
 import math
 from collections.abc import Mapping
@@ -10,48 +10,48 @@ from numpy.typing import NDArray
 
 NO_BUCKET = -1
 FILLED = 0.8
-"""A sample counts as large enough for a resolution if it has this part of its pixels."""
+"""Share of the pixels of a resolution that a sample needs to count as large enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """What the samples of a batch have in common after cutting and resizing."""
+    """Common properties of the samples of a batch after cutting and resizing."""
 
     resolution: str
     num_frames: int
     aspect_ratio: str
-    """width:height."""
+    """Aspect ratio as width:height."""
     height: int
     width: int
     batch_size: int
 
     @property
     def kind(self) -> tuple[str, int]:
-        """Resolution and length, whatever the shape."""
+        """Resolution and length, without the shape."""
         return self.resolution, self.num_frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """One resolution, with the shapes and lengths that it is trained at."""
+    """One resolution, with its shapes and lengths in training."""
 
     name: str
     pixels: float
     sizes: Mapping[str, tuple[int, int]]
-    """Aspect ratio width:height -> (height, width)."""
+    """Sizes of the shapes: aspect ratio width:height -> (height, width)."""
     lengths: Mapping[int, tuple[float, int]]
-    """Frames -> (probability, batch size)."""
+    """Lengths: frames -> (probability, batch size)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What decides about the bucket of each sample of a table: arrays of one length."""
+    """Properties that determine the bucket of each sample of a table, as arrays of one length."""
 
     num_frames: NDArray[np.int64]
     height: NDArray[np.int64]
     width: NDArray[np.int64]
     fps: NDArray[np.float64]
-    """Frames per second; NaN for pictures, and where it is unknown."""
+    """Frames per second; NaN for pictures and unknown rates."""
 
     def __len__(self) -> int:
         return len(self.num_frames)
@@ -67,12 +67,12 @@ class Samples:
 
 
 class Buckets:
-    """Sorts samples into buckets.
+    """Assignment of samples to buckets.
 
-    A sample goes to the largest resolution of which it has 80 % of the pixels, there to the longest clip that it covers
-    at the reduced frame rate (at most `fps_max`), and then to the nearest shape. If it covers no length, or is rejected
-    by the length's probability, the next smaller resolution is tried. Single frames go to buckets of one frame, and
-    videos never do.
+    A sample goes to the largest resolution of which it has 80 % of the pixels. There it goes to the longest clip that
+    it covers at the reduced frame rate (at most `fps_max`), and then to the nearest shape. If it covers no length, or
+    the length's probability rejects it, the next smaller resolution is tried. Single frames go only to buckets of one
+    frame, and videos never do.
     """
 
     def __init__(self, resolutions: list[Resolution], *, fps_max: float) -> None:
@@ -95,19 +95,19 @@ class Buckets:
 
     @property
     def resolutions(self) -> tuple[Resolution, ...]:
-        """Return them, the largest first."""
+        """Resolutions, the largest first."""
         return tuple(self._resolutions)
 
     @property
     def num_resolutions(self) -> int:
-        """How many resolutions a sample may try."""
+        """Number of resolutions that a sample may try."""
         return len(self._resolutions)
 
     def assign(self, samples: Samples, draws_NR: NDArray[np.float64]) -> NDArray[np.int32]:
         """Return the index of each sample's bucket, or `NO_BUCKET`.
 
-        `draws_NR` has for each sample and resolution, the largest first, a number in [0, 1): the sample is rejected by
-        a bucket whose probability is not over it.
+        `draws_NR` has a number in [0, 1) for each sample and resolution, the largest first. A bucket rejects the sample
+        if its probability is not above this number.
         """
         fitting_NR = self.fitting(samples)
         taken_NR = (fitting_NR != NO_BUCKET) & (draws_NR < self._probabilities[fitting_NR])
@@ -116,9 +116,9 @@ class Buckets:
         return np.where(taken_NR.any(axis=1), chosen_N, NO_BUCKET).astype(np.int32)
 
     def reachable(self, samples: Samples) -> NDArray[np.int32]:
-        """Return for each sample and resolution, (N, R), the bucket that it can land in, or `NO_BUCKET`.
+        """Return a possible bucket for each sample and resolution, (N, R), or `NO_BUCKET`.
 
-        A bucket of probability 1 passes no sample on to smaller resolutions, one of probability 0 takes none.
+        A bucket with probability 1 passes no sample on to smaller resolutions, and one with probability 0 takes none.
         """
         fitting_NR = self.fitting(samples)
         probabilities_NR = np.where(fitting_NR == NO_BUCKET, 0.0, self._probabilities[fitting_NR])
@@ -126,7 +126,7 @@ class Buckets:
         return np.where((probabilities_NR > 0) & ~stopped_NR, fitting_NR, NO_BUCKET).astype(np.int32)
 
     def fitting(self, samples: Samples) -> NDArray[np.int32]:
-        """Return for each sample and resolution, (N, R), the bucket that it fits, or `NO_BUCKET`; the largest first."""
+        """Return the fitting bucket for each sample and resolution, (N, R), the largest first, or `NO_BUCKET`."""
         fitting_NR = np.full((len(samples), len(self._resolutions)), NO_BUCKET, dtype=np.int32)
         intervals = frame_intervals(samples.fps, self._fps_max)
         pixels = samples.height * samples.width
@@ -157,7 +157,7 @@ def _buckets(resolution: Resolution, length: int) -> list[Bucket]:
 def _fitting_lengths(
     num_frames: NDArray[np.int64], intervals: NDArray[np.int64], resolution: Resolution
 ) -> NDArray[np.int64]:
-    """Return for each sample the length of its bucket, or 0 if it covers none."""
+    """Return the length of each sample's bucket, or 0 if the sample covers none."""
     lengths = np.zeros(len(num_frames), dtype=np.int64)
     for length in sorted(resolution.lengths):
         fits = num_frames == 1 if length == 1 else (num_frames > 1) & (num_frames >= length * intervals)
@@ -166,7 +166,7 @@ def _fitting_lengths(
 
 
 def _nearest_shapes(heights: NDArray[np.int64], widths: NDArray[np.int64], resolution: Resolution) -> NDArray[np.int64]:
-    """Return the index of the size nearest in height / width, of equally near ones the first."""
+    """Return the index of the size nearest in height / width, the first one for equal distances."""
     shapes = heights / widths
     nearest = np.zeros(len(shapes), dtype=np.int64)
     least = np.full(len(shapes), np.inf)
@@ -179,11 +179,11 @@ def _nearest_shapes(heights: NDArray[np.int64], widths: NDArray[np.int64], resol
 
 
 def map_target_fps(fps: float, max_fps: float) -> tuple[float, int]:
-    """Return the frame rate that a video is reduced to, and every how many-th of its frames that takes.
+    """Return the reduced frame rate of a video, and the interval between the frames to take.
 
-    A video slower than `max_fps` stays as it is. Any other takes the smallest interval that brings it down to
-    `max_fps`, and the rate that this gives is rounded down to a whole number. An unknown rate, NaN, gives 0 and no
-    frame is left out.
+    A video slower than `max_fps` keeps all frames. Other videos get the smallest interval that reduces the rate to
+    `max_fps` or less; the resulting rate is rounded down to an integer. An unknown rate, NaN, gives rate 0 and keeps
+    all frames.
     """
     if math.isnan(fps):
         return 0.0, 1

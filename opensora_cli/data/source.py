@@ -20,22 +20,22 @@ class ClipSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that the order depends on. A resumed run with another one starts the next epoch."""
+        """Hash of everything that the order depends on. A resumed run with another hash starts the next epoch."""
 
     def plan_epoch(self, epoch: int) -> EpochPlan:
-        """Return the order of an epoch, from 0; the same for the same epoch in every process and run."""
+        """Return the order of an epoch, counted from 0. It is the same in every process and run."""
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
-        """Return the clip of a sample for `place` in micro-batch `number` of the run, which choose a random cut.
+        """Return the clip of a sample for `place` in micro-batch `number` of the run, which determine a random cut.
 
-        With `train_mmdit.cache`, it may depend on the sample and its bucket alone.
+        With `train_mmdit.cache`, the clip may depend only on the sample and its bucket.
         """
 
     def requests(self) -> Iterable[ClipRequest]:
-        """Return each clip that any epoch may ask for, once. The cache is filled with these."""
+        """Return each clip that any epoch may use, once. The cache is filled with these clips."""
 
     def read(self, request: ClipRequest) -> Tensor:
         """Return the pixels of a clip, uint8 RGB (num_frames, height, width, 3) from 0 to 255, on the host.
 
-        Raises MediaError if it cannot be read; another sample of its bucket then replaces it.
+        Raises MediaError if the clip cannot be read; another sample of its bucket then replaces it.
         """

@@ -1,4 +1,4 @@
-"""The table of samples that training reads: columns as arrays, and the rows that make no sense."""
+"""Table of samples for training: columns as arrays, and the invalid rows."""
 
 import hashlib
 import math
@@ -15,16 +15,16 @@ from opensora_cli.data.buckets import Samples
 from opensora_cli.data.table_files import read_columns
 
 COLUMNS = ("path", "text", "num_frames", "height", "width", "aspect_ratio", "resolution", "fps")
-"""What `osora data scan` writes. `aspect_ratio` is height / width, `resolution` height x width."""
+"""Columns that `osora data scan` writes. `aspect_ratio` is height / width, `resolution` height x width."""
 
 _SIZES = ("num_frames", "height", "width")
 
 
 class TextColumn:
-    """An unchangeable sequence of texts.
+    """Immutable sequence of texts.
 
-    A list of a million strings is a million objects, whose reference counts make every worker process copy the memory
-    that it shared with its parent. Here they are one array of bytes.
+    A list of a million strings is a million objects. Their reference counts make every worker process copy the memory
+    that it shares with its parent. One array of bytes avoids this.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -45,40 +45,40 @@ class TextColumn:
 
     @property
     def num_empty(self) -> int:
-        """How many of the texts are empty."""
+        """Number of empty texts."""
         return int((np.diff(self._ends, prepend=0) == 0).sum())
 
     def arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return all bytes, and where each text ends."""
+        """Return all bytes, and the position of the end of each text."""
         return self._bytes, self._ends
 
 
 class BadRow(Document):
-    """A row that cannot be used."""
+    """Row that cannot be used."""
 
     row: int
-    """From 1, without the header."""
+    """Number of the row from 1, without the header."""
     path: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipTable:
-    """The rows of a table that can be used, in order."""
+    """Usable rows of a table, in order."""
 
     folder: Path
-    """What relative paths start from: the table's own folder."""
+    """Folder of the table, where relative paths start."""
     rows: NDArray[np.int64]
-    """Their numbers in the table, from 1."""
+    """Numbers of the rows in the table, from 1."""
     paths: TextColumn
     texts: TextColumn
     samples: Samples
     motion_scores: NDArray[np.float64]
-    """NaN where there is none."""
+    """Motion score of each row; NaN without one."""
     bad_rows: tuple[BadRow, ...]
 
     def __len__(self) -> int:
-        """Return how many rows can be used."""
+        """Return the number of usable rows."""
         return len(self.paths)
 
     def file(self, index: int) -> Path:
@@ -91,7 +91,7 @@ class ClipTable:
         return None if math.isnan(score) else score
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that the order of training depends on."""
+        """Hash of everything that the order of training depends on."""
         digest = hashlib.sha256()
         samples = self.samples
         for array in (*self.paths.arrays(), samples.num_frames, samples.height, samples.width, samples.fps):
@@ -100,15 +100,15 @@ class ClipTable:
 
 
 def read_table(path: Path) -> ClipTable:
-    """Read a table with the columns path, text, num_frames, height and width, and maybe fps and motion_score.
+    """Read a table with the columns path, text, num_frames, height and width, and optionally fps and motion_score.
 
-    Rows without a path, or whose sizes are no whole numbers over 0, become `bad_rows`. Empty cells and `nan` are
+    Rows without a path, or with sizes that are not positive integers, become `bad_rows`. Empty cells and `nan` mean
     unknown frame rates and motion scores, and empty captions.
 
     Raises:
-        FileProblem: the table is missing, broken, or has not these columns.
+        FileProblem: the table is missing or broken, or lacks a column.
         RequestError: its name ends in neither .csv nor .parquet.
-        HardwareError: parquet, and pyarrow is not installed.
+        HardwareError: the table is parquet, and pyarrow is not installed.
     """
     columns = read_columns(path, ["path", "text", *_SIZES], optional=["fps", "motion_score"])
     paths = ["" if cell is None else str(cell) for cell in columns["path"]]
@@ -135,7 +135,7 @@ def read_table(path: Path) -> ClipTable:
 
 
 def _numbers(cells: list[Any] | None, *, rows: int) -> NDArray[np.float64]:
-    """Return cells as numbers: NaN for nothing, infinity for what is no number at all."""
+    """Return cells as numbers: NaN for empty cells, infinity for cells without a number."""
     return np.full(rows, np.nan) if cells is None else np.array([_number(cell) for cell in cells], dtype=np.float64)
 
 

@@ -1,4 +1,4 @@
-"""Tables of samples as files: CSV or parquet, by the ending of their name."""
+"""Files with tables of samples: CSV or parquet, depending on the ending of the name."""
 
 import codecs
 import csv
@@ -23,28 +23,28 @@ _BROKEN: Mapping[str, tuple[type[Exception], ...]] = {
     CSV: (OSError, ValueError, csv.Error),
     PARQUET: (OSError, ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError),
 }
-"""What broken files of each kind raise: pyarrow has errors of all these kinds, and of cells without a value in Python.
+"""Exceptions that broken files of each kind raise. pyarrow raises all of these, some for cells that Python cannot hold.
 """
 
 _FEW_ROWS = 1_000_000
-"""What a parquet file may hold besides a row for each of its bytes."""
+"""Rows that a parquet file may hold in addition to one row per byte."""
 _LITTLE_BYTES = 2**30
 _MOST_UNPACKED = 100
-"""Bytes of cells for each of a parquet file, besides the bytes above."""
+"""Bytes of cells that each byte of a parquet file may hold, in addition to `_LITTLE_BYTES`."""
 
 _ROWS_OF_BATCH = 65_536
 _LONG = frozenset({"BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"})
 _UNCOUNTED = frozenset({"DELTA_BYTE_ARRAY"})
-"""Encodings of texts that share their beginnings, which are copied while they are read."""
+"""Encodings that store shared prefixes of texts once, and copy them on reading."""
 
 _LOOKED_AT = 4096
-"""Bytes at the beginning of a table in which text of two bytes a character shows."""
+"""Bytes at the beginning of a table that are searched for text with two bytes per character."""
 
 
 def check_table_name(path: Path) -> str:
-    """Return how a table of this name is stored, `.csv` or `.parquet`; other endings are a RequestError.
+    """Return the format of a table by its name, `.csv` or `.parquet`.
 
-    Parquet without pyarrow is a HardwareError.
+    Raises RequestError for other endings, and HardwareError for parquet without pyarrow.
     """
     kind = path.suffix.lower()
     if kind not in (CSV, PARQUET):
@@ -55,13 +55,13 @@ def check_table_name(path: Path) -> str:
 
 
 def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """Return columns of a table by name; cells are text, or what parquet holds, and None where there is nothing.
+    """Return columns of a table by name. Cells are texts, or values of any parquet type, and None if they are empty.
 
     `optional` columns may be missing. A row of a CSV file with too few cells has None in the others.
 
     Raises:
-        FileProblem: it is missing, broken, or has not these columns.
-        RequestError, HardwareError: as `check_table_name`.
+        FileProblem: the table is missing or broken, or lacks a column.
+        RequestError, HardwareError: for the reasons of `check_table_name`.
     """
     kind = check_table_name(path)
     with _reading(path):
@@ -69,10 +69,10 @@ def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] =
 
 
 def read_rows(path: Path) -> tuple[list[str], Iterator[list[Any]]]:
-    """Return the names of all columns, and the rows, whose cells are as in `read_columns`; in a CSV file, a row has as
-    many cells as it has there.
+    """Return the names of all columns, and the rows, with cells like those of `read_columns`. Rows of a CSV file may
+    have different numbers of cells.
 
-    Errors, also while the rows are read, are those of `read_columns`.
+    Errors are those of `read_columns`, also while the rows are read.
     """
     kind = check_table_name(path)
     rows = _rows_of(path, kind)
@@ -103,9 +103,9 @@ def write_table(
     *,
     on_written: Callable[[Path], None] = lambda temporary: None,
 ) -> None:
-    """Write a table, whole or not at all (OutputError); None becomes an empty cell. Names: see `check_table_name`.
+    """Write a table, whole or not at all. None becomes an empty cell. `check_table_name` describes the names.
 
-    `on_written` is called with the whole table, under a temporary name, before it gets its own.
+    `on_written` is called with the temporary file before it gets its final name. Raises OutputError on failure.
     """
     kind = check_table_name(path)
     with atomic_path(path) as temporary:
@@ -129,10 +129,10 @@ def write_table(
 
 
 def split_table(path: Path, targets: Sequence[Path]) -> list[int]:
-    """Write a table in parts, one file each, with rows in order and all columns; return the rows of each.
+    """Split a table into parts, one file each, with all columns and rows in order. Return the number of rows of each.
 
-    Sizes differ by one row at most. Errors are those of `read_columns`; a FileProblem, too, if there are fewer rows
-    than parts, and an OutputError if a part cannot be written.
+    Sizes differ by at most one row. Raises the errors of `read_columns`, FileProblem if there are fewer rows than
+    parts, and OutputError if a part cannot be written.
     """
     kind = check_table_name(path)
     with _reading(path):
@@ -180,7 +180,7 @@ def _read_csv(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dic
 
 
 def _is_of_other_text(path: Path, column: str, cell: str) -> bool:
-    """Whether a cell shows that the table is not in UTF-8. Names of files may have any bytes, if that is their name."""
+    """Return whether a cell shows that the table is not in UTF-8. Names of existing files may have any bytes."""
     try:
         cell.encode()
     except UnicodeEncodeError:
@@ -194,8 +194,8 @@ def _no_utf8(path: Path) -> FileProblem:
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
-    """Yield the rows that are not blank; a byte order mark, which spreadsheets write, is dropped."""
-    # Captions may be longer than the module's limit; Windows cannot take the largest of Python's numbers.
+    """Yield the rows that are not blank. The byte order mark of spreadsheets is dropped."""
+    # Captions may be longer than the module's default limit; Windows does not accept the largest Python integer.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with (
         path.open("rb") as bytes_,
@@ -217,9 +217,9 @@ def _read_parquet(path: Path, wanted: Sequence[str], optional: Sequence[str]) ->
 
 
 def _parquet_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
-    """Yield the rows in batches; a FileProblem where the texts take far more memory than any table of this size.
+    """Yield the rows in batches. Raises FileProblem if the texts take far more memory than any table of this size.
 
-    Repeated texts are stored once. They are counted before they are copied into each row.
+    Parquet stores repeated texts once. They are counted before they are copied into each row.
     """
     num_rows, size, pyarrow = _parquet_rows(path), path.stat().st_size, _pyarrow()
     metadata = pyarrow.parquet.read_metadata(path)
@@ -248,7 +248,7 @@ def _is_in(path: str, columns: Sequence[str] | None) -> bool:
 
 
 def _is_text(leaf: Any) -> bool:
-    """Return whether a column holds texts, and no lists of them."""
+    """Return whether a column holds texts, and not lists of texts."""
     return (
         leaf.physical_type == "BYTE_ARRAY"
         and leaf.logical_type.type in ("STRING", "NONE")
@@ -270,7 +270,7 @@ def _bytes_of_cells(cells: Any) -> int:
 
 
 def _parquet_rows(path: Path) -> int:
-    """Return the number of rows; a FileProblem where the columns take far more memory than any table of this size."""
+    """Return the number of rows. Raises FileProblem if columns take far more memory than any table of this size."""
     metadata, size = _pyarrow().parquet.read_metadata(path), path.stat().st_size
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     unpacked = sum(
@@ -308,7 +308,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _pyarrow() -> Any:
-    """Return the package, with its module for parquet loaded; it has no types."""
+    """Return the untyped package pyarrow, with its parquet module loaded."""
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:

@@ -10,17 +10,17 @@ from opensora_cli.core.reading import read_json_object, require_schema
 from opensora_cli.core.weight_choices import Selection
 
 TRAINING_FILE = "checkpoint.pt"
-"""State of a run of early versions, in its folder."""
+"""File with the state of a run of early versions, in its folder."""
 
 SETTINGS_FILE = "settings.json"
-"""Settings of a run, in its folder."""
+"""File with the settings of a run, in its folder."""
 
 MODEL_FOLDER = "model"
 EMA_FILE = "ema.safetensors"
 MASTER_FILE = "master.safetensors"
 OPTIMIZER_FOLDER = "optimizer"
 RUNNING_STATES_FILE = "running_states.json"
-"""The last file: a folder with more than `model/` is incomplete without it."""
+"""Last file of a checkpoint: a folder with more than `model/` is incomplete without it."""
 RUNNING_STATES_SCHEMA = "osora.running-states/2"
 _EARLIER_SCHEMA = "osora.running-states/1"
 
@@ -33,7 +33,7 @@ _EPOCH_FOLDER = re.compile(r"epoch(\d+)-global_step(\d+)")
 
 
 def checkpoint_folder_name(*, epoch: int, global_step: int) -> str:
-    """Return the name of the folder of an epoch, counted from 0, after so many updates."""
+    """Return the name of the checkpoint folder of an epoch, counted from 0, after `global_step` updates."""
     return f"epoch{epoch}-global_step{global_step}"
 
 
@@ -58,7 +58,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def colossalai_parts(folder: Path) -> dict[Selection, Path]:
-    """Return the path of each kind of weights in a folder, empty for another kind of folder.
+    """Return the path of each kind of weights in a folder; an empty dictionary for another kind of folder.
 
     Raises CheckpointError if the folder is incomplete.
     """

@@ -1,6 +1,6 @@
-"""Folders of `torch.distributed.checkpoint`: tensors in chunks, each as `torch.save` writes it, in one file per rank.
+"""Folders of `torch.distributed.checkpoint`: tensors in chunks of `torch.save`'s format, in one file per rank.
 
-`.metadata` lists the place of each chunk. It is a pickle, read without running anything, and written last: a
+`.metadata` lists the place of each chunk. It is a pickle, and is read without running code. It is written last: a
 folder without it is not complete.
 """
 
@@ -25,17 +25,17 @@ from opensora_cli.core.strict_json import shown
 from opensora_cli.core.weight_choices import Selection
 
 METADATA_FILE = ".metadata"
-"""What makes a folder one of these, and a complete one."""
+"""File that identifies a folder of this format, and makes it complete."""
 
 DATA_SUFFIX = ".distcp"
-"""How the files with the chunks end."""
+"""Suffix of the files with the chunks."""
 
 _LISTED = 20
 _DATA_FILE = f"__0_0{DATA_SUFFIX}"
 _VERSION = "1.0.0"
 _MAX_METADATA_BYTES = 2**29
 _MAX_OPERATIONS = 32_000_000
-"""Of the pickle: enough for 5,000 tensors that are cut over 100 ranks."""
+"""Limit of the operations of the pickle: enough for 5,000 tensors that are sharded over 100 ranks."""
 
 _RECORDS = frozenset(
     {
@@ -60,11 +60,11 @@ _UNUSED = frozenset(
         ),
     }
 )
-"""What `.metadata` may import without being part of a tensor: it gets None."""
+"""Names that `.metadata` may import although no tensor needs them. They are replaced by None."""
 
 
 class _Record:
-    """Stands for an object of which only the state matters, as its class would store it."""
+    """Stand-in for an object; it keeps only the object's state."""
 
     state: Any = None
 
@@ -75,7 +75,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives a pickle inert stand-ins, made for it alone, and nothing else."""
+    """Unpickler whose imports are only inert stand-ins, made for one pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         imported = f"{module}.{name}"
@@ -87,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
             return lambda sizes: tuple(sizes)
         if imported == "collections.OrderedDict":
             return lambda: {}
-        if imported == "builtins.getattr":  # Python before 3.11.4 pickles members of an enumeration by it
+        if imported == "builtins.getattr":  # Python before 3.11.4 pickles enum members with it
             return lambda *_: _Record()
         if imported in _UNUSED:
             return lambda *_: None
@@ -95,11 +95,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _ImportRefusedError(Exception):
-    """A pickle imports something that is not allowed."""
+    """Error of a pickle that imports a name that is not allowed."""
 
 
 class _Tensor(NamedTuple):
-    """A tensor as `.metadata` describes it: its chunks are offsets and shapes."""
+    """Tensor in `.metadata`; its chunks are offsets and shapes."""
 
     name: str
     dtype: torch.dtype
@@ -108,15 +108,15 @@ class _Tensor(NamedTuple):
 
 
 _Places = dict[tuple[str, tuple[int, ...]], Extent]
-"""Where the chunks are, by the name of the tensor and their offsets in it."""
+"""Places of the chunks, by the name of the tensor and the offsets in the tensor."""
 
 
 def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
-    """Open a folder of `torch.distributed.checkpoint`; of several weights in it the selected ones, or the model's.
+    """Open a folder of `torch.distributed.checkpoint`. The default selection is the model's weights.
 
     Raises:
-        CheckpointError: the folder is not complete, broken, or imports something else than weights.
-        RequestError: it has no such weights.
+        CheckpointError: the folder is incomplete or broken, or imports something else than weights.
+        RequestError: the folder lacks the selected weights.
     """
     path = folder / METADATA_FILE
     metadata = _read_metadata(path)
@@ -139,7 +139,7 @@ def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
 
 
 def write_dcp(folder: Path, entries: Mapping[str, LazyTensor], *, advance: Callable[[int], None] | None = None) -> None:
-    """Write into a folder what `torch.distributed.checkpoint.load` reads, piece by piece, straight to its names.
+    """Write the files for `torch.distributed.checkpoint.load` into a folder, piece by piece, under their final names.
 
     `advance` is called with the bytes written by each step.
 
@@ -192,7 +192,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     except _ImportRefusedError as error:
         raise refusal_of_name(path, str(error)) from None
     except Exception as error:
-        # A broken pickle may do anything in any order, so there is no list of what goes wrong.
+        # A broken pickle may do anything in any order, so every error is caught.
         raise broken_file(path, error) from None
     if not isinstance(found, _Record) or not isinstance(found.state, dict):
         raise CheckpointError(f"{path} describes something else than tensors")
@@ -200,12 +200,12 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _tree(described: dict[str, _Record], nesting: dict[str, tuple[str | int, ...]] | None) -> dict[Any, Any]:
-    """Return the tensors in the dictionaries that they came from."""
+    """Return the tensors in their original nested dictionaries."""
     tree: dict[Any, Any] = {}
     for name, record in described.items():
         state = record.state
         if not isinstance(state, dict):
-            continue  # some other value
+            continue  # the value is no tensor
         dtype = state["properties"].state[0]
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
             raise ValueError("it holds a tensor of unknown dtype")
@@ -225,7 +225,7 @@ def _tree(described: dict[str, _Record], nesting: dict[str, tuple[str | int, ...
 
 
 def _places(folder: Path, stored: dict[_Record, _Record], wanted: set[str]) -> _Places:
-    """Return where the chunks of some tensors are, having looked whether the files are there."""
+    """Return the places of the chunks of some tensors, after checking that the files exist."""
     places: _Places = {}
     for index, info in stored.items():
         name, offsets = index.state["fqn"], index.state.get("offset")
@@ -252,7 +252,7 @@ def _places(folder: Path, stored: dict[_Record, _Record], wanted: set[str]) -> _
 
 
 def _entry(tensor: _Tensor, places: _Places, path: Path) -> LazyTensor:
-    """Return a tensor that is read from its chunks."""
+    """Return a lazy tensor that reads its chunks."""
     name = shown(tensor.name)
     if not prod(tensor.shape):
         return LazyTensor.of(torch.empty(tensor.shape, dtype=tensor.dtype))
@@ -281,7 +281,7 @@ def _entry(tensor: _Tensor, places: _Places, path: Path) -> LazyTensor:
 
 
 def _check_cover(tensor: _Tensor) -> None:
-    """Refuse chunks that leave something out, overlap, or reach beyond their tensor."""
+    """Refuse chunks that leave gaps, overlap, or reach beyond their tensor."""
     ends = []
     for offsets, shape in tensor.chunks:
         end = tuple(offset + size for offset, size in zip(offsets, shape, strict=True))
@@ -301,16 +301,16 @@ def _check_cover(tensor: _Tensor) -> None:
 
 
 def _as_shape(value: object, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return `value`, which must be a shape that torch can have; else ValueError."""
+    """Return `value` as a shape. Raises ValueError if torch cannot have this shape."""
     sizes = _as_sizes(value)
-    # With zeros counted as ones: torch computes strides from the other sizes even where there is no element.
+    # Zeros count as ones, because torch computes strides from the other sizes even if there is no element.
     if prod(max(1, size) for size in sizes) * dtype.itemsize >= 2**63:
         raise ValueError("it holds a tensor of an impossible shape")
     return sizes
 
 
 def _as_sizes(value: object) -> tuple[int, ...]:
-    """Return `value`, which must be a tuple of so many sizes or offsets as a tensor can have; else ValueError."""
+    """Return `value` as sizes or offsets. Raises ValueError if it is no tuple of them, or has too many dimensions."""
     if not isinstance(value, tuple) or len(value) > MAX_DIMENSIONS:
         raise ValueError("it holds a tensor without a shape")
     if not all(type(size) is int and 0 <= size < 2**63 for size in value):

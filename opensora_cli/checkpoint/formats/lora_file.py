@@ -1,7 +1,7 @@
-"""Adapters in one file, whose tensors are named as by diffusers, ComfyUI or kohya; and which of these it is.
+"""Adapters in one file with tensor names of diffusers, ComfyUI or kohya, and detection of the style.
 
-`X.lora_A.weight` and `X.lora_down.weight` are A, `X.lora_B.weight` and `X.lora_up.weight` are B; `X.alpha`, if it is
-there, is divided by the rank. X is the layer's path, with what a style puts before it; kohya writes `_` for its dots.
+`X.lora_A.weight` and `X.lora_down.weight` are A, `X.lora_B.weight` and `X.lora_up.weight` are B; an optional `X.alpha`
+is divided by the rank. X is the layer's path after the prefix of the style; kohya writes `_` for its dots.
 """
 
 import math
@@ -19,11 +19,11 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.strict_json import parse_object, shown
 
 KOHYA_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
-"""What underscored paths of layers begin with."""
+"""Prefixes of layer paths with underscores."""
 
 _PEFT_PREFIX, _COMFYUI_PREFIX = "base_model.model.", "diffusion_model."
 DOTTED_PREFIXES = (_PEFT_PREFIX, _COMFYUI_PREFIX, "transformer.", "model.")
-"""What dotted ones may begin with."""
+"""Possible prefixes of layer paths with dots."""
 
 _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_METADATA = "lora_adapter_metadata"
@@ -49,7 +49,7 @@ _OTHER_KINDS = {
 
 
 def style_of(keys: Iterable[str]) -> str | None:
-    """Return whose style of naming the tensors of an adapter have; None: they are no adapter's."""
+    """Return the naming style of an adapter's tensors; None if they are no adapter's."""
     name = next((key for key in keys if _FACTOR.fullmatch(key)), None)
     if name is None:
         return None
@@ -58,7 +58,7 @@ def style_of(keys: Iterable[str]) -> str | None:
 
 
 def describe_adapter(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return style, ranks and number of layers of an adapter's tensors; None: they are no adapter's."""
+    """Return style, ranks and number of layers of an adapter's tensors; None if they are no adapter's."""
     matches = {key: match for key in shapes if (match := _FACTOR.fullmatch(key))}
     ranks = {shapes[key][0] for key, match in matches.items() if _letter(match) == "A" and shapes[key]}
     if not ranks:
@@ -69,13 +69,13 @@ def describe_adapter(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Open an adapter, without reading its matrices: a folder as PEFT or diffusers saves it, or a file.
+    """Open an adapter, without reading its matrices: a folder of PEFT or diffusers, or a file.
 
-    Its updates are named as in the file; those of a model have to be found by these names.
+    Its updates have the names of the file; the caller finds the weights of a model by these names.
 
     Raises:
-        CheckpointError: there is none, it is broken, or no adapter.
-        RequestError: it is of a kind that cannot be added.
+        CheckpointError: the adapter is missing or broken, or is no adapter.
+        RequestError: the adapter is of a kind that cannot be added.
     """
     with reading(path):
         is_folder, is_there = path.is_dir(), path.exists()
@@ -120,7 +120,7 @@ def _open_file(path: Path) -> Adapter:
 
 
 def _letter(match: re.Match[str]) -> str:
-    """Return which of the two matrices of a layer a name is of."""
+    """Return whether a name belongs to matrix A or B of a layer."""
     return match["letter"] or {"down": "A", "up": "B"}[match["word"]]
 
 
@@ -157,7 +157,7 @@ def _alpha(path: Path, module: str, entry: LazyTensor) -> float:
 
 
 def _stated_scales(path: Path, metadata: Mapping[str, str], modules: Iterable[str]) -> dict[str, float]:
-    """Return the scales that diffusers notes in the metadata, where it does: PEFT's configuration as JSON."""
+    """Return the scales in diffusers' metadata, if it has them: PEFT's configuration as JSON."""
     if (text := metadata.get(_DIFFUSERS_METADATA)) is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""PEFT, and reading the files of its adapters: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reader of PEFT adapters: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
 import math
@@ -35,7 +35,7 @@ _MAX_PATTERNS = 100
 _MAX_REPEATS = 3
 _MAX_CHOICES = 100
 _MAX_STEPS = 10**9
-"""Of matching all names: some seconds."""
+"""Limit of the steps for matching all names: some seconds."""
 
 _REFUSED = {
     "use_dora": "DoRA",
@@ -48,12 +48,12 @@ _REFUSED = {
     "target_parameters": "adapters of bare parameters",
     "trainable_token_indices": "trained tokens",
 }
-# Other ways to begin (PiSSA, OLoRA, LoftQ, ...) change the weights to which the adapter is then added.
+# Other initializations (PiSSA, OLoRA, LoftQ, ...) change the weights to which the adapter is then added.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def require_peft() -> Any:
-    """Return the module `peft`, which training an adapter takes. Raises HardwareError if it is not installed."""
+    """Return the module `peft`, which adapter training needs. Raises HardwareError if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -62,19 +62,19 @@ def require_peft() -> Any:
 
 
 def adapter_files(path: Path) -> tuple[Path, Path]:
-    """Return an adapter's two files, its configuration and its tensors: `path` is the folder that PEFT saved, or the
-    file of tensors in it, of any name.
+    """Return the configuration file and the tensor file of an adapter.
+    `path` is the folder that PEFT saved, or the tensor file in it, with any name.
     """
     weights = path / WEIGHTS_FILE if path.is_dir() else path
     return weights.parent / CONFIG_FILE, weights
 
 
 def open_peft(path: Path) -> Adapter:
-    """Open an adapter in PEFT's format, by a path as for `adapter_files`.
+    """Open an adapter in PEFT's format, from its folder or its tensor file.
 
     Raises:
         CheckpointError: a file is missing or broken, or the two do not fit each other.
-        RequestError: it is no LoRA, or has something that cannot be merged.
+        RequestError: the adapter is no LoRA, or has a part that cannot be merged.
     """
     config_file, weights = adapter_files(path)
     config = PeftConfig.read(config_file)
@@ -132,7 +132,7 @@ def _update(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
-    """What of `adapter_config.json` decides the result; fields as PEFT names them."""
+    """Fields of `adapter_config.json` that affect the result, under PEFT's names."""
 
     path: Path
     r: int
@@ -140,18 +140,18 @@ class PeftConfig:
     use_rslora: bool
     fan_in_fan_out: bool
     trains_more: bool
-    """Whether tensors may come with it that replace the model's."""
+    """Whether the adapter may hold tensors that replace the model's."""
     ranks: "_ValuesByName"
     alphas: "_ValuesByName"
 
     @classmethod
     def read(cls, path: Path) -> "PeftConfig":
-        """Read a file. Raises CheckpointError, RequestError as `open_peft`."""
+        """Read a file. Raises CheckpointError and RequestError for the reasons of `open_peft`."""
         return cls.of(path, _read_json(path))
 
     @classmethod
     def of(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
-        """Return what the fields say; `path` is where they are. Raises CheckpointError, RequestError as `open_peft`."""
+        """Parse the fields of the file `path`. Raises CheckpointError and RequestError like `open_peft`."""
         kind = config.get("peft_type")
         if kind != "LORA":
             raise RequestError(f"{path}: peft_type={_quoted(kind)} is no LoRA, and cannot be merged")
@@ -176,7 +176,7 @@ class PeftConfig:
         )
 
     def check(self, modules: Set[str]) -> None:
-        """Refuse what would take long: too long names of modules, or too many for the patterns."""
+        """Refuse module names that would take long to match: too long ones, or too many for the patterns."""
         too_long = [module for module in modules if len(module) > _MAX_NAME_LENGTH]
         if too_long:
             raise CheckpointError(f"{self.path.parent} is for a module of too long a name: {first_few(too_long)}")
@@ -191,13 +191,13 @@ class PeftConfig:
         return int(self.ranks.get(module, self.r))
 
     def scale(self, module: str) -> float:
-        """Return alpha over the rank, or over its root."""
+        """Return alpha divided by the rank, or by the square root of the rank."""
         rank = self.rank(module)
         return self.alphas.get(module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _regular_file(path: Path) -> Path:
-    """Return a file of an adapter, which has to be one, and to lie in the adapter's folder."""
+    """Return a file of an adapter, after checking that it is a regular file in the adapter's folder."""
     with reading(path):
         if not refuse_outside(path, path.parent).is_file():
             hint = None if path.exists() else "an adapter is the folder that PEFT saved"
@@ -245,18 +245,18 @@ def _rank(path: Path, key: str, value: Any) -> int:
 
 
 def _quoted(value: object) -> str:
-    """Return a value of the configuration as it may appear in a message."""
+    """Return a value of the configuration, quoted for a message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return shown(value) if isinstance(value, str) else plain(json.dumps(value))
 
 
 class _ValuesByName:
-    """Values by patterns of modules' names; of those that match a name, the first counts.
+    """Values by patterns of module names; the first pattern that matches a name counts.
 
-    PEFT takes each key for a regular expression of the whole name, or of the end of it after a dot. Most keys are plain
-    names, whose dots are dots here. An adapter may be hostile, and `re` can take years over an expression: so
-    only those are taken whose steps can be bounded, with few repeats, none of them of a group.
+    PEFT treats each key as a regular expression for the whole name, or for the end of the name after a dot. Most keys
+    are plain names; their dots match only dots here. An adapter may be hostile, and `re` can take years to match an
+    expression. So only patterns with bounded steps are accepted: few repeats, and no repeated group.
 
     Raises:
         ValueError: a pattern is refused, or there are too many.
@@ -280,9 +280,9 @@ class _ValuesByName:
                 raise ValueError(f"there are more than {_MAX_PATTERNS} regular expressions")
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that all values are found in bounded time; ValueError: they are not."""
+        """Check that all values are found in bounded time. Raises ValueError if not."""
         lengths = [len(name) for name in names]
-        # At most as many steps as there are ways to divide a name among the repeats, PEFT's own included.
+        # The number of steps is at most the number of ways to divide a name among the repeats, PEFT's own included.
         steps = sum(math.comb(n + count + 1, count + 1) * choices for count, choices in self._costs for n in lengths)
         if steps > _MAX_STEPS:
             raise ValueError("there are too many regular expressions for so many modules")
@@ -298,7 +298,7 @@ class _ValuesByName:
 
 
 def _cost(text: str) -> tuple[int, int]:
-    """Return how many repeats and combinations of alternatives a pattern has; ValueError: it is refused."""
+    """Return a pattern's numbers of repeats and of combinations of alternatives. Raises ValueError if refused."""
     if len(text) > _MAX_PATTERN_LENGTH:
         raise ValueError("it is too long")
     if not _SIMPLE_PATTERN.fullmatch(text):

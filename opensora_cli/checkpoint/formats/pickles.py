@@ -1,4 +1,4 @@
-"""Pickles are checked before anything reads them: what they import, and how many operations they have."""
+"""Checks of pickles before they are loaded: their imports, and the number of their operations."""
 
 import io
 import pickletools
@@ -14,27 +14,27 @@ from opensora_cli.core.formatting import plain
 from opensora_cli.core.strict_json import shown
 
 SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
-"""What to do about files that cannot be read without trusting them."""
+"""Hint for files that cannot be read without trusting them."""
 FETCH_AGAIN = "fetch it again"
 _MAX_DEPTH = 1000
-"""Of tuples: hashing very deep ones ends the process."""
+"""Limit of the nesting of tuples: hashing very deep ones crashes the process."""
 _COPIES_FOR_EACH_OPERATION, _FREE_COPIES = 4, 10_000
-"""An object is visited where it is put into another and, rarely, where a call copies it."""
+"""Limits of visits: an object is visited when it is put into another and, rarely, when a call copies it."""
 _MAX_PARTS = 8
 _NO_TENSOR = 2**30
 _TENSOR_IN_LIST = 2
-"""The depth of a tensor in the arguments of a call whose first argument is a list of tensors."""
+"""Depth of a tensor in the arguments of a call whose first argument is a list of tensors."""
 _ITERATING = frozenset(
     {
         *("collections.OrderedDict", "collections.Counter", "torch.Size"),
         *("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"),
     }
 )
-"""What goes through its argument when it is called."""
+"""Callables that iterate over their argument."""
 _REBUILD, _REBUILD_SUBCLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
 _CONTAINERS = frozenset({"LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT", "EMPTY_SET", "FROZENSET"})
 _MAKING = _CONTAINERS | {"GLOBAL", "EMPTY_TUPLE", "PERSID"}
-"""Operations of which more is known than that they make a plain object."""
+"""Operations that do more than make a plain object."""
 
 PROTOCOL = 2
 """The highest pickle protocol that `weights_only` reads, and the one that `torch.save` uses."""
@@ -57,12 +57,12 @@ _UNTYPED_DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
 )
-"""What came to torch later, and has no storage class of its own."""
+"""Newer dtypes of torch, without a storage class of their own."""
 
 DTYPES = {str(dtype): dtype for dtype in (*STORAGE_NAMES, *_UNTYPED_DTYPES)}
-"""What tensors of a file may have, by torch's names."""
+"""Dtypes that the tensors of a file may have, by torch's names."""
 
-# Bytes and bytearrays are missing on purpose: a chain of calls that make them can double the memory each time.
+# Bytes and bytearrays are missing on purpose: in a chain of calls that make them, each call can double the memory.
 WEIGHT_NAMES = frozenset(
     {
         *DTYPES,
@@ -75,7 +75,7 @@ WEIGHT_NAMES = frozenset(
         *("__builtin__.set", "__builtin__.complex", "builtins.set", "builtins.complex"),
     }
 )
-"""What the pickle of a file of weights may import."""
+"""Names that the pickle of a file of weights may import."""
 
 
 def check_pickle(
@@ -86,12 +86,12 @@ def check_pickle(
     Args:
         content: begins with `count` pickles.
         path: the file they are from, for messages.
-        max_operations: a longer pickle is refused: each operation may take some 100 bytes of memory.
-        names: what they may import, if that is to be checked here. Then they must be of a protocol that `weights_only`
-            reads.
+        max_operations: limit of the operations; each may take about 100 bytes of memory.
+        names: names that the pickles may import; None skips this check. With names, the protocol must be one that
+            `weights_only` reads.
 
     Raises:
-        CheckpointError: they are refused.
+        CheckpointError: the pickles are refused.
     """
     file = io.BytesIO(content)
     operation: pickletools.OpcodeInfo
@@ -122,7 +122,7 @@ def check_pickle(
 
 
 class _Object:
-    """What is known of an object on the stack of a pickle without making it."""
+    """Summary of an object on the stack of a pickle, derived without making the object."""
 
     __slots__ = ("depth", "items", "name", "parts", "tensor_depth")
 
@@ -130,13 +130,13 @@ class _Object:
         self, *, items: int = 0, depth: int = 0, tensor_depth: int = _NO_TENSOR, name: str = "", parts: Any = ()
     ) -> None:
         self.items = items
-        """How many objects a call that copies or hashes it visits; of a tuple, with those of the tuples in it."""
+        """Number of objects that copying or hashing this one visits. For a tuple, objects in nested tuples count."""
         self.depth = depth
-        """How deep tuples are nested in it."""
+        """Depth of nested tuples in the object."""
         self.tensor_depth = tensor_depth
-        """How deep in it the first tensor or storage is; it is one itself at 0. Values of a dictionary are at 2."""
+        """Depth of the first tensor or storage in the object; 0 for a tensor. Values of a dictionary are at 2."""
         self.name = name
-        """The name, if it was imported."""
+        """Name of the object, if it was imported."""
         self.parts: Sequence[_Object] = parts
         """The items of a short tuple."""
 
@@ -145,15 +145,15 @@ _PLAIN = _Object()
 
 
 class _Objects:
-    """The objects that a pickle makes, as far as they decide how much time and memory reading takes.
+    """Objects that a pickle makes, with the properties that determine the time and memory of reading.
 
-    An operation has a few bytes, and may do much: a call copies a list, a key is hashed with all tuples in it, and a
-    call that goes through a tensor makes an object of each element, of which a file may claim any number.
+    An operation of a few bytes may do much work. A call copies a list, and hashing a key visits all tuples in it. A
+    call that iterates over a tensor makes an object of each element, and a file may claim any number of elements.
     """
 
     def __init__(self) -> None:
         self.copied = 0
-        """Objects that operations have visited so far."""
+        """Number of objects that the operations have visited."""
         self._stack: list[_Object] = []
         self._marks: list[int] = []
         self._memo: dict[int, _Object] = {}
@@ -161,7 +161,7 @@ class _Objects:
         """The tuple that the last operation made."""
 
     def follow(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Do to the objects what an operation does; ValueError: it does too much, or takes what is not there."""
+        """Apply an operation to the objects. Raises ValueError if it does too much, or takes a missing object."""
         name, stack = operation.name, self._stack
         if name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
             self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
@@ -186,7 +186,7 @@ class _Objects:
             stack.extend([made] * len(operation.stack_after))
 
     def _made(self, name: str, argument: Any, items: list[_Object], new_tuple: _Object | None) -> _Object:
-        """Return what an operation makes of the items that it takes."""
+        """Return the object that an operation makes from its items."""
         if name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"):
             target, *items = items
             self._visit(items)
@@ -220,7 +220,7 @@ class _Objects:
         return _Object(tensor_depth=0) if name in ("BINPERSID", "PERSID", "OBJ", "NEWOBJ_EX") else _PLAIN
 
     def _called(self, called: _Object, arguments: _Object, new_tuple: _Object | None) -> _Object:
-        """Return the result of a call; what it copies is known while nothing can be added to its arguments."""
+        """Return the result of a call. The arguments must be a new tuple, so that the number of copies is known."""
         if arguments is not new_tuple:
             raise ValueError("it calls with something else than new arguments")
         if called.name in _ITERATING:
@@ -238,18 +238,18 @@ class _Objects:
 
 
 def _around(items: Sequence[_Object]) -> int:
-    """Return the `tensor_depth` of what holds some items."""
+    """Return the `tensor_depth` of a container of items."""
     return 1 + min((item.tensor_depth for item in items), default=_NO_TENSOR - 1)
 
 
 def refusal_of_name(path: Path, imported: str) -> CheckpointError:
-    """Return the error of a pickle that imports something that only running code could give."""
+    """Return the error for a pickle that imports a name that could run any code."""
     reason = f"it imports {shown(imported)}, which no weights need and which could run any code"
     return CheckpointError(f"{path} is refused: {reason}", hint=SAVE_STATE_DICT)
 
 
 def broken_file(path: Path, error: Exception) -> CheckpointError:
-    """Return the error of a file whose pickle cannot be read."""
-    # torch puts several lines of advice around what went wrong.
+    """Return the error for a file whose pickle cannot be read."""
+    # torch puts several lines of advice around the cause.
     lines = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines() or [type(error).__name__]
     return CheckpointError(f"{path} is broken: {plain(lines[0])}", hint=FETCH_AGAIN)

@@ -57,7 +57,7 @@ _FETCH_AGAIN = "fetch it again"
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A tensor of a header: where its bytes are in the data."""
+    """Tensor in a header, with the place of its bytes in the data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,7 +69,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]
     """Read the header of a safetensors file, and return its tensors, in the order of their bytes, and its metadata.
 
     Raises:
-        CheckpointError: no such file, or one that is not whole and sound down to the last byte of its header.
+        CheckpointError: the file is missing, truncated or longer than its header states, or the header is invalid.
     """
     header, data_bytes = _read_header(path)
     try:
@@ -91,15 +91,15 @@ def write_safetensors(
     metadata: Mapping[str, str],
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a safetensors file piece by piece, straight to `path`.
+    """Write a safetensors file piece by piece, directly to `path`.
 
-    Tensors keep their order, but those with larger elements go first: so each starts at a multiple of its element, and
-    can be used where it is mapped.
+    Tensors with larger elements go first, and otherwise keep their order. So each tensor starts at a multiple of its
+    element size, and can be used in a map of the file.
 
     Args:
         path: the file.
         entries: its tensors.
-        metadata: kept in its header; `format` is added, without which some readers refuse a file.
+        metadata: stored in the header. `format` is added, because some readers refuse a file without it.
         advance: called with the bytes written by each step.
 
     Raises:
@@ -116,19 +116,19 @@ def write_safetensors(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where everything is in a safetensors file that is still to be written."""
+    """Layout of a safetensors file that is not written yet."""
 
     header: bytes
-    """What comes before the tensors."""
+    """Bytes of the file before the tensors."""
     positions: Mapping[str, int]
-    """Of each tensor's first byte in the file, in this order."""
+    """Position of each tensor's first byte in the file, in the order of the file."""
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
 
 
 def place_tensors(entries: Mapping[str, LazyTensor], *, metadata: Mapping[str, str]) -> Placement:
-    """Return what `write_safetensors` puts where, by shapes and dtypes alone, so that several can write parts of one
-    file.
+    """Return the layout of a file of `write_safetensors`, from shapes and dtypes alone.
+    Several processes can then write parts of one file.
 
     Raises:
         RequestError: a tensor has a name or a dtype that the format lacks.
@@ -140,7 +140,7 @@ def place_tensors(entries: Mapping[str, LazyTensor], *, metadata: Mapping[str, s
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:
-    """Return the header's JSON and how many bytes follow it."""
+    """Return the header's JSON and the number of bytes after it."""
     with reading_file(path):
         size = path.stat().st_size
         if not size:
@@ -191,7 +191,7 @@ def _parse_tensor(name: str, description: Any) -> _Placed:
     dtype = _DTYPES.get(description["dtype"]) if isinstance(description["dtype"], str) else None
     if dtype is None:
         raise ValueError(f"{tensor} has the unknown dtype {shown(str(description['dtype']))}")
-    # With zeros counted as ones: torch computes strides from the other sizes even where there is no element.
+    # Zeros count as ones, because torch computes strides from the other sizes even if there is no element.
     if prod(max(1, size) for size in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"{tensor} has an impossible shape")
     start, stop = offsets
@@ -205,7 +205,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _header(entries: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return all that comes before the tensors, padded so that they begin at a multiple of 8."""
+    """Return the bytes before the tensors, padded so that the tensors begin at a multiple of 8."""
     document: dict[str, object] = {_METADATA: {as_unicode(key): as_unicode(text) for key, text in metadata.items()}}
     end = 0
     for name, entry in entries.items():

@@ -1,11 +1,11 @@
 """Files of `torch.save`: opened by `torch.load(weights_only=True)` without their data, and written piece by piece.
 
-torch opens an archive on the meta device: that gives dtypes, shapes, and where in the file each storage lies. The bytes
-are read later, as those of any lazily read tensor. Torch 2.10 reads the bytes for that, and finds the places for fake
-tensors alone. Files before torch 1.6 are no archives; torch reads them whole.
+torch opens an archive on the meta device. This gives dtypes, shapes, and the offset of each storage in the file. The
+bytes are read later, as for any lazy tensor. On the meta device torch 2.10 would read the bytes; it finds the offsets
+only for fake tensors. Files before torch 1.6 are no archives; torch reads them whole.
 
-`weights_only` runs no code, but it can be made to take a lot of memory, and its errors have many lines. So a file is
-checked first: its records lie in it as they are, and its pickle imports nothing but what weights need.
+`weights_only` runs no code, but a file can make it take a lot of memory, and its errors have many lines. So a file is
+checked first: its records must be stored uncompressed, and its pickle may import only names that weights need.
 """
 
 import io
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MAGIC = b"PK\x03\x04"
-"""How an archive begins."""
+"""First bytes of an archive."""
 PICKLE_MAGIC = b"\x80"
-"""How a pickle begins, and so a file of torch before 1.6."""
+"""First byte of a pickle, and so of a file of torch before 1.6."""
 
 _PICKLE, _METADATA, _BYTE_ORDER, _CODE = "data.pkl", "metadata.json", "byteorder", "constants.pkl"
 _ROOT = "archive"
@@ -63,9 +63,9 @@ _META_IS_LAZY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 _MAX_PICKLE_BYTES = 2**26
 _MAX_METADATA_BYTES = 2**23
 _MAX_DIRECTORY_BYTES = 2**22
-"""Room for the records of some 60,000 tensors, each of which takes ten times as much memory."""
+"""Room for the records of about 60,000 tensors. In memory each record takes ten times as much."""
 _MAX_OPERATIONS = 2_500_000
-"""Of a pickle: a tensor in a state dict takes some 30, and each may take 80 bytes of memory."""
+"""Limit of the operations of a pickle: a tensor takes about 30, and each may take 80 bytes of memory."""
 
 _ENCRYPTED = 1
 _LOCAL_HEADER_BYTES = 30
@@ -76,25 +76,25 @@ _PADDING_FIELD = struct.Struct("<2sH")
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What one `torch.save` wrote: any object with tensors in it, on the meta device if they are still in the file."""
+    """Object that `torch.save` wrote. Its tensors are on the meta device if they have not been read."""
 
     path: Path
     tree: Any
     metadata: Mapping[str, str]
     archive: Extent | None = None
-    """Where it is; None for a file before torch 1.6, whose tensors have been read."""
+    """Bytes of the archive; None for a file before torch 1.6, whose tensors have been read."""
     records: tuple[zipfile.ZipInfo, ...] = ()
-    """In the order in which they lie in it."""
+    """Records of the archive, in the order of their offsets."""
 
     def entry(self, name: str, tensor: Tensor) -> LazyTensor:
-        """Return a tensor, having checked that the file has its data."""
-        tensor = Tensor.detach(tensor)  # a file can give it attributes in place of its methods
+        """Return a tensor, after checking that the file has its data."""
+        tensor = Tensor.detach(tensor)  # a file can replace its methods by attributes
         shape, stride, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         if tensor.is_conj() or tensor.is_neg():
             raise CheckpointError(f"{self.path} is refused: tensor {shown(name)} is yet to be conjugated or negated")
         if str(tensor.dtype) not in DTYPES or tensor.layout is not torch.strided:
             raise CheckpointError(f"{self.path} is refused: tensor {shown(name)} is not dense")
-        # With zeros counted as ones: torch computes strides from the other sizes even where there is no element.
+        # Zeros count as ones, because torch computes strides from the other sizes even if there is no element.
         numel = prod(max(1, count) for count in shape)
         if len(shape) > MAX_DIMENSIONS or numel * size >= 2**63 or min(stride, default=0) < 0:
             raise CheckpointError(f"{self.path} is broken: tensor {shown(name)} has an impossible shape")
@@ -120,13 +120,13 @@ class _Opened:
         return LazyTensor(shape, tensor.dtype, lambda: reached.read().as_strided(shape, stride).contiguous())
 
     def _data(self, storage: torch.UntypedStorage) -> Extent | None:
-        """Return where the bytes of a storage are; None if the file does not have all of them."""
+        """Return the extent of a storage's bytes; None if the file does not have all of them."""
         start = storage._checkpoint_offset
         if start is None or self.archive is None:
             return None
         number = bisect_right(self.records, start, key=lambda record: record.header_offset) - 1
         there = self.records[number].file_size
-        # Torch 2.10 takes the bytes of a fake tensor's storage for elements: what is used of it has to be there.
+        # Torch 2.10 takes the bytes of a fake tensor's storage for elements, so only the used part must exist.
         size = storage.nbytes() if _META_IS_LAZY else there
         whole = number >= 0 and size <= min(there, self.archive.length - start)
         return self.archive.part(start, start + size) if whole else None
@@ -135,12 +135,12 @@ class _Opened:
 def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
     """Open a file of `torch.save`: a state dict, or a dictionary that holds one or several.
 
-    Tensors keep their dtype and shape; other values are left out, but for plain ones beside the state dicts, which
-    become metadata. Of several weights these are the selected ones, or the model's.
+    Tensors keep their dtype and shape. Plain values beside the state dicts become metadata; other values are dropped.
+    If there are several sets of weights, the default selection is the model's.
 
     Raises:
-        CheckpointError: no such file, a broken one, or one that cannot be read without trusting it.
-        RequestError: it has no such weights.
+        CheckpointError: the file is missing or broken, or cannot be read without trusting it.
+        RequestError: the file lacks the selected weights.
     """
     opened = _open(path)
     weights = find_weights(opened.tree, Tensor, path=path, select=select)
@@ -156,10 +156,10 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
 
 
 def check_torch(path: Path) -> None:
-    """Check that a file of `torch.save`, of whatever it is, is whole: its archive, its pickle, the data of its tensors.
+    """Check that a file of `torch.save` is whole: its archive, its pickle, and the data of its tensors.
 
     Raises:
-        CheckpointError: no such file, a broken one, or one that cannot be read without trusting it.
+        CheckpointError: the file is missing or broken, or cannot be read without trusting it.
     """
     opened = _open(path)
     tree = {"its tensor": opened.tree} if isinstance(opened.tree, Tensor) else opened.tree
@@ -168,10 +168,10 @@ def check_torch(path: Path) -> None:
 
 
 def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
-    """Return what `torch.save` wrote into a file, of whatever it is, on the CPU, having checked it like `check_torch`.
+    """Return the object in a file of `torch.save`, with tensors on the CPU, after the checks of `check_torch`.
 
     Raises:
-        CheckpointError: no such file, a broken one, one that cannot be read without trusting it, or one of more than
+        CheckpointError: the file is missing or broken, cannot be read without trusting it, or has more than
             `max_bytes`.
     """
     with reading_file(path):
@@ -186,7 +186,7 @@ def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
 
 
 def torch_bytes(state: object, *, name: str) -> bytes:
-    """Return the bytes of `torch.save`. Raises CheckpointError if `load_torch` would not read them from a file."""
+    """Return the bytes of `torch.save`. Raises CheckpointError if `load_torch` would refuse them in a file."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     path = Path(name)
@@ -196,7 +196,7 @@ def torch_bytes(state: object, *, name: str) -> bytes:
 
 
 def open_tensor(path: Path, *, start: int, length: int) -> LazyTensor:
-    """Open the tensor that `torch.save` wrote into a part of a file; a CheckpointError if that holds something else."""
+    """Open the tensor that `torch.save` wrote into a part of a file. Raises CheckpointError for another content."""
     opened = _open_archive(Extent(path, start, length))
     if not isinstance(opened.tree, Tensor):
         raise CheckpointError(f"{path} holds something else than a tensor at byte {start}")
@@ -227,7 +227,7 @@ def _open_archive(whole: Extent) -> _Opened:
 
 
 def _read_records(window: "_Window", path: Path) -> tuple[tuple[zipfile.ZipInfo, ...], bytes, dict[str, str]]:
-    """Return the records of an archive, its pickle, and the metadata beside it, having checked how they lie in it."""
+    """Return the records of an archive, its pickle, and its metadata, after checking the layout."""
     window.most = _MAX_DIRECTORY_BYTES
     try:
         with zipfile.ZipFile(window) as archive:
@@ -255,7 +255,7 @@ def _read_records(window: "_Window", path: Path) -> tuple[tuple[zipfile.ZipInfo,
 
 
 def _check_records(infos: Mapping[str, zipfile.ZipInfo], count: int, path: Path) -> str:
-    """Return what the names of an archive's records begin with, having refused what torch.save never writes."""
+    """Return the common prefix of an archive's record names. Refuse archives that torch.save never writes."""
     if len(infos) != count:
         raise CheckpointError(f"{path} is refused: it has two records of the same name")
     if any(info.compress_type or info.flag_bits & _ENCRYPTED for info in infos.values()):
@@ -283,7 +283,7 @@ def _read_old(path: Path, *, is_ours: bool) -> _Opened:
 
 
 def _fake_tensors() -> AbstractContextManager[object]:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow, and only for torch 2.10
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a slow import, only for torch 2.10
 
     return FakeTensorMode()
 
@@ -301,7 +301,7 @@ def _load(file: "BinaryIO | _Window", path: Path, *, device: str | None) -> Any:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """Part of a file, as a file object."""
 
     def __init__(self, file: BinaryIO, extent: Extent) -> None:
         self._file = file
@@ -309,7 +309,7 @@ class _Window(io.RawIOBase):
         self._position = 0
         self.length = extent.length
         self.most: int | None = None
-        """How much may be read at once."""
+        """Limit of the bytes of one read; None means no limit."""
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._extent.length}[whence]
@@ -337,10 +337,10 @@ def write_torch(
     metadata: Mapping[str, str] = MappingProxyType({}),
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a state dict in the form of `torch.save`, which needs all tensors at once: here it goes piece by piece.
+    """Write a state dict in the format of `torch.save`, but piece by piece instead of with all tensors in memory.
 
-    `metadata` is kept beside them, where `open_torch` finds it and `torch.load` does not look; `advance` is called with
-    the bytes written by each step.
+    `metadata` is stored beside the tensors, for `open_torch`; `torch.load` ignores it. `advance` is called with the
+    bytes written by each step.
 
     Raises:
         RequestError: a tensor has a dtype that `torch.save` does not write; nothing has been written.
@@ -370,11 +370,11 @@ def _content(entry: LazyTensor, advance: Callable[[int], None] | None) -> Iterat
 
 
 def save_whole(state: object, file: BinaryIO) -> None:
-    """Write what is in memory with `torch.save`, at the position of a file; an OSError if it cannot be written."""
+    """Write an object with `torch.save` at the position of a file. Raises OSError if it cannot be written."""
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # Of a full disk torch itself reports only that it is not where it should be in the file.
+        # On a full disk torch itself reports only an unexpected position in the file.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -387,7 +387,7 @@ class _Storage(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A tensor that fills a storage."""
+    """Description of a tensor that fills its storage."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -395,7 +395,7 @@ class _Described(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles descriptions of tensors as torch pickles tensors."""
+    """Pickler that pickles descriptions of tensors as torch pickles tensors."""
 
     def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Storage):
@@ -421,7 +421,7 @@ def _describe(entry: LazyTensor, key: str) -> _Described:
 
 
 def _write_archive(path: Path, records: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
-    """Write records, whose data begins at multiples of 64 bytes, as torch has it, so that it can be mapped."""
+    """Write records. Like in torch, their data begins at multiples of 64 bytes, so that it can be mapped."""
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, pieces in records:
             info = zipfile.ZipInfo(f"{_ROOT}/{name}")

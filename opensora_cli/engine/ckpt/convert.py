@@ -1,4 +1,4 @@
-"""`osora ckpt convert`: weights from any format to any other."""
+"""`osora ckpt convert`: convert weights from any format to any other."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -30,30 +30,30 @@ _DTYPES = {
 
 
 class ConvertPlan(ProductDocument):
-    """What a conversion will write."""
+    """Plan of a conversion."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.convert-plan/1"
 
     summary: tuple[str, ...] = Field(exclude=True)
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the plan for people."""
         return list(self.summary)
 
 
 class ConvertResult(WrittenDocument):
-    """What a conversion has written."""
+    """Result of a conversion."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.convert/1"
 
 
 def plan_convert(settings: ConvertSettings) -> ConvertPlan:
-    """Work out a conversion, and check all that can be checked without reading weights.
+    """Plan a conversion, and do all checks that need no weights.
 
-    The names in `only` and `drop` are the source's; then comes `rename`, the layout, and the dtype.
+    The names in `only` and `drop` are those of the source. `rename`, the layout and the dtype are applied after them.
 
     Raises:
-        RequestError: the request contradicts itself or what the source is.
+        RequestError: the request contradicts itself or the source.
         CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
         OutputError: the target exists already, or is too large for the disk.
     """
@@ -62,11 +62,11 @@ def plan_convert(settings: ConvertSettings) -> ConvertPlan:
 
 
 def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> ConvertResult:
-    """Convert a checkpoint piece by piece, whatever its size.
+    """Convert a checkpoint of any size, piece by piece.
 
     Raises:
-        RequestError, CheckpointError, OutputError: as `plan_convert`; CheckpointError also if a tensor cannot be
-            read, and OutputError if the target cannot be written.
+        RequestError, CheckpointError, OutputError: for the reasons of `plan_convert`. Also CheckpointError if a tensor
+            cannot be read, and OutputError if the target cannot be written.
     """
     product = _plan(settings)
     sha256, files = write(product, reporter=reporter or SilentReporter())
@@ -92,7 +92,7 @@ def _plan(settings: ConvertSettings) -> Product:
 def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     entries, metadata = dict(source.entries), dict(source.metadata)
     if settings.dtype is not None:
-        # First of all, while every scale is there under its name. fp32 holds its product with any 8-bit number.
+        # The first step, while every scale still has its name. fp32 represents a scale times any 8-bit number.
         wide = torch.float32 if settings.dtype.is_fp8 else _DTYPES[settings.dtype]
         entries = dequantise(entries, wide)
     if settings.only:

@@ -1,4 +1,4 @@
-"""`osora ckpt diff`: whether two checkpoints hold the same, in whatever formats."""
+"""`osora ckpt diff`: compare two checkpoints in any formats."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,16 +24,16 @@ from opensora_cli.settings.ckpt import DiffSettings
 
 
 class ValueDifference(Document):
-    """How the values of a tensor that both have differ."""
+    """Difference of the values of a tensor that is in both checkpoints."""
 
     differing: int
-    """Elements that are not the same, or not within the tolerance."""
+    """Elements that differ, or that differ by more than the tolerance."""
     largest_difference: float
-    """Between finite numbers, exact or not."""
+    """Largest absolute difference of finite numbers."""
 
 
 class Difference(Document):
-    """What two checkpoints do not have in common."""
+    """Differences between two checkpoints."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.diff/1"
 
@@ -42,19 +42,19 @@ class Difference(Document):
     rtol: float
     atol: float
     equal: bool
-    """Whether there is no difference that counts: with a tolerance, dtypes may be others."""
+    """Whether the checkpoints are equal; with a tolerance, dtypes may differ."""
     compared: int
     """Tensors whose values were compared."""
     largest_difference: float
-    """Between two values, of all tensors."""
+    """Largest absolute difference of two values, over all tensors."""
     only_in_first: tuple[str, ...]
     only_in_second: tuple[str, ...]
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     dtypes: dict[str, tuple[str, str]]
     values: dict[str, ValueDifference]
-    """Only tensors that differ."""
+    """Differences by the name of the tensor; tensors with equal values are missing."""
     only_scales: bool = Field(exclude=True)
-    """Whether the names that only one has are all those of scales, compared as tensors of their own."""
+    """Whether all names in only one checkpoint are names of scales, compared as separate tensors."""
 
     def raise_for_problems(self) -> None:
         """Raise CheckpointError if there is a difference."""
@@ -62,7 +62,7 @@ class Difference(Document):
             raise CheckpointError(f"{self.first} and {self.second} differ")
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the differences for people."""
         pairs: dict[str, int] = {}
         for first, second in self.dtypes.values():
             pair = f"{first} and {second}"
@@ -90,17 +90,17 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     """Compare two checkpoints piece by piece.
 
     Without a tolerance every bit must be the same, dtypes included. With one, |first - second| must be at most
-    atol + rtol x |second|, NaN equals NaN, and 8-bit tensors are multiplied with their scales.
+    atol + rtol x |second|, NaN equals NaN, and 8-bit tensors are multiplied by their scales.
 
     Raises:
-        RequestError: a pattern matches no tensor of either.
-        CheckpointError: one is missing or broken, or, with a tolerance, has scales that are not understood.
+        RequestError: a pattern matches no tensor of either checkpoint.
+        CheckpointError: a checkpoint is missing or broken, or, with a tolerance, has scales of an unknown kind.
     """
     reporter = reporter or SilentReporter()
     first, second = (_open(path, settings.select) for path in (settings.first, settings.second))
     numbers = first, second
     if not settings.is_exact:
-        # Before `only` can leave scales out.
+        # Before `only`, which may drop scales.
         numbers = dequantise(first, torch.float32), dequantise(second, torch.float32)
         first, second = without_scales(first), without_scales(second)
     if settings.only:
@@ -146,7 +146,7 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
 
 
 def _open(path: str, select: Selection | None) -> Mapping[str, LazyTensor]:
-    """Return the tensors of a checkpoint: those that were selected, where there is a choice."""
+    """Return the tensors of a checkpoint, or the selected ones if there is a choice."""
     checkpoint = open_checkpoint(Path(path))
     if select is not None and checkpoint.selections:
         checkpoint = open_checkpoint(Path(path), select=select)
@@ -176,7 +176,7 @@ def _compare(first: LazyTensor, second: LazyTensor, settings: DiffSettings) -> V
 
 
 def _far_apart(a: Tensor, b: Tensor, settings: DiffSettings) -> tuple[float, Tensor]:
-    """Return the largest finite distance of numbers in fp64, and which are farther apart than they may."""
+    """Return the largest finite distance of numbers in fp64, and a mask of the pairs outside the tolerance."""
     distance = (a - b).abs()
     finite = distance[distance.isfinite()]
     largest = float(finite.max()) if finite.numel() else 0.0
@@ -184,9 +184,9 @@ def _far_apart(a: Tensor, b: Tensor, settings: DiffSettings) -> tuple[float, Ten
 
 
 def _integers_far_apart(a: Tensor, b: Tensor, allowed: Tensor) -> tuple[float, Tensor]:
-    """Return the same of 64-bit integers, whose distances fp64 would round: those above `allowed` are too far."""
+    """Return the largest distance of 64-bit integers, which fp64 would round, and a mask of those over `allowed`."""
     distance = torch.maximum(a, b) - torch.minimum(a, b)
-    # Distances from 2^63 on wrap around to negative numbers.
+    # Distances of 2^63 or more wrap around to negative numbers.
     wrapped = distance < 0
     rough = distance.double() + wrapped * 2.0**64
     exact = ~wrapped & (allowed < 2.0**63)

@@ -1,4 +1,4 @@
-"""`osora ckpt download`: fetch the files of a released model to where `osora generate` looks for them."""
+"""`osora ckpt download`: fetch the files of a released model into the folder that `osora generate` reads."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,30 +20,30 @@ from opensora_cli.models.registry import ARCHITECTURES, WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
 
 _SAFETENSORS = ".safetensors"
-# The same weights in formats that are slower or unsafe to read, or of other frameworks.
+# Formats of the same weights that are slower or unsafe to read, or belong to other frameworks.
 _OTHER_WEIGHTS = (".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt", ".pth", ".ckpt")
 _LONGEST_NAME = 200
-"""Bytes, which leave room for the endings of partial files where file systems allow 255."""
+"""Limit of a file name in bytes. File systems allow 255, and partial files have longer endings."""
 _TEXT_ENDINGS = (".json", ".txt", ".model")
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is taken from one repository."""
+    """Files to take from one repository."""
 
     repo: str
     files: Mapping[str, str]
-    """Names there to names here."""
+    """Names in the repository to local names."""
     folders: tuple[str, ...] = ()
-    """transformers folders, which keep their names."""
+    """Folders of transformers models, which keep their names."""
 
     @property
     def names(self) -> list[str]:
-        """Files that are here after every complete download."""
+        """Local names of files that every complete download has."""
         return [*self.files.values(), *(f"{folder}/config.json" for folder in self.folders)]
 
     def wants(self, name: str) -> bool:
-        """Whether a file of this name may be needed."""
+        """Return whether a file with this name may be needed."""
         path = PurePosixPath(name)
         is_sound = path.name not in ("", "..") and "\\" not in name and name.isprintable()
         in_folder = str(path.parent) in self.folders and is_sound and len(path.name.encode()) <= _LONGEST_NAME
@@ -61,18 +61,18 @@ def _sources(preset: str) -> list[_Source]:
 
 
 class State(StrEnum):
-    """How much of a file is here."""
+    """State of a local file."""
 
     MISSING = "missing"
     PARTIAL = "partial"
     UNCHECKED = "unchecked"
-    """A file of this name and size, with no record of its hash."""
+    """A file with this name and size exists, without a record of its hash."""
     PRESENT = "present"
     OTHER = "other"
 
 
 class DownloadRepo(Document):
-    """A repository that is downloaded from."""
+    """Repository of a download."""
 
     name: str
     commit: str
@@ -86,17 +86,17 @@ class DownloadRepo(Document):
 
 
 class PlannedFile(Document):
-    """A file to download."""
+    """File to download."""
 
     name: str
-    """Below the folder."""
+    """Path of the file below the folder."""
     repo: str
     commit: str
     bytes: int
     hash: str
     state: State
     bytes_here: int
-    """How much of it need not be fetched."""
+    """Bytes of the file that need not be fetched."""
     file: HubFile = Field(exclude=True)
 
     def line(self) -> str:
@@ -105,14 +105,14 @@ class PlannedFile(Document):
 
 
 class DownloadPlan(Document):
-    """What a download will fetch; also, with every file present, what it has fetched."""
+    """Plan of a download and, with every file present, its result."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.download/1"
 
     preset: str
     folder: Path
     offline: bool
-    """Whether no request was allowed: the repositories are as recorded by the earlier download."""
+    """Whether the machine is offline, so that the repositories come from the record of an earlier download."""
     repos: tuple[DownloadRepo, ...]
     bytes: int
     bytes_to_fetch: int
@@ -120,12 +120,12 @@ class DownloadPlan(Document):
     hub_repos: tuple[HubRepo, ...] = Field(exclude=True)
 
     def with_files(self, files: Iterable[PlannedFile]) -> "DownloadPlan":
-        """Return the plan with the files in other states."""
+        """Return the plan with new states of the files."""
         files = tuple(files)
         return self.model_copy(update={"files": files, "bytes_to_fetch": _bytes_to_fetch(files)})
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the plan for people."""
         left = f"{format_bytes(self.bytes_to_fetch)} to fetch" if self.bytes_to_fetch else "all there"
         return [
             *(["the machine is offline (HF_HUB_OFFLINE): this is as it was downloaded"] if self.offline else []),
@@ -149,12 +149,12 @@ def _bytes_to_fetch(files: Iterable[PlannedFile]) -> int:
 
 
 def plan_download(settings: DownloadSettings) -> DownloadPlan:
-    """List what has to be fetched from the Hub, and what is here already.
+    """List the files to fetch from the Hub, and the files that exist already.
 
-    Offline, the list is the one that the complete download recorded.
+    Offline, the list comes from the record of a complete download.
 
     Raises:
-        CheckpointError: the Hub cannot be reached, lacks files that are needed, or refuses access.
+        CheckpointError: the Hub cannot be reached, lacks needed files, or refuses access.
     """
     folder = Path(settings.to)
     sources = _sources(settings.preset)
@@ -180,31 +180,31 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
 
 
 def download(settings: DownloadSettings, *, reporter: Reporter | None = None) -> DownloadPlan:
-    """Fetch what `settings.preset` needs, and check all of it against the hashes of the Hub.
+    """Fetch the files of `settings.preset`, and check all of them against the hashes of the Hub.
 
-    Files that are here and correct are not fetched again; partial ones are continued.
+    Correct files are not fetched again; partial files are resumed.
 
     Raises:
         CheckpointError: the Hub cannot be reached, refuses, or sends content with another hash.
-        OutputError: the folder cannot be written, has too little room, or holds other files of these names; or another
-            process downloads into it.
-        KeyboardInterrupt: with how to continue as its argument.
+        OutputError: the folder cannot be written, has too little room, or holds other files with these names, or
+            another process downloads into it.
+        KeyboardInterrupt: its argument says how to continue.
     """
     reporter = reporter or SilentReporter()
     plan = plan_download(settings)
     for line in plan.lines():
         reporter.note(line)
-    if plan.offline:  # nothing is fetched, and the folder may be only for reading
+    if plan.offline:  # nothing is fetched, and the folder may be read-only
         return _completed(plan, settings, reporter)
     doing, hint = f"downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
     with sole_run(plan.folder / ".osora-download.lock", doing=doing, hint=hint):
-        # What another run has fetched since it was planned is not fetched again.
+        # Files that another run fetched after this one was planned are not fetched again.
         files = (_planned(planned.file, planned.name, plan.folder) for planned in plan.files)
         return _completed(plan.with_files(files), settings, reporter)
 
 
 def _completed(plan: DownloadPlan, settings: DownloadSettings, reporter: Reporter) -> DownloadPlan:
-    """Check what is here, fetch the rest, and return the plan as done; errors are those of `download`."""
+    """Check the existing files, fetch the rest, and return the finished plan. Errors are those of `download`."""
     plan = _checked(plan, reporter)
     others = [str(plan.folder / planned.name) for planned in plan.files if planned.state is State.OTHER]
     if others and not settings.overwrite:
@@ -220,7 +220,7 @@ def _completed(plan: DownloadPlan, settings: DownloadSettings, reporter: Reporte
 
 
 def _read(sources: Sequence[_Source], preset: str, folder: Path) -> tuple[tuple[HubRepo, ...], bool]:
-    """Return the repositories, and whether they are as recorded here because the machine is offline."""
+    """Return the repositories, and whether they come from the local record because the machine is offline."""
     try:
         return tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False
     except OfflineProblem as problem:
@@ -243,7 +243,7 @@ def _read(sources: Sequence[_Source], preset: str, folder: Path) -> tuple[tuple[
 
 
 def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:
-    """Return the files to fetch, by their names here."""
+    """Return the files to fetch, by their local names."""
     lacking = [name for name in source.files if name not in repo.files]
     needed = {here: repo.files[there] for there, here in source.files.items() if there in repo.files}
     for folder in source.folders:
@@ -257,13 +257,13 @@ def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:
 
 
 def _is_superfluous(name: str, names: Iterable[str]) -> bool:
-    """Whether the folder has the weights in `name` as safetensors, too."""
+    """Return whether the weights in `name` are also in safetensors files of the folder."""
     path = PurePosixPath(name.removesuffix(".index.json"))
     return path.suffix in _OTHER_WEIGHTS and any(other.endswith(_SAFETENSORS) for other in names)
 
 
 def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
-    """Compare a file with what is here, without reading it."""
+    """Compare a file with the local file, without reading it."""
     target = folder / name
     part = part_of(file, target)
     if target.is_file():
@@ -293,7 +293,7 @@ def _state(file: HubFile, target: Path, record: Record | None) -> State:
 
 
 def _checked(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
-    """Hash the files that are here without a record."""
+    """Hash the local files without a record."""
     unchecked = [planned.bytes for planned in plan.files if planned.state is State.UNCHECKED]
     if not unchecked:
         return plan
@@ -311,7 +311,7 @@ def _checked(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
 
 
 def _fetch_all(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
-    """Fetch what is not here, and return the plan as done."""
+    """Fetch the missing files, and return the finished plan."""
     left = [planned for planned in plan.files if planned.state is not State.PRESENT]
     with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
         for planned in left:

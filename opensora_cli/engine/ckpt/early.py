@@ -1,4 +1,4 @@
-"""What a request to write weights is refused for before torch is imported."""
+"""Checks of a request to write weights, before torch is imported."""
 
 import os
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from opensora_cli.settings.ckpt import WriteSettings
 
 
 def refuse_early(sources: Sequence[str], settings: WriteSettings) -> None:
-    """Refuse what is wrong with the paths of a request; all of it is checked again once more is known.
+    """Refuse invalid paths of a request. Later checks repeat this with more information.
 
     Raises:
-        FileProblem: a source is not there.
+        FileProblem: a source is missing.
         RequestError: the target is a source, inside of one, or around one.
         OutputError: the target exists already, or cannot be written.
     """
@@ -26,11 +26,11 @@ def refuse_early(sources: Sequence[str], settings: WriteSettings) -> None:
 
 
 def check_paths(sources: Sequence[Path], settings: WriteSettings) -> None:
-    """Refuse a target that would take the place of what is read, or be put into it.
+    """Refuse a target that would replace a source, or be written into one.
 
     Raises:
-        RequestError: it is a source, inside of one, or around one.
-        OutputError: it is no name that a file can have.
+        RequestError: the target is a source, inside of one, or around one.
+        OutputError: the target is no valid file name.
     """
     target = Path(settings.target)
     for source in sources:

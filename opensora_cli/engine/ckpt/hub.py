@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face Hub: what is in them, and fetching a file so that an interruption loses nothing.
+"""Repositories of the Hugging Face Hub: their files, and downloads that resume after an interruption.
 
-huggingface_hub finds the endpoint, the token and the files. The bytes are fetched here, because it restarts a file
-whenever it was interrupted, and the files are of 24 GB.
+huggingface_hub finds the endpoint, the token and the files. The bytes are fetched here, because huggingface_hub
+restarts a file after each interruption, and files have up to 24 GB.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ _COMMIT = re.compile(r"[0-9A-Za-z._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHECK = "check HF_ENDPOINT if it is set"
 
-# The base of all errors of the HTTP library, which is httpx or httpx2: it changed between versions of huggingface_hub.
+# Base of all errors of the HTTP library, httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _InvalidURL: type[Exception] = getattr(sys.modules[_HTTPError.__module__.partition(".")[0]], "InvalidURL", _HTTPError)
 
@@ -49,38 +49,38 @@ Advance = Callable[[int], None]
 
 
 class ConnectionProblem(CheckpointError):
-    """The Hub cannot be reached now: worth a retry."""
+    """Error that a retry may solve: the Hub cannot be reached now."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, hint="check the connection, and HF_ENDPOINT if it is set")
 
 
 class OfflineProblem(CheckpointError):
-    """No request may be made."""
+    """Error in offline mode, in which no request may be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """A file in a repository."""
+    """File in a repository."""
 
     repo: str
     commit: str
     name: str
     size: int
     digest: str
-    """SHA-256 of the content if it has 64 digits, as large files have; else SHA-1 as git computes it."""
+    """SHA-256 of the content, with 64 digits, for large files; else SHA-1 as git computes it."""
 
     def hasher(self) -> "hashlib._Hash":
-        """Return what computes `digest` from the content."""
+        """Return the hash object that computes `digest` from the content."""
         if len(self.digest) == 64:
             return hashlib.sha256()
         return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
 
     def is_content_of(self, path: Path, *, advance: Advance) -> bool:
-        """Whether a file has this content; reads all of it, and calls `advance` with the bytes of each piece.
+        """Read a file, and return whether it has this content. `advance` is called with the bytes of each piece.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
         hasher = self.hasher()
         try:
@@ -95,22 +95,22 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubRepo:
-    """A repository at one commit."""
+    """Repository at one commit."""
 
     name: str
     commit: str
     licence: str | None
     is_gated: bool
-    """Whether its files are only given to people who have accepted its terms."""
+    """Whether only users who accepted its terms may download its files."""
     files: dict[str, HubFile]
 
 
 def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
-    """Ask the Hub for a repository by its owner and name; only files whose names are wanted are among its `files`.
+    """Ask the Hub for a repository by its owner and name. `files` holds only files with `wanted` names.
 
     Raises:
         RequestError: HF_ENDPOINT is no address.
-        CheckpointError: there is no such repository, or it is not open to this token.
+        CheckpointError: the repository is missing, or this token has no access to it.
         ConnectionProblem: the Hub cannot be reached.
         OfflineProblem: no request may be made.
     """
@@ -144,7 +144,7 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
 
 
 def _file(repo: str, commit: str, name: str, *, size: object, digest: object) -> HubFile:
-    """Return a file as a repository lists it; a CheckpointError if there is no size and hash of it."""
+    """Return a file from a repository's listing. Raises CheckpointError if its size or hash is missing."""
     if size is None or digest is None:  # a mirror that lists names only
         with _explained(repo), _like_the_hub():
             found = huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, name, revision=commit))
@@ -164,14 +164,14 @@ def _is_web_address(url: str) -> bool:
 
 
 def _endpoint() -> str:
-    """Return the address of the Hub as it may be printed: it may have a password, and be no address."""
+    """Return the address of the Hub for messages, escaped and without a password."""
     return plain(re.sub(r"(?<=://).*@", "<hidden>@", constants.ENDPOINT, flags=re.DOTALL))
 
 
 def _metadata(repo: str, url: str) -> dict[str, Any]:
-    """Return the JSON object at an address of the Hub; a CheckpointError or ValueError if it is another.
+    """Return the JSON object at an address of the Hub. Raises CheckpointError or ValueError for another content.
 
-    huggingface_hub itself reads any number of bytes.
+    huggingface_hub itself does not limit the size of the answer.
     """
     content = bytearray()
     with _answer(repo, url, timeout=constants.HF_HUB_ETAG_TIMEOUT) as response:
@@ -189,15 +189,15 @@ def _metadata(repo: str, url: str) -> dict[str, Any]:
 
 @contextmanager
 def _answer(repo: str, url: str, *, timeout: float, headers: Mapping[str, str] = MappingProxyType({})) -> Iterator[Any]:
-    """Open the answer of the Hub to a GET, an `httpx.Response` whose content is not read and not compressed.
+    """Open the Hub's answer to a GET request: an uncompressed `httpx.Response` whose content has not been read.
 
-    Redirections are followed here, because the HTTP library reads and decompresses the content of each: 2 MB may become
-    gigabytes. The content of errors is not read either.
+    Redirections are followed here, because the HTTP library reads and decompresses the content of each one, and 2 MB
+    may become gigabytes. The content of errors is not read either.
 
     Raises the errors of huggingface_hub, which `_explained` knows, and CheckpointError for a compressed answer.
     """
     session = get_session()
-    # Compressed, a stream has neither the length nor the positions of the file.
+    # A compressed stream has neither the length nor the positions of the file.
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", **headers}
     request = session.build_request("GET", url, headers=headers, timeout=timeout)
     for _ in range(_MAX_REDIRECTS):
@@ -222,7 +222,7 @@ def _answer(repo: str, url: str, *, timeout: float, headers: Mapping[str, str] =
 
 @contextmanager
 def _like_the_hub() -> Iterator[None]:
-    """Turn what the Hub's client stumbles over in an answer of another form into one line."""
+    """Turn errors that an unexpected answer causes in the Hub's client into one line."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -234,25 +234,25 @@ def _unlike_the_hub() -> CheckpointError:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether it can be the `digest` of a file."""
+    """Return whether a text can be the `digest` of a file."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def part_of(file: HubFile, target: Path) -> Path:
-    """Return where an unfinished fetch keeps its bytes."""
+    """Return the path of the partial file of an unfinished download."""
     return target.with_name(f"{target.name}.{file.digest[:12]}{_PART_SUFFIX}")
 
 
 def fetch(file: HubFile, target: Path, *, advance: Advance, report: Callable[[str], None]) -> None:
-    """Fetch `file` to `target`, continuing from what an earlier fetch left.
+    """Fetch `file` to `target`, and resume from the partial file of an earlier call.
 
-    The content goes to a file beside it, and becomes `target`, or replaces it, when its hash is right. Broken
-    connections are retried. `advance` is called with bytes as they are written or, of an earlier fetch, found, and
-    `report` with a line before each retry.
+    The content goes to a partial file beside `target`, which is renamed when the hash is correct. Broken connections
+    are retried. `advance` is called with the bytes of each piece, including pieces from an earlier call. `report` is
+    called with a line before each retry.
 
     Raises:
         CheckpointError: the Hub cannot be reached or refuses, or the content has another hash.
-        OutputError: the disk refuses.
+        OutputError: the file cannot be written.
     """
     part = part_of(file, target)
     try:
@@ -279,7 +279,7 @@ def fetch(file: HubFile, target: Path, *, advance: Advance, report: Callable[[st
 def _receive(
     file: HubFile, out: BinaryIO, hasher: "hashlib._Hash", advance: Advance, report: Callable[[str], None]
 ) -> None:
-    """Read what `out` holds already, and write what it lacks."""
+    """Read the existing content of `out`, and write the missing rest."""
     position = 0
 
     def take(chunk: bytes) -> None:
@@ -307,14 +307,14 @@ def _receive(
 
 
 def _chunks(file: HubFile, position: int) -> Iterator[bytes]:
-    """Yield the content from `position` on, as it arrives."""
+    """Yield the content from `position` to the end, piece by piece."""
     url = huggingface_hub.hf_hub_url(file.repo, file.name, revision=file.commit)
     headers = {"Range": f"bytes={position}-"}
     with (
         _explained(file.repo),
         _answer(file.repo, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
     ):
-        # A server without support for ranges sends all of it.
+        # A server without support for ranges sends the whole file.
         skipped = position if response.status_code == 200 else 0
         left = file.size - position
         for chunk in response.iter_raw():
@@ -332,7 +332,7 @@ def _chunks(file: HubFile, position: int) -> Iterator[bytes]:
 
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
-    """Turn what the Hub's client raises into one line."""
+    """Turn errors of the Hub's client into one line."""
     try:
         yield
     except OfflineModeIsEnabled as error:

@@ -1,7 +1,7 @@
-"""What downloads leave beside their files: a record of each, in the form of huggingface_hub, and one of all of them.
+"""Records of downloads beside their files: one for each file, in the format of huggingface_hub, and a listing of all.
 
-`.cache/huggingface/download/NAME.metadata` has three lines: the commit, the hash, and when it was written. Beside them
-is a listing of the complete download, for machines that are offline.
+`.cache/huggingface/download/NAME.metadata` has three lines: the commit, the hash, and the time of writing. The listing
+of the complete download serves machines that are offline.
 """
 
 import json
@@ -20,7 +20,7 @@ from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, is_digest
 
 _FOLDER = Path(".cache", "huggingface", "download")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# File systems keep times more coarsely than clocks.
+# Times of file systems are coarser than those of clocks.
 _SLACK_S = 1.0
 _MAX_BYTES = 10_000_000
 _MAX_RECORD_BYTES = 10_000
@@ -28,30 +28,30 @@ _MAX_RECORD_BYTES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was downloaded as a file."""
+    """Record of a downloaded file."""
 
     commit: str
     digest: str
-    """SHA-256 if it has 64 digits, else SHA-1 as git computes it."""
+    """Hash of the content: SHA-256 if it has 64 digits, else SHA-1 as git computes it."""
     written: float
-    """Seconds since 1970."""
+    """Time of the record in seconds since 1970."""
 
     def is_newer_than(self, path: Path) -> bool:
-        """Whether the file has not been touched since."""
+        """Return whether the file has not been modified since the record was written."""
         return path.stat().st_mtime <= self.written + _SLACK_S
 
 
 def write_record(folder: Path, name: str, *, commit: str, digest: str) -> None:
-    """Record what `name` below `folder` is.
+    """Record the commit and hash of file `name` below `folder`.
 
     Raises:
-        OutputError: that is not possible.
+        OutputError: the record cannot be written.
     """
     write_bytes_atomic(folder / _FOLDER / f"{name}.metadata", f"{commit}\n{digest}\n{time.time()}\n".encode())
 
 
 def read_record(folder: Path, name: str) -> Record | None:
-    """Return the record of `name` below `folder`; None if there is none that can be read."""
+    """Return the record of `name` below `folder`; None if it is missing or broken."""
     try:
         with open(folder / _FOLDER / f"{name}.metadata", "rb", opener=open_regular) as file:
             commit, digest, written = file.read(_MAX_RECORD_BYTES).decode().split()
@@ -61,10 +61,10 @@ def read_record(folder: Path, name: str) -> Record | None:
 
 
 def downloaded_sha256(path: Path) -> str | None:
-    """Return the SHA-256 that a file had on the Hub, if its download was recorded.
+    """Return the SHA-256 of a file on the Hub, if its download was recorded.
 
-    A file in the Hugging Face cache has it as the name of the blob that it is a link to. Of a file that was written
-    since, nothing is known.
+    A file in the Hugging Face cache is a link to a blob, whose name is the hash. For a file that was modified after
+    the download, the result is None.
     """
     blob = path.resolve()
     if blob.parent.name == "blobs" and is_sha256(blob.name):
@@ -78,22 +78,22 @@ def downloaded_sha256(path: Path) -> str | None:
 
 
 def is_sha256(text: str) -> bool:
-    """Return whether it is a SHA-256 in small hexadecimal digits."""
+    """Return whether a text is a SHA-256 in lowercase hexadecimal digits."""
     return _SHA256.fullmatch(text) is not None
 
 
 def write_listing(folder: Path, name: str, repos: Sequence[HubRepo]) -> None:
-    """Record which files of some repositories were downloaded into a folder as `name`.
+    """Record the files of repositories that were downloaded into a folder, under the name `name`.
 
     Raises:
-        OutputError: that is not possible.
+        OutputError: the listing cannot be written.
     """
     document = {repo.name: asdict(repo) for repo in repos}
     write_bytes_atomic(_path(folder, name), json.dumps(document, indent=2).encode())
 
 
 def read_listing(folder: Path, name: str) -> dict[str, HubRepo]:
-    """Return the listing of a download by the names of the repositories; empty if none can be read."""
+    """Return the listing of a download by the names of the repositories; empty if it is missing or broken."""
     try:
         with open(_path(folder, name), "rb", opener=open_regular) as file:
             document = parse_object(file.read(_MAX_BYTES))

@@ -1,4 +1,4 @@
-"""Which model a checkpoint is, by the names and shapes of its tensors, and those of the published models."""
+"""Identification of a checkpoint's model, from tensor names and shapes of the published models."""
 
 import importlib.resources
 import json
@@ -15,7 +15,7 @@ from opensora_cli.core.weight_choices import QKV
 from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
 from opensora_cli.settings.explain import nearest
 
-# A tensor by which a kind of model is known, and the kind. The first that is found decides.
+# A tensor that identifies a kind of model, and the kind. The first match decides.
 _HALLMARKS = {
     "img_in.weight": "MMDiT",
     "encoder.conv_in.conv.weight": "causal video autoencoder of the Hunyuan kind",
@@ -28,7 +28,7 @@ _HALLMARKS = {
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A published model: what options call it, what it is, and its tensors in the file's order."""
+    """Published model: its name in options, its title, and its tensors in the file's order."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ def read_released(name: str) -> Released:
     """Return a published model.
 
     Raises:
-        RequestError: there is none of that name; the nearest is named.
+        RequestError: no model has this name; the hint suggests the nearest name.
     """
     names = released_names()
     if name not in names:
@@ -61,17 +61,17 @@ def _released_folder() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a checkpoint is."""
+    """Identity of a checkpoint."""
 
     name: str | None
-    """Of the published model whose names and shapes it has, in either layout of q, k and v; None for others."""
+    """Name of the published model with these tensors, in either layout of q, k and v; None for other models."""
     title: str
     prefix: str
-    """What its names have before those of the published models."""
+    """Prefix of the tensor names before the names of the published model."""
 
 
 def identify(shapes: Mapping[str, Shape]) -> Identity | None:
-    """Return which model has tensors of these names and shapes; None if it is none that is known here."""
+    """Return the model with these tensor names and shapes; None for an unknown model."""
     for hallmark, kind in _HALLMARKS.items():
         holders = [key for key in shapes if key == hallmark or key.endswith(f".{hallmark}")]
         if not holders:
@@ -89,7 +89,7 @@ def identify(shapes: Mapping[str, Shape]) -> Identity | None:
 
 
 def check(shapes: Mapping[str, Shape], released: Released) -> list[str]:
-    """Return what keeps a checkpoint from being a published model; q, k and v may be fused or split in both."""
+    """Return the differences of a checkpoint from a published model; both may have q, k and v fused or split."""
     problems = differences(shapes, _in_layout_of(shapes, released.shapes))
     identity = identify(shapes) if problems else None
     if identity is not None and identity.prefix:
@@ -99,7 +99,7 @@ def check(shapes: Mapping[str, Shape], released: Released) -> list[str]:
 
 
 def _in_layout_of(shapes: Mapping[str, Shape], released: Mapping[str, Shape]) -> Mapping[str, Shape]:
-    """Return the shapes of a published model as they are with q, k and v fused or split as in `shapes`."""
+    """Return the shapes of a published model in the layout of `shapes`, with q, k and v fused or split."""
     sizes = HeadSizes.of_shapes(released)
     if sizes is None:
         return released

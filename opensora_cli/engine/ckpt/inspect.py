@@ -1,4 +1,4 @@
-"""`osora ckpt inspect`: what is in a checkpoint, of whatever size."""
+"""`osora ckpt inspect`: list the content of a checkpoint of any size."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ class DtypeTotal(Document):
 
 
 class InspectedTensor(Document):
-    """A tensor whose data was not read."""
+    """Tensor whose data was not read."""
 
     name: str
     dtype: str
@@ -50,11 +50,11 @@ class InspectedTensor(Document):
 
 
 class MeasuredTensor(InspectedTensor):
-    """A tensor whose data was read."""
+    """Tensor whose data was read."""
 
     statistics: StatisticsDocument
     mean: float | None = Field(exclude=True)
-    """Infinite if the sum is beyond fp64."""
+    """Mean of the finite elements; infinite if the sum overflows fp64."""
 
     def cells(self) -> list[str]:
         """Return its row of the table for people."""
@@ -69,7 +69,7 @@ class MeasuredTensor(InspectedTensor):
 
 
 class Inspection(Document):
-    """What is in a checkpoint."""
+    """Content of a checkpoint."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/1"
 
@@ -87,12 +87,12 @@ class Inspection(Document):
     dtypes: dict[str, DtypeTotal]
     metadata: dict[str, str]
     tensors: tuple[MeasuredTensor | InspectedTensor, ...]
-    """Those that were selected."""
+    """Selected tensors."""
     form: str = Field(exclude=True)
     identity: Identity | None = Field(exclude=True)
 
     def lines(self) -> list[str]:
-        """Return it for people: the tensors in a table, then a summary."""
+        """Return the content for people: the tensors in a table, then a summary."""
         rows = [tensor.cells() for tensor in self.tensors]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -135,7 +135,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
     """Inspect a checkpoint. Only names and shapes are read, unless statistics are requested.
 
     Raises:
-        RequestError: a pattern matches no tensor, or there are no such weights to select.
+        RequestError: a pattern matches no tensor, or the selected weights are missing.
         CheckpointError: the checkpoint is missing or broken.
     """
     reporter = reporter or SilentReporter()
@@ -187,5 +187,5 @@ def _totals(entries: Mapping[str, LazyTensor]) -> dict[str, DtypeTotal]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what torch calls a dtype: `bfloat16`."""
+    """Return torch's name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Another layout of q, k and v for an MMDiT whose tensors have not been read."""
+"""Change of the layout of q, k and v in an MMDiT whose tensors have not been read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from opensora_cli.models.mmdit.layout import HeadSizes, Piece, find_rotary, head
 
 
 def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[QKV, Rotary] | None:
-    """Return the layout of an MMDiT; None for tensors that are no MMDiT's.
+    """Return the layout of an MMDiT; None for tensors of another model.
 
     Raises:
         CheckpointError: the metadata name an unknown layout.
@@ -22,7 +22,7 @@ def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, st
 
 
 def is_implied_by_names(qkv: QKV, rotary: Rotary) -> bool:
-    """Whether a file of this layout is understood without metadata, as the released models are."""
+    """Return whether readers understand a file of this layout without metadata, like the released models."""
     return (qkv is QKV.FUSED) == (rotary is Rotary.INTERLEAVED)
 
 
@@ -33,20 +33,20 @@ def change_layout(
     qkv: QKV | None = None,
     rotary: Rotary | None = None,
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Bring an MMDiT into another layout; the function it computes stays the same.
+    """Convert an MMDiT to another layout, in which it computes the same function.
 
     Args:
-        entries: the tensors, under the names of the published models, which may have a prefix.
-        metadata: of the file.
-        qkv: whether q, k and v are fused; None leaves them as they are.
-        rotary: the order of rotary pairs; None leaves them as they are.
+        entries: the tensors, under the names of the published models with an optional prefix.
+        metadata: metadata of the file.
+        qkv: whether q, k and v are fused; None means no change.
+        rotary: the order of rotary pairs; None means no change.
 
     Returns:
         The tensors, and the metadata with the new order of rotary pairs.
 
     Raises:
-        RequestError: the tensors are no MMDiT's.
-        CheckpointError: q, k and v do not have the sizes that the other tensors demand, or the metadata name an unknown
+        RequestError: the tensors belong to another model.
+        CheckpointError: the sizes of q, k and v do not fit the other tensors, or the metadata name an unknown
             layout.
     """
     shapes = {key: entry.shape for key, entry in entries.items()}

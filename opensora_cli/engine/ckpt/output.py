@@ -1,4 +1,4 @@
-"""Writing weights that were made from others: the checks before, the metadata, and the result."""
+"""Writing weights that were derived from other weights: the checks before, the metadata, and the result."""
 
 import hashlib
 import json
@@ -29,33 +29,33 @@ _SOURCE_SHA256 = "osora.source_sha256"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """Weights that are about to be written, none of which has been read."""
+    """Weights to write. None of them has been read."""
 
     source: Checkpoint
-    """What they are made from."""
+    """Checkpoint from which the weights are derived."""
     entries: Mapping[str, LazyTensor]
     metadata: Mapping[str, str]
     options: Mapping[str, object]
-    """What is done to the source."""
+    """Options of the command that change the source."""
     settings: WriteSettings
 
     @property
     def target(self) -> Path:
-        """Where they go."""
+        """Path of the file or folder to write."""
         return Path(self.settings.target)
 
     @property
     def format(self) -> Format:
-        """What they become."""
+        """Format to write."""
         return Format(self.settings.resolved_format)
 
     @property
     def nbytes(self) -> int:
-        """Their size."""
+        """Size of the weights in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     def lines(self) -> list[str]:
-        """Return the same for people."""
+        """Return a description for people."""
         source = self.source
         kind = f"{source.form}, {source.selection} weights" if source.selection else source.form
         given = {key: " ".join(value) if isinstance(value, list) else value for key, value in self.options.items()}
@@ -69,7 +69,7 @@ class Product:
 
 
 class ProductDocument(Document):
-    """What is known of weights before they are written."""
+    """Description of weights before they are written."""
 
     source: Path
     source_format: Format
@@ -99,19 +99,19 @@ class ProductDocument(Document):
 
 
 class WrittenDocument(ProductDocument):
-    """Weights that have been written."""
+    """Description of written weights."""
 
     source_sha256: str | None
-    """Of the source's file; of several, of what `sha256sum` prints of them in their folder, in order of name."""
+    """SHA-256 of the source's file. For several files: of the output of `sha256sum` in their folder, sorted by name."""
     files: tuple[Path, ...]
 
     def lines(self) -> list[str]:
-        """Return the path of what was written."""
+        """Return the path of the written weights."""
         return [str(self.target)]
 
 
 def check_product(product: Product) -> None:
-    """Check before hours of reading that weights can be written, and understood afterwards.
+    """Check, before hours of reading, that weights can be written, and that readers will understand them.
 
     Raises:
         RequestError: the format cannot record the order of rotary pairs, and the names imply another.
@@ -129,12 +129,12 @@ def check_product(product: Product) -> None:
 
 
 def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Path, ...]]:
-    """Write what was made, whole or not at all; return the SHA-256 of the source, if it was computed, and the files.
+    """Write a product, whole or not at all. Return the SHA-256 of the source, if it was computed, and the files.
 
     Raises:
-        RequestError: the format lacks the name or dtype of a tensor.
+        RequestError: the format does not support the name or dtype of a tensor.
         CheckpointError: a source cannot be read.
-        OutputError: the target exists already, is too large for the disk or cannot be written; or another process
+        OutputError: the target exists already, is too large for the disk or cannot be written, or another process
             writes it.
     """
     target = product.target
@@ -174,8 +174,8 @@ def _write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[P
 
 
 def _hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
-    """Return the SHA-256 of a checkpoint's file; of several files, that of what `sha256sum` prints of them in their
-    folder, in order of name.
+    """Return the SHA-256 of a checkpoint's file. For several files, return the SHA-256 of the output of `sha256sum` in
+    their folder, sorted by name.
     """
     folder = source.path if source.path.is_dir() else source.path.parent
     files = sorted((Path(os.path.relpath(file, folder)).as_posix(), file) for file in source.files)
@@ -187,6 +187,6 @@ def _hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
 
 
 def _hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[str]:
-    """Return the SHA-256 of each of some files, as a stage of this name."""
+    """Return the SHA-256 of each file, and report the progress under the name `stage`."""
     with reporter.stage(stage, total=sum(path.stat().st_size for path in files), unit=BYTES) as progress:
         return [sha256_of(path, advance=progress.advance) for path in files]

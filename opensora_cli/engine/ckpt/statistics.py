@@ -11,14 +11,14 @@ from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.documents import Document
 
 STEP_NUMEL = 2**20
-"""Elements per step: few enough for the processor's cache, as fp64, too."""
+"""Elements per step. They fit in the processor's cache, even in fp64."""
 
 
 @dataclass(slots=True)
 class TensorStatistics:
-    """Figures of the elements that have been added.
+    """Statistics of the elements that were added.
 
-    `smallest`, `largest` and `mean` are of the finite ones, and None without any. A complex number counts as two.
+    `smallest`, `largest` and `mean` cover finite elements, and are None without any. A complex number counts as two.
     """
 
     count: int = 0
@@ -30,7 +30,7 @@ class TensorStatistics:
 
     @classmethod
     def of(cls, entry: LazyTensor, *, advance: Callable[[int], None]) -> "TensorStatistics":
-        """Read a tensor piece by piece; call `advance` with the bytes of each."""
+        """Read a tensor piece by piece, and call `advance` with the bytes of each piece."""
         statistics = cls()
         for piece in steps(entry):
             statistics.add(piece)
@@ -39,7 +39,7 @@ class TensorStatistics:
 
     @property
     def mean(self) -> float | None:
-        """Sum over number."""
+        """Mean of the finite elements."""
         finite = self.count - self.nan - self.infinite
         return self._sum / finite if finite else None
 
@@ -54,11 +54,11 @@ class TensorStatistics:
         return self.is_finite and self.smallest == self.largest == 0
 
     def add(self, piece: Tensor) -> None:
-        """Count more elements, at least one."""
+        """Add elements, at least one."""
         values = as_real_numbers(piece)
         self.count += values.numel()
         low, high = (float(bound) for bound in values.aminmax())
-        # NaN spreads to both.
+        # A NaN makes both NaN.
         if not (math.isfinite(low) and math.isfinite(high)):
             nan = int(values.isnan().sum())
             self.nan += nan
@@ -73,7 +73,7 @@ class TensorStatistics:
         self._sum += float(values.sum(dtype=torch.float64))
 
     def document(self) -> "StatisticsDocument":
-        """Return the figures."""
+        """Return the statistics as a document."""
         mean = self.mean
         return StatisticsDocument(
             nan=self.nan,
@@ -86,7 +86,7 @@ class TensorStatistics:
 
 
 class StatisticsDocument(Document):
-    """The figures of a tensor; a mean whose sum is beyond fp64 is null."""
+    """Statistics of a tensor; a mean whose sum overflows fp64 is null."""
 
     nan: int
     infinite: int
@@ -102,7 +102,7 @@ def steps(entry: LazyTensor) -> Iterator[Tensor]:
 
 
 def as_real_numbers(piece: Tensor) -> Tensor:
-    """Return elements as fp32 where that holds their dtype and as fp64 elsewhere; of complex numbers, both parts."""
+    """Return elements as fp32 if it can represent their dtype, else as fp64. Complex numbers become two elements."""
     if piece.dtype.is_complex:
         wide = torch.promote_types(piece.dtype, torch.complex64)
         piece = torch.view_as_real(piece.to(wide)).reshape(-1)
@@ -111,9 +111,9 @@ def as_real_numbers(piece: Tensor) -> Tensor:
 
 
 def as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return integers and truth values as int64 of the same distances; None if there are others, or int64 is too small.
+    """Return integers and booleans as int64 with the same distances; None for other dtypes, or if int64 is too small.
 
-    Of uint64 both are moved down by 2^63, where they fit.
+    Two uint64 tensors are shifted down by 2^63 to fit.
     """
     if any(piece.dtype.is_floating_point or piece.dtype.is_complex for piece in (first, second)):
         return None

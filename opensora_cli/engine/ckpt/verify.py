@@ -1,4 +1,4 @@
-"""`osora ckpt verify`: whether a checkpoint is whole and sound."""
+"""`osora ckpt verify`: check that a checkpoint is complete and intact."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
@@ -31,32 +31,32 @@ _MAX_RUNNING_STATES_BYTES = 2**20
 
 
 class Verification(Document):
-    """What was checked, and what was found."""
+    """Result of verifying a checkpoint: checked files and problems."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.verify/1"
 
     path: Path
     sound: bool
-    """Whether nothing is wrong."""
+    """Whether no problem was found."""
     problems: tuple[str, ...]
     format: Format | None
-    """None: it cannot be opened."""
+    """Format of the checkpoint; None means that it cannot be opened."""
     tensors: int | None
     hashed: tuple[Path, ...]
-    """Files whose hash was known, and checked."""
+    """Files whose recorded hash was checked."""
     data_read: bool
     preset: str | None
     summary: str | None = Field(exclude=True)
-    """What it is, in one line."""
+    """One line on the checkpoint, for people."""
 
     def raise_for_problems(self) -> None:
-        """Raise CheckpointError if something is wrong."""
+        """Raise CheckpointError if there are problems."""
         if self.problems:
             count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "1 problem"
             raise CheckpointError(f"{self.path} has {count}")
 
     def lines(self) -> list[str]:
-        """Return the problems, or what was found to be sound."""
+        """Return the problems, or a line on the intact checkpoint."""
         if self.problems:
             return [f"problem  {problem}" for problem in self.problems]
         lines = []
@@ -70,15 +70,15 @@ class Verification(Document):
 
 
 def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Verification:
-    """Check a checkpoint, and collect everything that is wrong with it.
+    """Check a checkpoint, and collect all problems.
 
-    Opening it checks headers, lengths, and indexes against shards. Its data is then compared with the hashes that are
-    known: of the index, of a download, and the one that is given. Of a training, all weights are read and the states
-    beside them are opened, unless some weights are selected. A single shard of several is no whole checkpoint; with the
-    hash that it must have, it is checked as a file. Everything broken is a problem, not an error.
+    Opening the checkpoint checks headers, lengths, and indexes against shards. The data is then compared with all known
+    hashes: from the index, a download and the request. For a training checkpoint all weights are read and its other
+    states are opened, unless some weights are selected. A single shard of several is no whole checkpoint, but with a
+    given hash it is checked as a file. A broken part is reported as a problem, and raises no error.
 
     Raises:
-        RequestError: there is no such preset, no such weights to select, or a hash is given for a folder.
+        RequestError: the preset is unknown, the selected weights are missing, or a hash is given for a folder.
     """
     released = None if settings.preset is None else read_released(settings.preset)
     reporter = reporter or SilentReporter()
@@ -139,7 +139,7 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
 
 
 def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint], list[str]]:
-    """Open the weights that are selected, or all there are, and return what is wrong with others."""
+    """Open the selected weights, or all, and return them with the problems of the others."""
     parts: list[Checkpoint] = []
     problems: list[str] = []
     left: list[Selection | None] = [select]
@@ -156,14 +156,14 @@ def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint],
 
 
 def _read_indexes(parts: Sequence[Checkpoint]) -> list[tuple[ShardIndex, Checkpoint]]:
-    """Return the index of each checkpoint that has one: it comes first among the files."""
+    """Return the index of each checkpoint that has one. The index comes first in `files`."""
     firsts = [(part.files[0], part) for part in parts if part.files]
     return [(read_index(file), part) for file, part in firsts if recognise(file) is Kind.JSON]
 
 
 def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
     entries = checkpoint.entries
-    # Tensors of a torch file may share their data, which some count once and others each time.
+    # Tensors of a torch file may share data. Some programs count shared data once, others each time.
     once: dict[object, int] = {entry.extent or name: entry.nbytes for name, entry in entries.items()}
     found = sum(entry.nbytes for entry in entries.values())
     if index.total_size is not None and index.total_size not in (found, sum(once.values())):
@@ -171,9 +171,9 @@ def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _expected_hashes(files: Iterable[Path], indexes: Iterable[ShardIndex]) -> tuple[dict[Path, set[str]], list[str]]:
-    """Return the hashes that files must have, and what cannot be one.
+    """Return the hashes that files must have, and the problems of invalid hashes.
 
-    There is more than one hash where what is known contradicts itself.
+    A file has several hashes if its records contradict each other.
     """
     expected: dict[Path, set[str]] = {}
     problems: list[str] = []
@@ -214,7 +214,7 @@ def _wrong_hashes(expected: dict[Path, set[str]], reporter: Reporter) -> Iterato
 
 
 def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
-    """Read every tensor."""
+    """Read every tensor, and yield the problems."""
     total = sum(entry.nbytes for entry in checkpoint.entries.values())
     with freed_at_once(), reporter.stage("read", total=total, unit=BYTES) as progress:
         for name, entry in checkpoint.entries.items():
@@ -232,7 +232,7 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
 
 
 def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
-    """Yield what is wrong with the states in one of ColossalAI's folders: of optimizer, schedule, sampler and run.
+    """Yield the problems of the states in a ColossalAI folder: optimizer, schedule, sampler and run.
 
     Files in `known` have been opened already.
     """

@@ -1,4 +1,4 @@
-"""`osora data cache`: every clip that training can ask for, encoded once."""
+"""`osora data cache`: encode every clip that training can use, once."""
 
 from pathlib import Path
 
@@ -15,15 +15,15 @@ from opensora_cli.settings.train import TrainSettings
 
 
 class CacheReport(Document):
-    """What `osora data cache` did."""
+    """Result of `osora data cache`."""
 
     SCHEMA = "osora.data-cache/1"
 
     folder: Path
     clips: int
-    """In the cache now."""
+    """Clips that are in the cache now."""
     encoded: int
-    """Of these, by this run."""
+    """Clips that this run encoded."""
     failed: tuple[FailedClip, ...]
 
     def lines(self) -> list[str]:
@@ -43,22 +43,22 @@ class CacheReport(Document):
 
 
 def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
-    """Encode what `train_mmdit.cache` lacks of the clips that `data` has, with one process.
+    """Encode the clips of `data` that `train_mmdit.cache` lacks, in one process.
 
-    What it has of a file that was replaced since is encoded again. Interrupted, it keeps what is finished, and
-    continues there the next time.
+    Clips of a file that was replaced are encoded again. After an interruption the next run continues with the
+    remaining clips.
 
     Raises:
-        RequestError: the transformer is not what is trained, or no cache is named.
+        RequestError: the trained model is not the transformer, or no cache is named.
         CheckpointError: frozen parts, or files of the cache, are missing or broken.
         FileProblem: the cache was made with other parts, or the table cannot be read.
         OutputError: the cache cannot be written.
-        HardwareError: there is no such device, or the adapter that the cache is for needs PEFT.
-        KeyboardInterrupt: its argument is how to continue.
+        HardwareError: the device is missing, or the adapter that the cache is for needs PEFT.
+        KeyboardInterrupt: its argument says how to continue.
     """
     refuse_early(settings)
     if settings.lora.is_on:
-        # Training would find out after everything was encoded.
+        # Otherwise training would fail after everything was encoded.
         require_peft()
     reporter = reporter or SilentReporter()
     device = pick_hardware(settings.device_name, "float32").device
@@ -70,7 +70,7 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
 
 
 def _threads(settings: TrainSettings, folder: Path) -> ThreadChoice:
-    """Return as many threads as the cache was begun with, since sums depend on it, unless a user named a number."""
+    """Return the user's number of threads, or the one with which the cache was begun, since sums depend on it."""
     threads = pick_threads(asked=settings.threads)
     begun_with = threads_of(folder) if threads.is_free else None
     if begun_with is None or begun_with == threads.count:

@@ -1,4 +1,4 @@
-"""`osora train --check-data`: what the data of a run come to, before any model is loaded."""
+"""`osora train --check-data`: report on the data of a run, before any model is loaded."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _LISTED = 20
 
 
 class BucketReport(Document):
-    """One resolution and length, in all shapes, in the first epoch."""
+    """Samples of one resolution and length, in all shapes, in the first epoch."""
 
     resolution: str
     num_frames: int
@@ -32,38 +32,38 @@ class BucketReport(Document):
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name of the bucket in messages."""
         return f"{self.resolution} x {self.num_frames} frame{'' if self.num_frames == 1 else 's'}"
 
     def line(self) -> str:
-        """Return it for people."""
+        """Return the bucket for people."""
         batches = f"{self.micro_batches:>9,} micro-batches of {self.batch_size}"
         probability = "" if self.probability == 1 else f", probability {self.probability:g}"
         return f"{self.name:20} {self.samples:>9,} samples {batches}{probability}"
 
 
 class DataReport(Document):
-    """What an epoch has, and which rows it cannot use."""
+    """Content of an epoch, and the rows that it cannot use."""
 
     SCHEMA = "osora.data-check/2"
 
     source: str
-    """Table."""
+    """Path of the table."""
     rows: int
     bad_rows: tuple[BadRow, ...]
     without_caption: int
     without_bucket: int
-    """Good rows that fit no bucket whose probability is over 0."""
+    """Number of good rows that fit no bucket with a probability over 0."""
     unused: tuple[UnusedRows, ...]
     """Good rows that the first epoch cannot use, by reason."""
     buckets: tuple[BucketReport, ...]
     micro_batches: int
-    """Of the first epoch."""
+    """Micro-batches of the first epoch."""
     micro_batches_of_update: int
     updates: int
-    """Of an epoch."""
+    """Updates of an epoch."""
     problems: tuple[str, ...]
-    """Why this cannot be trained on, one line each."""
+    """Reasons why training on this data is impossible, one line each."""
 
     def raise_for_problems(self) -> None:
         """Raise FileProblem if a bucket or the epoch is empty."""
@@ -89,7 +89,7 @@ class DataReport(Document):
 
 
 def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
-    """Return what the first epoch of a run has; every file of the table is looked for, and none is read.
+    """Return the content of a run's first epoch. Every file of the table is looked up, and none is read.
 
     Errors are those of `open_table`.
     """
@@ -131,7 +131,7 @@ def _look_for_files(table: ClipTable, *, reporter: Reporter) -> NDArray[np.bool_
     is_there = np.zeros(len(table), dtype=bool)
     with reporter.stage("look for files", total=len(table), unit="files") as progress:
         for index in range(len(table)):
-            # pathlib's raises for names that are too long.
+            # The function of pathlib raises for names that are too long.
             is_there[index] = os.path.isfile(table.file(index))
             progress.advance()
     return is_there

@@ -1,4 +1,4 @@
-"""What a request to encode clips is refused for before torch is imported."""
+"""Checks of a request to encode clips, before torch is imported."""
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.inputs import require_frozen_parts, require_tables
@@ -6,10 +6,10 @@ from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 
 def refuse_early(settings: TrainSettings) -> None:
-    """Refuse what needs no cache, or has not what a cache is made from.
+    """Refuse training that needs no cache, or lacks the input of a cache.
 
     Raises:
-        RequestError: the transformer is not what is trained, or no cache is named.
+        RequestError: the trained model is not the transformer, or no cache is named.
         FileProblem: the table is missing.
         CheckpointError: frozen parts are missing.
     """

@@ -1,4 +1,4 @@
-"""What a scan has found so far, so that another reads only new and changed files."""
+"""Journal of the findings of a scan, so that the next scan reads only new and changed files."""
 
 import hashlib
 import json
@@ -19,18 +19,18 @@ _FACTS = ("num_frames", "height", "width", "fps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is in one file."""
+    """Properties of one file."""
 
     path: str
     size: int
     mtime_ns: int
-    """When it was changed."""
+    """Modification time of the file."""
     facts: MediaFacts
     is_deep: bool
-    """Whether all of its frames were decoded."""
+    """Whether all frames of the file were decoded."""
 
     def to_line(self) -> str:
-        """Return it as a line of the journal."""
+        """Return the finding as a line of the journal."""
         file = {"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns, "deep": self.is_deep}
         return json.dumps({**file, **{name: getattr(self.facts, name) for name in _FACTS}}) + "\n"
 
@@ -55,9 +55,9 @@ class Finding:
 
 
 class ScanJournal:
-    """The findings of a scan in a file beside its table, one line each, written as they come.
+    """Findings of a scan in a file beside its table, one line each, appended one by one.
 
-    Files that cannot be read are not among them: the cause may be gone the next time, with the same size and time.
+    Unreadable files have no line, because the next scan may be able to read them, with the same size and time.
     """
 
     def __init__(self, table: Path) -> None:
@@ -67,7 +67,7 @@ class ScanJournal:
         self._table_sha256s: set[str] = set()
 
     def read(self) -> None:
-        """Read what earlier scans wrote, but for a line that a crash cut off."""
+        """Read the findings of earlier scans, except for a line that a crash cut off."""
         try:
             with open(self.path, encoding="utf-8", opener=open_regular) as file:
                 lines = file.read().splitlines()
@@ -85,24 +85,24 @@ class ScanJournal:
                 continue
 
     def discard(self) -> None:
-        """Remove the journal of earlier scans, if there is one; an OutputError if that is not possible."""
+        """Remove the journal of earlier scans, if there is one. Raises OutputError if that is not possible."""
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
             raise OutputError(f"cannot remove {self.path}: {error.strerror or error}", hint=hint_for(error)) from error
 
     def is_of_table(self) -> bool:
-        """Return whether the table is as the last scan wrote it, also if that was ended right before or after."""
+        """Return whether the last scan wrote this table, even if the scan was killed while it replaced the table."""
         return bool(self._table_sha256s) and self._table.is_file() and _sha256(self._table) in self._table_sha256s
 
     def find(self, path: str, *, size: int, mtime_ns: int) -> Finding | None:
-        """Return what is known of a file, unless it has changed since."""
+        """Return the finding of a file, or None if there is none or the file has changed."""
         finding = self._findings.get(path)
         return finding if finding is not None and (finding.size, finding.mtime_ns) == (size, mtime_ns) else None
 
     @contextmanager
     def appending(self) -> Iterator[IO[str]]:
-        """Open the journal to add lines to it, without what a crash cut off; an OutputError if it cannot be written."""
+        """Open the journal to append lines, and remove a cut-off line. Raises OutputError if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a+b", opener=open_regular) as file:
@@ -114,15 +114,15 @@ class ScanJournal:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint_for(error)) from error
 
     def expect(self, written: Path) -> None:
-        """Note a hash of the table's next content before it is there: a scan may be ended between the two.
+        """Note a hash of the table's next content before it is written: a scan may be killed between the two.
 
-        `written` is the file that will become the table. An OutputError if the journal cannot be written.
+        `written` is the file that will become the table. Raises OutputError if the journal cannot be written.
         """
         with self.appending() as lines:
             lines.write(self._hash_line(written))
 
     def finish(self, findings: list[Finding]) -> None:
-        """Rewrite the journal: these findings, and a hash of the table. An OutputError if it cannot be written."""
+        """Rewrite the journal with these findings and a hash of the table. Raises OutputError on failure."""
         lines = [*(finding.to_line() for finding in findings), self._hash_line(self._table)]
         write_bytes_atomic(self.path, "".join(lines).encode())
 

@@ -1,4 +1,4 @@
-"""`osora train --new`: from a folder of clips to a recipe whose buckets take in all of them."""
+"""`osora train --new`: write a recipe whose buckets fit all clips of a folder."""
 
 import math
 import os
@@ -27,17 +27,17 @@ _MOST_LENGTHS = 6
 
 
 class NewRecipe(Document):
-    """The recipe that was written."""
+    """Description of the written recipe."""
 
     SCHEMA = "osora.new-recipe/2"
 
     recipe: Path
     table: Path
     data: DataReport
-    """What an epoch of it has."""
+    """Report on the data of the recipe."""
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the recipe and its data for people."""
         return [
             f"recipe    {self.recipe}",
             *self.data.lines(),
@@ -52,19 +52,19 @@ class Suggestion:
 
     buckets: BucketTable
     counts: dict[tuple[str, int], int]
-    """Resolution and frames -> clips."""
+    """Resolution and number of frames -> number of clips."""
     fps_max: float
     unfit: int
-    """Rows that no bucket can take: too small for a token, or with too few frames for a latent one."""
+    """Rows that fit no bucket: too small for a token, or with too few frames for a latent frame."""
 
 
 def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -> NewRecipe:
-    """Scan a folder, and write `FOLDER.yaml` beside it: the recipe `base` with buckets for all that is in the folder.
+    """Scan a folder, and write `FOLDER.yaml` beside it: the recipe `base` with buckets for all clips of the folder.
 
     Raises:
         RequestError: the base is a file of the reference implementation.
-        FileProblem: the folder is missing, or has nothing in it that can be trained on.
-        OutputError: the recipe exists already, or the table does and is not as a scan left it, or cannot be written.
+        FileProblem: the folder is missing, or holds nothing for training.
+        OutputError: the recipe exists, the table is not the unchanged result of a scan, or a file cannot be written.
     """
     recipe = Path(f"{os.path.abspath(folder)}.yaml")
     if os.path.lexists(recipe):
@@ -83,18 +83,18 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
     text = _recipe_text(settings, suggestion, base=base, name=name, table=scanned.table, recipe=recipe)
     with atomic_path(recipe, replace=False) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        # Before it has its name: a base may have settings that do not go with a table.
+        # Checked before the rename, because a base may have settings that contradict a table.
         written = load_train_settings(config=temporary, overrides={}, environment={})
         data = check_data(written, reporter=reporter)
     return NewRecipe(recipe=_shown(recipe), table=scanned.table, data=data)
 
 
 def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
-    """Return buckets that take in all samples which the models of `settings` can take.
+    """Return buckets for all samples that fit the models of `settings`.
 
-    Their resolution, longest length, frame rate and size of a micro-batch are those that the settings have. Videos that
-    are shorter get lengths of their own, and smaller ones resolutions of theirs. A micro-batch is no larger than what
-    the rarest shape fills.
+    The settings give resolution, longest length, frame rate and size of a micro-batch. Shorter videos get additional
+    lengths, and smaller videos additional resolutions. A micro-batch is no larger than the number of samples of the
+    rarest shape.
     """
     multiple, grid = pixel_multiple(settings), settings.vae.grid
     side, longest, budget, fps_max = _usual(settings)
@@ -135,7 +135,7 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
 
 
 def _rate_for(samples: Samples, members: NDArray[np.int64], *, length: int) -> float:
-    """Return the lowest `fps_max`, to a thousandth, that leaves `length` frames of each of these videos; 0 for none."""
+    """Return the lowest `fps_max`, to a thousandth, with `length` or more frames of each video; 0 without videos."""
     if not len(members):
         return 0.0
     fps, intervals = samples.fps[members], samples.num_frames[members] // length
@@ -143,7 +143,7 @@ def _rate_for(samples: Samples, members: NDArray[np.int64], *, length: int) -> f
 
 
 def _usual(settings: TrainSettings) -> tuple[int, int, float, float]:
-    """Return side and length of the largest clips of a recipe, the latent frames x pixels of a batch, and its rate."""
+    """Return side and length of a recipe's largest clips, the latent frames x pixels of a batch, and the frame rate."""
     data, grid = settings.data, settings.vae.grid
     name = max(data.buckets, key=lambda name: (max(data.buckets[name]) > 1, num_pixels(name)))
     sizes = {length: bucket.batch_size * grid.latent_frames(length) for length, bucket in data.buckets[name].items()}
@@ -152,8 +152,8 @@ def _usual(settings: TrainSettings) -> tuple[int, int, float, float]:
 
 
 def _sides(samples: Samples, usual: int, *, multiple: int) -> NDArray[np.int64]:
-    """Return the side of each sample's resolution: the usual one, or smaller ones, each for clips up to four times as
-    large as the smallest of them; 0 for a sample that is too small for any.
+    """Return the side of each sample's resolution: the usual side, a smaller one, or 0 for a sample that is too small.
+    The largest clips of a smaller side have up to four times the pixels of its smallest clips.
     """
     own = np.floor(np.sqrt(samples.height * samples.width / FILLED)).astype(np.int64)
     sides = np.where(own >= usual, usual, 0)
@@ -176,7 +176,7 @@ def _has_sizes(side: int, multiple: int) -> bool:
 
 
 def _thinned(lengths: list[int]) -> list[int]:
-    """Return at most six of sorted lengths, the first and the last among them."""
+    """Return at most six of sorted lengths, with the first and the last."""
     if len(lengths) <= _MOST_LENGTHS:
         return lengths
     step = (len(lengths) - 1) / (_MOST_LENGTHS - 1)
@@ -241,11 +241,11 @@ def _transformer_lines(settings: TrainSettings, suggestion: Suggestion, *, name:
 
 
 def _shown(path: Path) -> Path:
-    """Return a path from the current folder, if it is inside."""
+    """Return a path relative to the current folder, if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _quoted(text: str) -> str:
-    """Return a text as YAML that means it, whatever is in it."""
+    """Return a text quoted for YAML."""
     return "'" + text.replace("'", "''") + "'"

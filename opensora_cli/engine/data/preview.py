@@ -1,4 +1,4 @@
-"""`osora data preview`: a contact sheet of what a table holds."""
+"""`osora data preview`: a contact sheet of the samples of a table."""
 
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
 class PreviewResult(Document):
-    """What is on the sheet."""
+    """Result of drawing a contact sheet."""
 
     SCHEMA = "osora.data-preview/1"
 
@@ -38,7 +38,7 @@ class PreviewResult(Document):
     shown: int
     rows: int
     broken: tuple[str, ...]
-    """Why some samples could not be read."""
+    """Errors of samples that could not be read."""
 
     def lines(self) -> list[str]:
         """Return the path of the sheet."""
@@ -56,8 +56,8 @@ def preview(
 ) -> PreviewResult:
     """Make a contact sheet of some samples of a table: frames, caption, size and bucket.
 
-    Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Errors are those of `make_buckets`; a
-    FileProblem, too, if the table is empty, and an OutputError if the picture exists already or cannot be written.
+    Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Raises the errors of `make_buckets`,
+    FileProblem if the table is empty, and OutputError if the picture exists already or cannot be written.
     """
     sheet = Path(settings.sheet)
     if os.path.lexists(sheet) and not settings.overwrite:
@@ -102,7 +102,7 @@ def _label(table: ClipTable, index: int, buckets: Buckets) -> str:
 
 
 def _draw_sample(table: ClipTable, index: int, *, label: str) -> tuple[Image.Image, str | None]:
-    """Return the cell of a sample, and why its frames are missing if they are."""
+    """Return the cell of a sample, and the reason if its frames are missing."""
     cell = Image.new("RGB", _CELL, _PAPER)
     draw = ImageDraw.Draw(cell)
     font = ImageFont.load_default(size=_FONT_SIZE)
@@ -125,7 +125,7 @@ def _draw_sample(table: ClipTable, index: int, *, label: str) -> tuple[Image.Ima
 
 
 def _thumbnails(table: ClipTable, index: int) -> list[Image.Image]:
-    """Return the first, middle and last frame, small; of a picture itself."""
+    """Return small copies of the first, middle and last frame of a video, or of a picture."""
     last = int(table.samples.num_frames[index]) - 1
     thumbnails = []
     for start in dict.fromkeys((0, last // 2, last)):
@@ -137,7 +137,7 @@ def _thumbnails(table: ClipTable, index: int) -> list[Image.Image]:
 
 
 def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
-    """Return the first lines of a text that is as wide as a cell."""
+    """Return the first lines of a text, wrapped to the width of a cell."""
     lines = [""]
     for word in escaped(text).split():
         longer = f"{lines[-1]} {word}".strip()

@@ -1,4 +1,4 @@
-"""`osora data scan` and `shard`: from a folder of pictures and videos to the tables that training reads."""
+"""`osora data scan` and `shard`: turn a folder of pictures and videos into tables for training."""
 
 import json
 import os
@@ -20,19 +20,19 @@ from opensora_cli.settings.data import ScanSettings, ShardSettings
 
 _CAPTION_KEYS = ("text", "caption", "prompt")
 _LONGEST_BYTES = 10**6
-"""Of a caption's file: no text encoder reads a hundredth of it."""
+"""Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
 
 
 class BrokenFile(Document):
-    """A file that is not in the table."""
+    """File that is not in the table."""
 
     path: str
     reason: str
-    """Names it, or the file of its caption."""
+    """Error message, which names the file or its caption file."""
 
 
 class ScanResult(Document):
-    """What a scan found."""
+    """Result of a scan."""
 
     SCHEMA = "osora.data-scan/1"
 
@@ -42,10 +42,10 @@ class ScanResult(Document):
     pictures: int
     without_caption: int
     read: int
-    """Files that were read or tried; the others had not changed since an earlier scan."""
+    """Files that were read or tried; the other files had not changed since an earlier scan."""
     broken: tuple[BrokenFile, ...]
     closed_folders: tuple[BrokenFile, ...] = ()
-    """What is in them, nobody could see."""
+    """Folders that could not be listed."""
 
     def lines(self) -> list[str]:
         """Return the result for people."""
@@ -75,16 +75,15 @@ class ScanResult(Document):
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
     """Write the table of a folder.
 
-    Findings are appended to a journal beside the table: after an interruption, or when files were added or changed, the
-    next scan reads those alone, and retries what it could not read; a deep one also reads those that none has decoded
-    whole. Captions are read every time. Files whose names
-    begin with a dot are left out.
+    Findings are appended to a journal beside the table. After an interruption, or when files were added or changed, the
+    next scan reads only the missing and changed files, and retries unreadable ones. A deep scan also reads files that
+    were not decoded completely before. Captions are read every time. Files whose names begin with a dot are ignored.
 
     Raises:
         FileProblem: the folder is missing, or has neither pictures nor videos.
-        OutputError: the table exists and is not as a scan left it, or cannot be written; or another process writes it.
+        OutputError: the table is not the unchanged result of a scan, cannot be written, or another process writes it.
         HardwareError: the table is parquet, and pyarrow is not installed.
-        KeyboardInterrupt: its argument is how to continue.
+        KeyboardInterrupt: its argument says how to continue.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
@@ -127,7 +126,7 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
 def _find(
     files: list[Path], journal: ScanJournal, settings: ScanSettings, *, reporter: Reporter
 ) -> tuple[list[Finding | BrokenFile], int]:
-    """Return what is known of each file, in order, and how many had to be read."""
+    """Return the finding or error of each file, in order, and the number of files that had to be read."""
     found: dict[Path, Finding | BrokenFile] = {}
     unread: list[Path] = []
     for file in files:
@@ -169,7 +168,7 @@ def _known(file: Path, journal: ScanJournal) -> Finding | None:
 def _look_into(file: Path, *, deep: bool) -> Finding | BrokenFile:
     try:
         with reading(file):
-            # Before it is read: a file that changes during the scan is read again by the next one.
+            # The time before reading: a file that changes during the scan is read again by the next scan.
             status = file.stat()
             return Finding(
                 path=str(file),
@@ -203,9 +202,9 @@ def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], 
 
 
 def read_caption(path: Path) -> str:
-    """Return the caption of a picture or video, in one line; empty if it has none. Unreadable is a FileProblem.
+    """Return the caption of a picture or video in one line, empty without one. Raises FileProblem if it is unreadable.
 
-    A text file wins. A JSON file holds a text, or an object with one under `text`, `caption` or `prompt`.
+    A text file takes precedence. A JSON file holds a text, or an object with `text`, `caption` or `prompt`.
     """
     text = _content(path.with_suffix(".txt"))
     if text is None:
@@ -222,7 +221,7 @@ def _content(path: Path) -> str | None:
 
 
 def _as_text(text: str, path: Path) -> str:
-    """Return `text` if a table can hold it: JSON can escape half a character, and a zero byte ends no text."""
+    """Return `text` if a table can hold it. JSON texts may have half characters and zero bytes, which are refused."""
     if "\0" in text:
         raise FileProblem(f"{path} has a zero byte in its text")
     if not is_unicode(text):
@@ -245,14 +244,14 @@ def _from_json(content: str, path: Path) -> str:
 
 
 class TablePart(Document):
-    """A part of a table."""
+    """Part of a table."""
 
     table: Path
     rows: int
 
 
 class ShardResult(Document):
-    """The parts of a table, in order."""
+    """Written parts of a table, in order."""
 
     SCHEMA = "osora.data-shard/1"
 
@@ -264,7 +263,7 @@ class ShardResult(Document):
 
 
 def shard(settings: ShardSettings) -> ShardResult:
-    """Write the parts beside the table, so that relative paths in it stay right: `clips_1-of-8.csv` and so on.
+    """Write the parts beside the table, so that relative paths stay valid: `clips_1-of-8.csv` and so on.
 
     Raises:
         FileProblem: the table is missing, broken, or has fewer rows than parts.

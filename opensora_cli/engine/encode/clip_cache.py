@@ -1,9 +1,9 @@
 """Cache of encoded clips on disk: training with it neither decodes nor encodes, and needs no frozen models.
 
 A cache is a folder. `cache.safetensors` has its identity and the embeddings of the empty prompt. Each
-`clips-*.safetensors` has about 256 MiB of tensors, named by clip and part. Files appear whole and never change, so an
-interrupted cache is continued, another condition mode adds only its references, and several processes can fill a cache
-at once. A clip whose file was replaced is added again, and the newest file that has the clip counts.
+`clips-*.safetensors` has about 256 MiB of tensors, named by clip and part. Files appear whole and never change. So an
+interrupted cache is continued, another condition mode adds only its references, and several processes can fill one.
+A clip whose file was replaced is added again, and the newest file that has the clip counts.
 """
 
 import hashlib
@@ -139,9 +139,9 @@ class ClipCache:
         return {**self.__dict__, "_open": {}}  # open files stay in their process
 
     def names(self, request: ClipRequest, *, file: FileState | None = None) -> Set[str]:
-        """Return the names of the tensors of a clip; none if it is not cached.
+        """Return the names of the tensors of a clip; an empty set if it is not cached.
 
-        `file` is the present state of the clip's file, from which the tensors must have been made. None accepts any.
+        `file` is the present state of the clip's file; the tensors must come from this state. None accepts any state.
         """
         key = key_of(request)
         is_other = file is not None and self._states.get(key, file) != file

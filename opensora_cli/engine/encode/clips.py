@@ -22,11 +22,11 @@ ALWAYS_CACHED = (LATENTS, PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS)
 
 @dataclass(frozen=True, slots=True)
 class FreshClip:
-    """A clip that is encoded on access; see `CachedClip`."""
+    """Clip that is encoded on access, with the interface of `CachedClip`."""
 
     encoders: Encoders
     pixels_THWC: Tensor
-    """uint8."""
+    """Pixels in uint8."""
     caption: str
     """Caption for the text encoders; see `training_caption`."""
 
@@ -45,7 +45,7 @@ class FreshClip:
 
 @dataclass(frozen=True, slots=True)
 class CachedClip:
-    """An encoded clip from a cache; raises FileProblem for a part that the cache lacks."""
+    """Encoded clip from a cache. Raises FileProblem for a part that the cache lacks."""
 
     tensors: Mapping[str, Tensor]
 

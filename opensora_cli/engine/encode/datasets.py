@@ -1,4 +1,4 @@
-"""Clips from the files of a table: samples, the clip that is read of each sample, and the order of each epoch."""
+"""Clips from the files of a table: samples, the clip of each sample, and the order of each epoch."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ class TableSource:
     fit: Fit | str
     seed: int
     fixed_starts: bool
-    """Clips start with the first frame of their file, not at a random frame."""
+    """Whether clips start with the first frame of their file instead of a random frame."""
     fingerprint: str
 
     def sampler(self) -> BucketSampler:
@@ -65,7 +65,7 @@ class TableSource:
         )
 
     def requests(self) -> Iterator[ClipRequest]:
-        """Yield each clip that any epoch can ask for with fixed starts, once."""
+        """Yield each clip that any epoch with fixed starts can use, once."""
         found = (
             self.request(sample, bucket=bucket, number=0, place=0)
             for sample, buckets in enumerate(self.buckets.reachable(self.table.samples).tolist())
@@ -85,7 +85,7 @@ class TableSource:
             pixels_C1HW = fit_frames(
                 frame_HWC[None], height=request.height, width=request.width, fit=self.fit, picture=is_picture
             )
-            # uint8 is a quarter of the bytes that go to another process and to the device.
+            # As uint8, clips take a quarter of the bytes on the way to another process and to the device.
             levels_HWC = ((pixels_C1HW[:, 0] + 1) * 127.5).round().permute(1, 2, 0)
             fitted.append(levels_HWC.to(torch.uint8))
         return torch.stack(fitted)

@@ -1,7 +1,7 @@
 """Frozen autoencoder and text encoders that the transformer learns from.
 
-They encode clips one by one, so the result for a clip is bitwise identical whatever else is in a batch, and whether it
-is encoded while training or for a cache.
+They encode clips one by one. So the result for a clip is bitwise identical in any batch, and also the same in training
+and for a cache.
 """
 
 from collections.abc import Callable

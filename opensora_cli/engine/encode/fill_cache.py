@@ -1,4 +1,4 @@
-"""Fill a cache: encode every clip that training can ask for once."""
+"""Fill a cache: encode every clip that training can use once."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _ENCODER_FILES = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
 
 
 class FailedClip(Document):
-    """A clip that could not be read."""
+    """Clip that could not be read."""
 
     path: str
     reason: str

@@ -15,7 +15,7 @@ from opensora_cli.settings.train import TrainSettings
 NO_TABLE, TABLE_HINT = "data.table is not set", "name a table of clips: osora data scan makes one of a folder"
 
 PACKAGED = "demo"
-"""Name of the packaged model, in place of a path."""
+"""Name of the packaged model, instead of a path."""
 
 
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:

@@ -57,7 +57,7 @@ class ClipLoader:
 
     source: ClipSource
     load: LoadClip | None
-    """None reads pixels."""
+    """Function that replaces decoding; None reads pixels."""
     notes: ReadingNotes
 
     def __call__(self, asked: MicroBatch) -> ClipBatch:
@@ -125,9 +125,9 @@ class ReplacementWarnings:
 class ClipBatches(BatchStream[ClipBatch]):
     """Micro-batches of one rank, with warnings of unused samples and of samples that could not be read.
 
-    Without a `source`, clips are those of the table. Workers call `load` in place of reading pixels; clips of the table
-    then start with the first frame of their file. Raises what `open_table` raises, and FileProblem if the data fill too
-    few micro-batches for an update.
+    Without a `source`, clips are those of the table. Workers call `load` instead of reading pixels; clips of the table
+    then start with the first frame of their file. Raises the errors of `open_table`, and FileProblem if the data fill
+    too few micro-batches for an update.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ClipBatches(BatchStream[ClipBatch]):
     def next(self) -> ClipBatch:
         """Return the next micro-batch of this rank.
 
-        Raises FileProblem if neither a sample nor a substitute can be read, and HardwareError, with the files that
+        Raises FileProblem if neither a sample nor a substitute can be read. Raises HardwareError, with the files that
         workers were reading, if a worker was killed or crashed.
         """
         try:

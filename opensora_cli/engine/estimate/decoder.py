@@ -1,4 +1,4 @@
-"""What the decoder needs of memory, without going through all tiles and frames."""
+"""Memory of the decoder, without running all tiles and frames."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Clip:
-    """The sizes of a clip between two stages."""
+    """Sizes of a clip between two stages."""
 
     channels: int
     height: int
@@ -34,24 +34,24 @@ class _Clip:
 
     @classmethod
     def of(cls, chunks: Iterable[Tensor]) -> "_Clip":
-        # One by one, since they come from the store to the device.
+        # One chunk at a time, since each moves from the store to the device.
         outlines = [(chunk.shape, clip_layout(chunk)) for chunk in chunks]
         _, channels, _, height, width = outlines[0][0]
         return cls(channels, height, width, tuple(_Chunk(shape[2], layout) for shape, layout in outlines))
 
 
 _Run = Callable[[Tensor, _Clip], tuple[int, _Clip]]
-"""Given the latents of a tile and the clip between, returns the bytes at the peak and the clip that comes out."""
+"""Function from a tile's latents and a stage's input clip to the peak in bytes and the output clip."""
 
 
 class _Stage(NamedTuple):
     kind: object
-    """Equal stages do the same to equal clips."""
+    """Key of the stage: stages with equal keys do the same to equal clips."""
     run: _Run
 
 
 class _Seen(NamedTuple):
-    """What a stage was given of the first tile of so many frames, and needed for it."""
+    """Input and memory of a stage for the first tile with a number of frames."""
 
     stage: _Stage
     clip: _Clip
@@ -59,10 +59,10 @@ class _Seen(NamedTuple):
 
 
 class FakeDecoder(nn.Module):
-    """Allocates what the decoder of `vae`, which has fake weights, does; to be called inside `fake_device`.
+    """Stand-in that allocates like the decoder of `vae`, which has fake weights. Call it inside `fake_device`.
 
-    In chunks, a clip passes from stage to stage: each is run by itself, on two short clips, and what a longer one needs
-    follows from them. `counter` looks for the peak while tiles are decoded: stages that cannot change it are left out.
+    In chunks, a clip passes from stage to stage. Each stage runs by itself, on two short clips; the need of a longer
+    clip follows from them. `counter` finds the peak while tiles are decoded; stages that cannot change it are skipped.
     With `only_pixels` no stage allocates anything. The other arguments are those of `Autoencoder.decode`.
     """
 
@@ -80,7 +80,7 @@ class FakeDecoder(nn.Module):
         self._only_pixels = only_pixels
         self._grid, self._channels, self._counter = vae.grid, vae.last_layer.out_channels, counter
         self._chunk_frames, self._store, self._canvas = chunk_frames, store, canvas
-        # In chunks only this one decodes.
+        # Only a `Decoder` runs in chunks.
         self._decoder = cast(Decoder, vae.decoder)
         self._known: dict[tuple[object, _Clip], tuple[int, _Clip]] = {}
         self._seen: dict[int, list[_Seen]] = {}
@@ -93,13 +93,13 @@ class FakeDecoder(nn.Module):
         store: torch.device | None = None,
         canvas: torch.device | None = None,
     ) -> Tensor:
-        """Return the pixels of a tile; in height and width none is larger than the first. Options are those it has."""
+        """Return the pixels of a tile, which is not larger than the first in height and width. Options are ignored."""
         batch, _, frames, height, width = latents_BCTHW.shape
         if frames not in self._seen and not self._only_pixels:
             self._seen[frames] = list(self._run_all(latents_BCTHW))
         for stage, clip, peak_bytes in self._seen.get(frames, ()):
             first = self._seen[frames][0].clip
-            # No tile needs more than the first did.
+            # No tile needs more than the first.
             if self._counter.live_bytes + peak_bytes > self._counter.peak_bytes:
                 rows, columns = clip.height // first.height * height, clip.width // first.width * width
                 peak_bytes, _ = self._run(latents_BCTHW, stage, replace(clip, height=rows, width=columns))
@@ -128,7 +128,7 @@ class FakeDecoder(nn.Module):
 def _stages(
     decoder: Decoder, counter: TensorBytes, chunk_frames: int | None, store: torch.device, canvas: torch.device
 ) -> Iterator[_Stage]:
-    """Yield what `chunked.run_in_chunks` does, stage by stage; without chunks the decoder is one stage."""
+    """Yield the stages of `chunked.run_in_chunks`; without chunks the whole decoder is one stage."""
 
     def stored(like: Tensor, clip: _Clip) -> StoredClip:
         empty = partial(torch.empty, dtype=like.dtype, device=like.device)
@@ -165,7 +165,7 @@ def _stages(
             return StoredClip(chunks, store=store)
 
         for layer in layers:
-            if isinstance(layer, Upsample):  # whose kernels are there already when the second clip comes
+            if isinstance(layer, Upsample):  # its kernels exist already when the second clip runs
                 folded_kernels(layer.conv.conv, (layer.time, layer.space, layer.space))
         return counted(run)
 
@@ -180,14 +180,14 @@ def _stages(
 
 
 def _run_shortened(run: Callable[[_Clip], tuple[int, _Clip]], clip: _Clip) -> tuple[int, _Clip]:
-    """Return what `run` does, of a long clip from two short ones: a stage does the same to all chunks but a few.
+    """Return the result of `run` for a long clip, derived from two shorter ones: most chunks are treated equally.
 
-    Of the longest series of equal chunks only some are left, and then one more. What that one costs is added for each
-    that is missing.
+    The longest series of equal chunks is cut to a few, and then to one more. The cost of this one is added for each
+    missing chunk.
     """
     series = max((list(same) for _, same in groupby(enumerate(clip.chunks), lambda item: item[1])), key=len)
     start, end = series[0][0], series[-1][0] + 1
-    # Of two chunks one follows another that is as long; the very first has none before it.
+    # With two chunks, one follows an equally long one; the very first chunk follows none.
     few = 2 if start else 3
     missing = len(series) - few - 1
     if missing < 1:

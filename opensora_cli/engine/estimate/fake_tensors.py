@@ -1,7 +1,7 @@
-"""Running models on tensors that have sizes and no memory: outlines, or torch's fake tensors where gradients are.
+"""Running models on tensors with sizes but without memory: outlines, or torch's fake tensors if gradients are needed.
 
-Every operation of the real modules then costs microseconds and allocates nothing, and `TensorBytes` counts what it
-would have allocated.
+Every operation of the real modules then costs microseconds and allocates nothing. `TensorBytes` counts the bytes that
+it would have allocated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from opensora_cli.engine.estimate.outlines import OutlineMode, clip_layout, conv
 from opensora_cli.memory.counting import TensorBytes
 
 HOST = torch.device("cpu")
-"""Stands for the memory of the host, inside `fake_device`."""
+"""Device that represents the memory of the host, inside `fake_device`."""
 
 _ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
 
@@ -34,22 +34,22 @@ _Replacements = Mapping[Any, Callable[..., Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a computation needs beside its weights."""
+    """Bytes that a computation needs besides its weights."""
 
     data: int
     activations: int
 
     @classmethod
     def of(cls, counter: TensorBytes) -> "Need":
-        """Return what was counted; inputs and outputs are still alive, and nothing else is."""
+        """Return the counted need, while only inputs and outputs are still alive."""
         return cls(counter.live_bytes, counter.peak_bytes - counter.live_bytes)
 
 
 @contextmanager
 def fake_device(device_type: str) -> Iterator[torch.device]:
-    """Inside the block, tensors are outlines, and operations make what they make on a device of that type.
+    """Make outlines instead of tensors inside the block, as operations on a device of this type would.
 
-    Yields the device that stands for it, which need not be there: the host itself, or another one beside it. Autograd
+    Yields the device that represents it, the host itself or another one; the real device need not exist. Autograd
     records nothing.
     """
     is_cpu = device_type == "cpu"
@@ -60,12 +60,12 @@ def fake_device(device_type: str) -> Iterator[torch.device]:
 
 @contextmanager
 def fake_tensors(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
-    """Do the same with torch's fake tensors, many times slower; `gradients` lets autograd record what is done."""
+    """Do the same as `fake_device` with torch's fake tensors, many times slower. `gradients` enables autograd."""
     is_cpu = device_type == "cpu"
-    # A tensor that `torch.tensor` makes on the meta device is not fake, and let in.
+    # Results of `torch.tensor` on the meta device are not fake, and are allowed.
     kernels = _CpuKernels() if is_cpu else _Kernels(_ON_CUDA)  # type: ignore[no-untyped-call]
     with (
-        torch.inference_mode(False),  # in which torch would let no fake tensor in
+        torch.inference_mode(False),  # torch allows no fake tensor in inference mode
         torch.set_grad_enabled(gradients),
         FakeTensorMode(allow_non_fake_inputs=True),
         kernels,
@@ -74,7 +74,7 @@ def fake_tensors(device_type: str, *, gradients: bool = False) -> Iterator[torch
 
 
 def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
-    """Return what `make` builds, in evaluation mode, with fake weights; to be called inside `fake_device`."""
+    """Return the module that `make` builds, in evaluation mode, with fake weights. Call it inside `fake_device`."""
     with on_meta():
         module = make()
     give_fake_weights(module, device=device, dtype=dtype)
@@ -82,10 +82,10 @@ def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: tor
 
 
 def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Replace parameters and buffers by fake tensors; to be called inside `fake_device`.
+    """Replace parameters and buffers by fake tensors. Call it inside `fake_device`.
 
-    The module is built on the meta device; layouts and shared weights are kept. `dtype` is for floating point numbers;
-    None: as they are.
+    The module is built on the meta device; layouts and shared weights stay. `dtype` is the new dtype of floating point
+    tensors; None means no change.
     """
     made: dict[int, Tensor] = {}
 
@@ -102,9 +102,9 @@ def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.d
 
 
 class Repeated(nn.Module):
-    """Runs a module once for each shape of its inputs, and afterwards only allocates what it did then.
+    """Module that runs another one once for each input shape, and afterwards only repeats its allocations.
 
-    The module has no state, and returns new tensors.
+    The wrapped module has no state, and returns new tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -113,7 +113,7 @@ class Repeated(nn.Module):
         self._known: dict[object, tuple[int, Any]] = {}
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return tensors of the shapes that the module gives; `options` go to it, and are always the same."""
+        """Return tensors with the shapes of the module's results. `options` go to the module, and never change."""
         tensors: list[Tensor] = tree_leaves(inputs)
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes in self._known:
@@ -122,14 +122,14 @@ class Repeated(nn.Module):
             return tree_map(torch.empty_like, outlines)
         with TensorBytes(device_type=tensors[0].device.type) as counter:
             result = self._module(*inputs, **options)
-        # Of the results only the shapes are kept, as tensors of one element.
+        # Only the shapes of the results are stored, as tensors of one element.
         outlines = tree_map(lambda tensor: tensor.new_empty(()).expand(tensor.shape), result)
         self._known[shapes] = counter.peak_bytes, outlines
         return result
 
 
 class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Does what fake operations do not: lays out clips as a CPU does, which decides where copies are needed.
+    """Mode that gives clips the layout of a CPU, unlike fake operations. The layout decides where copies are needed.
 
     A number read from a tensor is 1.
     """
@@ -157,7 +157,7 @@ class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 class _Kernels(TorchFunctionMode):
-    """Replaces functions by others that make the tensors that kernels of the device make."""
+    """Mode that replaces functions by others with the allocations of the device's kernels."""
 
     def __init__(self, replacements: _Replacements) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def _group_norm(
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    """Return what flash attention and the memory-efficient one make: the output and, for a while, one sum a query.
+    """Allocate like flash and memory-efficient attention: the output and, temporarily, one sum per query.
 
     A mask changes nothing.
     """
@@ -188,17 +188,17 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__
 
 
 def _fused_rms_norm(rows: Tensor, *_: object, **__: object) -> Tensor:
-    """Return what the kernel makes: a copy of rows that are not contiguous, one number a row, and the output."""
+    """Allocate like the kernel: a copy of rows that are not contiguous, one number per row, and the output."""
     rows = rows.contiguous()
     rows.new_empty(rows.shape[:-1], dtype=torch.float32)
     return rows.clone()
 
 
 def _through_cudnn(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what convolves and, for a while, has clip and result a second time: cuDNN's kernels want channels last.
+    """Return a convolution that temporarily holds a second clip and result: cuDNN's kernels need channels last.
 
-    An H100 took as much, to a tenth, for clips of 130 MiB to 4 GiB in bfloat16 and float32, and up to 30 MiB more for
-    smaller ones; of pictures it was not measured. Kernels of one tap are products of matrices, and take nothing.
+    An H100 took as much, to a tenth, for clips of 130 MiB to 4 GiB in bfloat16 and float32. It took up to 30 MiB more
+    for smaller clips; pictures were not measured. Kernels of one tap are matrix products, and take no extra memory.
     """
 
     def run(clip: Tensor, weight: Tensor, *options: Any, **named: Any) -> Tensor:
@@ -210,12 +210,12 @@ def _through_cudnn(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-# What torch does on a CPU above its operations, where it sees that none of the tensors is on one.
+# Replacements for functions in which torch would see that no tensor is on a CPU.
 _ON_HOST: _Replacements = {
     functional.scaled_dot_product_attention: _fused_attention,
     functional.group_norm: _group_norm,
 }
-# What makes other tensors on a device that is not known to have CUDA's kernels.
+# Replacements for functions with other allocations than those of CUDA's kernels.
 _ON_CUDA: _Replacements = {
     **{convolve: _through_cudnn(convolve) for convolve in (functional.conv2d, functional.conv3d)},
     functional.scaled_dot_product_attention: _fused_attention,

@@ -1,7 +1,7 @@
-"""What weights take on a CPU: of its own memory, and of their mapped files.
+"""Memory of weights on a CPU: memory of the process, and mapped files.
 
-A CPU computes with weights where they are mapped from their file, if they have the dtype there. Others are cast: when
-they are loaded, or block by block as they are needed. What is rearranged or dequantized is a copy in any case.
+A CPU computes with weights directly in the mapped file, if the file has their dtype. Other weights are cast when they
+are loaded, or block by block when they are needed. Rearranged or dequantized weights are always copies.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.generate import GenerateSettings
 
 RELEASED_DTYPE = torch.bfloat16
-"""Of the released model's files, for plans that are made before they are downloaded."""
+"""Dtype of the released model's files, for plans that are made before the download."""
 
 _T5_IGNORED = ("decoder.", "lm_head.", "encoder.embed_tokens.")
 _T5_NUMBERS_OUTSIDE = 4096 * (32_128 + 1)
@@ -39,20 +39,20 @@ _CLIP_IGNORED = ("vision_model.", "visual_projection.", "text_projection.", "log
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
-    """Bytes of some weights."""
+    """Bytes of a set of weights, by their place in memory."""
 
     mapped: int = 0
-    """Computed with where they are mapped."""
+    """Bytes of weights that are used directly in the mapped file."""
     stored: int = 0
-    """Mapped in another dtype, in which they can stay until they are cast."""
+    """Bytes of weights that are mapped in another dtype, and can stay mapped until they are cast."""
     cast: int = 0
-    """The same weights, cast."""
+    """Bytes of the `stored` weights after the cast."""
     copied: int = 0
-    """Copies in any case, in the dtype that is computed in."""
+    """Bytes of weights that are always copies, in the dtype of computation."""
 
     @property
     def private(self) -> int:
-        """What they take of the process's own memory if all are cast."""
+        """Bytes of the process's own memory if all weights are cast."""
         return self.cast + self.copied
 
     def __add__(self, other: "FileBytes") -> "FileBytes":
@@ -63,23 +63,23 @@ class FileBytes:
 
 @dataclass(frozen=True, slots=True)
 class FileWeights:
-    """The weights of one component."""
+    """Weights of one component."""
 
     outside: FileBytes
-    """Of what is in no block."""
+    """Bytes of the weights outside the blocks."""
     blocks: tuple[FileBytes, ...] = ()
-    """In the order in which they run."""
+    """Bytes of each block, in the order of execution."""
     modulation: FileBytes = FileBytes()
-    """Of a transformer's layers that are read before the first step alone; they are in no block then."""
+    """Bytes of a transformer's modulation, if it is read only before the first step. The blocks exclude it then."""
 
     @property
     def in_blocks(self) -> FileBytes:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return sum(self.blocks, FileBytes())
 
     @property
     def total(self) -> FileBytes:
-        """Of all of it."""
+        """Bytes of all weights."""
         return self.outside + self.in_blocks + self.modulation
 
 
@@ -91,11 +91,10 @@ def file_weights(
     *,
     modulation_first: bool,
 ) -> Mapping[Component, FileWeights]:
-    """Return what each component takes of a CPU that computes in `dtype`; no weight is read.
+    """Return the memory of each component on a CPU that computes in `dtype`. No weight is read.
 
-    What is missing is taken for the released files; what is broken, for copies, since loading reports it. `parameters`
-    are counts (see `configs.count_parameters`). With
-    `modulation_first` modulation is read before the first step alone.
+    Missing files count like the released ones, and broken files like copies, since loading reports them. `parameters`
+    are counts, see `configs.count_parameters`. With `modulation_first`, modulation is read only before the first step.
     """
     found: dict[Component, FileWeights] = {}
     for component, count in parameters.items():
@@ -110,9 +109,9 @@ def file_weights(
 
 
 def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool = False) -> bool:
-    """Return whether blocks have weights that need not be cast to `dtype` before the block computes.
+    """Return whether blocks have weights whose cast to `dtype` can wait until the block computes.
 
-    With float16 some of T5's weights are float32, so that each is cast as it is loaded.
+    With float16 some of T5's weights are float32, so T5's weights are cast when they are loaded.
     """
     return bool(weights.in_blocks.stored) and not (is_text and dtype is torch.float16)
 
@@ -156,7 +155,7 @@ def _layer(tensor: PlannedTensor) -> str:
 
 
 def _released(config: MMDiTConfig, *, is_mapped: bool = True) -> list[PlannedTensor]:
-    """Return the tensors of a transformer's file, from one block of each stack: building all takes a second."""
+    """Return the tensors of a transformer's file, from one block of each stack: building all blocks takes a second."""
     counts = {f"{stack.module_path}.0.": stack.count for stack in repeated_blocks(config)}
     tensors = []
     for key, tensor in one_block_of_each(config).state_dict().items():
@@ -194,7 +193,7 @@ def _is_widened(tensor: PlannedTensor) -> bool:
 
 @lru_cache(maxsize=16)
 def _whole(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> FileWeights:
-    """Return those of a component that is loaded as a whole: CLIP or the autoencoder."""
+    """Return the weights of a component that is loaded as a whole: CLIP or the autoencoder."""
     if path is None:
         tensors: Iterable[PlannedTensor] = [PlannedTensor("", count, RELEASED_DTYPE, True)]
     else:

@@ -1,11 +1,11 @@
-"""What a generation needs of a device's memory, stage by stage, before anything is loaded.
+"""Device memory of a generation, stage by stage, before anything is loaded.
 
-Nothing is fitted: the real modules and the sampling loop run on fake tensors, and what they would allocate is
-counted. The blocks of a stack are equal and run one after the other, so that two stand for all.
+Nothing is fitted: the real modules and the sampling loop run on fake tensors, and their allocations are counted. The
+blocks of a stack are equal and run one after the other, so two represent all.
 
-Counted: weights as they are offloaded, inputs and outputs, and what is computed on the way, the output and the sums of
-fused attention and what cuDNN's convolutions take while they run included. Not counted: what other kernels take for
-themselves (as matrix products of cuBLAS do), the CUDA context, and what an allocator rounds up or cannot use.
+Counted are weights after offloading, inputs, outputs and intermediate results. These include the output and the sums
+of fused attention, and the workspace of cuDNN's convolutions. Not counted are workspaces of other kernels (such as
+matrix products of cuBLAS), the CUDA context, and the rounding and fragmentation of an allocator.
 """
 
 from collections import deque
@@ -65,12 +65,12 @@ from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 _STEPS = 2
-"""Steps that are estimated: from the second one on there are latents besides the noise."""
+"""Steps to estimate: the second and later steps hold latents besides the noise."""
 
 _FEW_CHUNKS, _OF_CHUNKS = 40, 10
-"""Chunks of tokens that are estimated one by one, and those of a clip that tells what more of them need."""
+"""Most chunks of tokens that are estimated one by one, and the chunks of a smaller clip for extrapolation."""
 _FEW_TILES = 400
-"""Tiles of an autoencoder that are estimated one by one."""
+"""Most tiles of an autoencoder that are estimated one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class GenerationSizes:
     attention: str = "sdpa"
     """Attention backend."""
     has_draft: bool = False
-    """Whether a whole video is encoded, to start from."""
+    """Whether a whole video is encoded as the start."""
 
 
 def estimate_generation(
@@ -109,12 +109,12 @@ def estimate_generation(
     text_folders: Mapping[Component, Path] | None = None,
     files: Mapping[Component, FileWeights] | None = None,
 ) -> tuple[StageMemory, ...]:
-    """Return what each stage needs of the device's memory, in the order in which they run.
+    """Return the device memory of each stage, in the order of execution.
 
-    What repeats is remembered, so that many offload plans for one video cost little more than one. `parameters` are
-    counts (see `configs.count_parameters`), and `dtype` is that of weights and activations. Text encoders that
-    `text_folders` lacks are taken for the released ones. `files`: on a CPU, what is computed with where it is mapped;
-    None: nothing. Contradicting sizes in `settings` are a RequestError.
+    Repeated counts are cached, so that many offload plans for one video cost little more than one. `parameters` are
+    counts, see `configs.count_parameters`, and `dtype` is the dtype of weights and activations. Text encoders that
+    `text_folders` lacks count like the released ones. `files` are the mapped files that a CPU computes with; None means
+    no mapped files. Raises RequestError if sizes in `settings` contradict each other.
     """
     weights = {component: count * dtype.itemsize for component, count in parameters.items()}
     vae, tiling = settings.vae, vae_tiling(settings.vae)
@@ -172,13 +172,13 @@ def estimate_generation(
 
 
 def computes_modulation_first(settings: GenerateSettings) -> bool:
-    """Return whether modulation is computed for all steps before the first one; not by blocks that are compiled."""
+    """Return whether modulation of all steps is computed before the first step. Compiled blocks do not do this."""
     num_times = settings.sampling.num_inference_steps + 1
     return not settings.compile and modulation_comes_first(num_times, mmdit_config(settings.model))
 
 
 def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tuple[int, ...]:
-    """Return how many frames of each reference are encoded."""
+    """Return the number of encoded frames of each reference."""
     grid = settings.vae.grid
     parts = reference_parts(
         sizes.mode,
@@ -219,7 +219,7 @@ def _shortened_denoising(
 
 
 def _line(near: Need, far: Need, more: int, *, of: int) -> Need:
-    """Return what is needed `more` units after `near`, from which `far` is so many units away."""
+    """Extrapolate the need linearly: `more` units after `near`, where `far` is `of` units after `near`."""
 
     def at(low: int, high: int) -> int:
         return low + (high - low) * more // of
@@ -256,7 +256,7 @@ def _denoising(
         with TensorBytes(device_type=device.type) as counter:
             embeds = PromptEmbeds(empty(2, text_length, config.context_in_dim), empty(2, config.vec_in_dim))
             references = [empty(channels, frames, rows, columns)] * 2
-            # As `sample_latents` of generation does it.
+            # The same steps as in `sample_latents` of generation.
             noise_BCTHW = empty(1, channels, frames, rows, columns)
             mask_B1THW, given_BCTHW = prepare_inference_condition(
                 noise_BCTHW, sizes.mode, [references], causal, lengths=sizes.lengths
@@ -288,7 +288,7 @@ def _denoising(
 
 
 def _share_of_branches(velocity: VelocityFn, ranks: int) -> VelocityFn:
-    """Allocate what `SharedBranches` does on the rank with the most branches."""
+    """Return a velocity that allocates like `SharedBranches` on the rank with the most branches."""
     if ranks == 1:
         return velocity
 
@@ -306,7 +306,7 @@ _Size = tuple[int, int, int]
 
 
 def _of_few_tiles(need: Callable[[_Size], Need], size: _Size, grid: TileGrid, tiling: Tiling) -> Need:
-    """Return `need(size)`. It grows by the same with each of many tiles, and follows from smaller clips."""
+    """Return `need(size)`. With many tiles, it grows by the same amount per tile, and follows from smaller clips."""
     if grid.count(size, tiling) <= _FEW_TILES:
         return need(size)
 
@@ -338,7 +338,7 @@ def _shortened_decoding(
     device_type: str,
     chunks: tuple[int | None, bool],
 ) -> Need:
-    """Return the need of `_decoding`. Where there are many tiles, joining them may need more than the decoder."""
+    """Return the need of `_decoding`. With many tiles, joining them may need more memory than the decoder."""
     channels, *axes = latent_shape
     size, (_, grid) = (axes[0], axes[1], axes[2]), settings.sizes.tile_grids()
 
@@ -405,7 +405,7 @@ def _decode(
         vae.decoder = cast(Any, decoder)
         with counter:
             latents_1CTHW = empty(1, *latent_shape)
-            # As `decode_latents` of generation does it.
+            # The same steps as in `decode_latents` of generation.
             pieces_1CTHW = vae.decode_pieces(
                 latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
             )
@@ -416,7 +416,7 @@ def _decode(
 
 
 def _shown(pixels_CTHW: Tensor) -> Tensor:
-    """Allocate what `to_uint8` does, which is the same for each frame: one stands for all."""
+    """Allocate like `to_uint8`. All frames need the same, so one represents all."""
     channels, frames, height, width = pixels_CTHW.shape
     _others_THWC = torch.empty(frames - 1, height, width, channels, dtype=torch.uint8)
     return to_uint8(pixels_CTHW[:, :1])
@@ -448,7 +448,7 @@ def _encoding(
 def _on_rank(transformer: MMDiT, sizes: GenerationSizes) -> MMDiT:
     if sizes.mesh.tensor > 1:
         keep_largest_share(transformer, sizes.mesh.tensor)
-    # The first block of each stack stands for all of them: it has the largest rank of each layer.
+    # The first block represents all blocks of its stack: it gets the largest rank of each layer.
     ranks: dict[str, int] = {}
     for path, rank in sizes.loras:
         first = in_first_block(path)

@@ -1,6 +1,6 @@
-"""What a GPU does for each stage of a generation, counted once for each shape on fake tensors.
+"""Work of a GPU for each stage of a generation, counted once for each shape on fake tensors.
 
-The blocks of a stack are equal: one stands for all.
+The blocks of a stack are equal, so one represents all.
 """
 
 from functools import lru_cache, partial
@@ -39,8 +39,8 @@ def evaluation_work(
     exchange: ExchangePlan = _DIRECT,
     linear: LinearProducts = LinearProducts.EXACT,
 ) -> Work:
-    """Return what one evaluation of the transformer, of one clip, takes on the rank that has the most of it; its linear
-    layers multiply as `linear`."""
+    """Return the work of one evaluation of the transformer for one clip, on the rank with the largest share. `linear`
+    is the kind of products in its linear layers."""
     with fake_device("cuda") as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = fake_attention(mesh, attention_stand_in("sdpa"), exchange=exchange)
@@ -68,7 +68,7 @@ def evaluation_work(
 
 @lru_cache(maxsize=64)
 def decoding_work(settings: VAESettings, latent_shape: tuple[int, int, int, int], dtype: torch.dtype) -> Work:
-    """Return what it takes to decode the latents (C, T, H, W) of one clip, in the tiles of the settings."""
+    """Return the work of decoding the latents (C, T, H, W) of one clip, in the tiles of the settings."""
     with fake_device("cuda") as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = WorkCounter()
@@ -82,7 +82,7 @@ def decoding_work(settings: VAESettings, latent_shape: tuple[int, int, int, int]
 
 @lru_cache(maxsize=64)
 def encoding_work(settings: VAESettings, num_frames: int, height: int, width: int, dtype: torch.dtype) -> Work:
-    """Return what it takes to encode one clip."""
+    """Return the work of encoding one clip."""
     with fake_device("cuda") as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = WorkCounter()
@@ -95,9 +95,9 @@ def encoding_work(settings: VAESettings, num_frames: int, height: int, width: in
 
 
 def text_work(t5: T5Sizes, clip: ClipSizes, lengths: tuple[int, int], itemsize: int, *, prompts: int = 2) -> Work:
-    """Return what it takes to encode so many prompts, of `lengths` tokens in T5 and CLIP: arithmetic, as their memory.
+    """Return the work of encoding prompts of `lengths` tokens in T5 and CLIP, by arithmetic like their memory.
 
-    The weights are read once for each.
+    The weights are read once for each prompt.
     """
     weights = t5.num_layers * sum(t5.layer_weights.values()), clip.parameters
     tokens = lengths[0], min(lengths[1], clip.max_length)

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other: bytes that are exchanged, and the links between GPUs and machines."""
+"""Time that ranks wait for each other: exchanged bytes, and the links between GPUs and machines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from opensora_cli.settings.hardware import GpuSettings, Rate
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What joins GPUs, `per_node` of which are in a machine. Ranks that exchange the most are adjacent."""
+    """Links between GPUs, with `per_node` GPUs in a machine. Ranks that exchange the most are adjacent."""
 
     gpu: GpuSettings
     per_node: int
 
     def between(self, span: int) -> Rate:
-        """Return the rate at which each of `span` adjacent ranks sends to another: the slowest link counts."""
+        """Return the rate at which each of `span` adjacent ranks sends to another one, over the slowest link."""
         return self.gpu.gpu_link if span <= self.per_node else self.gpu.node_link
 
     def ring_seconds(self, num_bytes: float, span: int) -> float:
-        """Return how long gathering, scattering or summing takes in which each rank sends so many bytes.
+        """Return the seconds of gathering, scattering or summing in which each rank sends `num_bytes`.
 
-        Between machines, rings through all GPUs of a machine make use of all of their links.
+        Between machines, rings through all GPUs of a machine use all of their links.
         """
         inside = self.gpu.gpu_link.seconds(num_bytes)
         return inside if span <= self.per_node else max(inside, self.gpu.node_link.seconds(num_bytes) / self.per_node)
@@ -30,22 +30,22 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """What ranks that share the tokens or features of clips exchange in one pass through the transformer."""
+    """Exchange of ranks that share the tokens or features of clips, in one pass through the transformer."""
 
     config: MMDiTConfig
     mesh: MeshShape
     links: Links
     video_tokens: int
-    """Of all clips."""
+    """Video tokens of all clips."""
     text_tokens: int
     itemsize: int
     for_heads: Mapping[str, int]
-    """Bytes that all ranks send for heads: `sent`, or `inside` and `between`, as `PlannedExchange` has them."""
+    """Bytes that all ranks send for heads: `sent`, or `inside` and `between`, as in `PlannedExchange`."""
 
     def seconds(self, *, attention: float, keys_and_values: float = 1.0) -> float:
-        """Return how long a rank waits. Ring attention exchanges while `attention` runs for so many seconds.
+        """Return the seconds that a rank waits. Ring attention exchanges during the `attention` seconds.
 
-        Keys and values go round so many times: in a backward pass with their gradients.
+        `keys_and_values` is how many times keys and values go around the ring; a backward pass adds their gradients.
         """
         mesh = self.mesh
         sharing = mesh.ring * mesh.ulysses
@@ -60,7 +60,7 @@ class Exchanged:
             passed = self.links.between(sharing * mesh.tensor).seconds(sent)
             waited += max(0.0, passed - attention)
         if mesh.tensor > 1:
-            # A double-stream block sums after attention and after the MLP, a single-stream one once.
+            # A double-stream block sums after attention and after the MLP, a single-stream block once.
             sums = 2 * self.config.depth + self.config.depth_single_blocks
             waited += self.links.ring_seconds(2 * (mesh.tensor - 1) / mesh.tensor * sums * hidden, mesh.tensor)
         if sharing > 1:
@@ -69,7 +69,7 @@ class Exchanged:
         return waited
 
     def between_branches(self) -> float:
-        """Return how long it takes to send the velocity to ranks that have other branches of guidance."""
+        """Return the seconds to send the velocity to ranks with other branches of guidance."""
         return self.links.between(self.mesh.size).seconds(self._velocity) if self.mesh.guidance > 1 else 0.0
 
     @property

@@ -18,19 +18,19 @@ MODEL_OF = {TEXT: TEXT_ENCODERS, ENCODE: AUTOENCODER, DENOISE: TRANSFORMER, DECO
 """Model that each stage runs."""
 
 _KEPT_FIRST = (TRANSFORMER, AUTOENCODER, TEXT_ENCODERS)
-"""The transformer takes longest to load; the autoencoder is small."""
+"""Models in the order in which they stay loaded: the transformer loads slowest, and the autoencoder is small."""
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 CHUNK_TOKENS = 8192
-"""Tokens that a block computes at a time. So many run at full speed, and the number is the same whatever memory is
-free: chunks of another size change the rounding of results."""
+"""Tokens that a block computes at a time, enough for full speed. The number does not depend on free memory, because
+chunks of another size change the rounding of results."""
 _FEW_TOKENS = 2048
 
 _CHUNK_FRAMES = 4
 
 _CAST_BLOCKS = 2
-"""Blocks on a CPU that casts them: one computes while the next is cast."""
+"""Resident blocks on a CPU that casts them: one computes while the next is cast."""
 
 _WHOLE_MODELS = {
     OffloadMode.AUTO: (OffloadMode.NONE, OffloadMode.MODEL),
@@ -40,7 +40,7 @@ _WHOLE_MODELS = {
 }
 
 _HEADROOM = 0.05
-"""Part of the memory that stays free for kernels, libraries and fragmentation."""
+"""Share of the memory that stays free for kernels, libraries and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +52,18 @@ class OffloadPlan:
     """
 
     mode: OffloadMode = OffloadMode.NONE
-    """none: models stay on the device until their last stage; model: each model is there in its stages alone; blocks:
-    also, only some blocks of the transformer are there."""
+    """none: models stay on the device until their last stage; model: each model is there only in its stages; blocks:
+    in addition, only some blocks of the transformer are there."""
     resident_blocks: int | None = None
-    """With `blocks`: blocks whose weights are on the device at a time, including blocks in transit."""
+    """Blocks whose weights are on the device at a time, including blocks in transit, with `blocks`."""
     host_weights: HostWeights = HostWeights.PINNED
-    """With `blocks`: place of the other blocks."""
+    """Place of the other blocks, with `blocks`."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens that a transformer block computes at a time outside its attention."""
     chunk_frames: int | None = None
     """Frames that a layer of the decoder computes at a time; None means all."""
     store_on_host: bool = False
-    """With `chunk_frames`: keep the activations between two layers of the decoder on the host."""
+    """Keep the activations between two layers of the decoder on the host, with `chunk_frames`."""
     stream_text: bool = False
     """Stream T5 to the device layer by layer."""
     fp8_storage: bool = False
@@ -114,8 +114,8 @@ class StageMemory:
     activation_bytes: int = 0
     """Largest size of all activations together, without the workspace of kernels."""
     mapped_bytes: int = 0
-    """On a CPU: weights that are read from their files each time that the model runs, unless the page cache has them.
-    They are no part of the memory of the process."""
+    """Weights that a CPU reads from their files each time the model runs, unless the page cache has them. They are no
+    part of the memory of the process."""
     kept: tuple[tuple[str, int], ...] = ()
     """Models that stay loaded although the stage does not run them, with their bytes."""
 
@@ -182,7 +182,7 @@ def choose_offload(memory: MemorySettings, run: Offloadable, estimate: Estimate,
         plans = tuple(candidates)
         if len(plans) == 1 or fits(plans[0]):
             return plans[0]
-        # Each takes less than the one before, and there may be thousands. The last is taken in any case.
+        # Each plan takes less memory than the one before, and there may be thousands. The last plan is the fallback.
         return plans[1 + bisect_left(plans[1:-1], True, key=fits)]
 
     # A run that decodes saved latents has no transformer.
@@ -237,7 +237,7 @@ def stronger_offload(plan: OffloadPlan, stage: str, run: Offloadable) -> Offload
 
 
 def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, run: Offloadable) -> Iterator[OffloadPlan]:
-    """Yield plans, each of which takes less memory than the plan before."""
+    """Yield plans, each with less memory than the plan before."""
     choice = OffloadMode.BLOCKS if memory.resident_blocks is not None else memory.offload
     whole = _WHOLE_MODELS[choice if run.num_blocks or choice is not OffloadMode.BLOCKS else OffloadMode.AUTO]
     yield from (replace(plan, mode=mode) for mode in whole)

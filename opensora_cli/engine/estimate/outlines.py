@@ -1,7 +1,7 @@
-"""Outlines: tensors that have a shape, a layout, a dtype and a device, and neither memory nor gradients.
+"""Outlines: tensors with a shape, a layout, a dtype and a device, but without memory or gradients.
 
-Torch's own fake tensors know every operation, and take a second to load and a third of a millisecond for each one.
-These know those that models spend their time in, of which only the sizes of the results are worked out.
+Torch's own fake tensors know every operation, but take a second to load and a third of a millisecond per operation.
+Outlines have fast rules for the operations that models use most: only the sizes of the results are computed.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,27 +32,27 @@ _KEEP_DTYPE = frozenset(
     | {_aten.clamp.default, _aten.round.default, _aten.minimum.default, _aten.relu.default, _aten.lerp.Scalar}
     | {_aten.pow.Tensor_Scalar, _aten.lerp.Tensor, _aten.addcmul.default}
 )
-"""Elementwise operations whose result has the dtype to which their operands are promoted."""
+"""Elementwise operations whose result has the promoted dtype of their operands."""
 _GIVE_FLOATS = frozenset(
     {_aten.div.Tensor, _aten.cos.default, _aten.sin.default, _aten.exp.default, _aten.log.default, _aten.tanh.default}
     | {_aten.rsqrt.default, _aten.sqrt.default, _aten.sigmoid.default, _aten.silu.default, _aten.gelu.default}
     | {_aten.reciprocal.default, _aten.pow.Scalar}
 )
-"""Those that make floating point numbers of integers."""
+"""Elementwise operations that turn integers into floating point numbers."""
 
 
 class HostOutline(Tensor):
-    """An outline in the memory of the host; one on a GPU is a plain meta tensor."""
+    """Outline in the memory of the host; an outline on a GPU is a plain meta tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The host."""
+        """Device of the host."""
         return _HOST
 
     def to(self, *args: Any, **options: Any) -> Tensor:
-        """Return a copy as `Tensor.to` does, or the tensor itself where it is as asked for."""
+        """Return a copy like `Tensor.to`, or the tensor itself if it has the requested properties."""
         copy = options.pop("copy", False)
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **options)
         dtype = dtype or self.dtype
@@ -67,7 +67,7 @@ class HostOutline(Tensor):
 
 
 class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Makes outlines, on the device that is asked for: the host, or a GPU, for which the meta device stands.
+    """Mode whose operations make outlines on the requested device: the host, or a GPU as the meta device.
 
     A number read from a tensor is 1. Operations without a rule here are torch's own on the meta device.
     """
@@ -106,7 +106,7 @@ def _is_on_host(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
         return bool(device.type == "cpu")
     for arg in args:
         for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
-            # Beside a GPU's tensor, one on the host is a number.
+            # A host tensor beside a GPU tensor is a number.
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 return False
     return True
@@ -119,7 +119,7 @@ def _is_in_place(func: Any) -> bool:
 
 
 def _on_meta(arg: Any) -> Any:
-    """Return the meta tensors that stand for tensors, also for what `torch.tensor` has made."""
+    """Replace tensors by meta tensors, including results of `torch.tensor`."""
     if isinstance(arg, (list, tuple)):
         return [_on_meta(part) for part in arg]
     if isinstance(arg, HostOutline):
@@ -140,9 +140,9 @@ def _placed(result: Any, on_host: bool) -> Any:
 
 
 def _elementwise(args: tuple[Any, ...], *, floats: bool = False) -> Tensor:
-    """Return what TensorIterator allocates: the common shape, and the layout of what has it."""
+    """Return the result that TensorIterator allocates, with the common shape and the layout of its operands."""
     first, *others = [arg for arg in args if isinstance(arg, Tensor)]
-    # Numbers, and tensors without axes, count less than tensors with axes.
+    # Numbers and 0-d tensors count less than tensors with axes.
     main = max((first, *others), key=Tensor.dim)
     operands = (arg for arg in args if isinstance(arg, (Tensor, int, float)))
     dtype = reduce(torch.promote_types, (torch.result_type(main, operand) for operand in operands))
@@ -162,7 +162,7 @@ def _like(
     memory_format: torch.memory_format | None = torch.preserve_format,
     **_: object,
 ) -> Tensor:
-    """Return what `torch.empty_like` does; other options have no effect."""
+    """Return the result of `torch.empty_like`; other options have no effect."""
     dtype = dtype or tensor.dtype
     if memory_format not in (None, torch.preserve_format):
         return torch.empty(tensor.shape, dtype=dtype, device=_META, memory_format=memory_format)
@@ -172,9 +172,9 @@ def _like(
 
 @lru_cache(maxsize=4096)
 def _dense_strides(shape: torch.Size, layouts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Return the strides of a result whose operands, as large as it is, have those in `layouts`.
+    """Return the strides of a result whose operands have the same shape and the strides in `layouts`.
 
-    The axes are ordered as the first operand orders them, and by the next one where it repeats its values
+    The order of the axes is the one of the first operand; where it repeats values, the next operand decides
     (`reorder_dimensions` of ATen's TensorIterator).
     """
     inner_first = list(reversed(range(len(shape))))
@@ -195,7 +195,7 @@ def _dense_strides(shape: torch.Size, layouts: tuple[tuple[int, ...], ...]) -> t
 
 
 def _order(shape: torch.Size, layouts: tuple[tuple[int, ...], ...], inner: int, outer: int) -> int:
-    """Return 1 if two axes should change places, -1 if they should not, and 0 where that is not known."""
+    """Return 1 if two axes should change places, -1 if not, and 0 if the layouts do not decide."""
     for strides in layouts:
         if not strides[inner] or not strides[outer]:
             continue
@@ -211,7 +211,7 @@ def _copied(on_host: bool, tensor: Tensor, *_: object, **options: Any) -> Tensor
 
 
 def _joined(on_host: bool, tensors: list[Tensor], dim: int = 0) -> Tensor:
-    # What has no elements may have another shape.
+    # Tensors without elements may have another shape.
     parts = [part for part in tensors if part.ndim > 1 or part.numel()] or tensors
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
@@ -232,7 +232,7 @@ def _repeated(on_host: bool, tensor: Tensor, times: list[int]) -> Tensor:
 
 
 def _product(on_host: bool, *operands: Tensor, **_: object) -> Tensor:
-    """Return the product of the last two operands: before them may stand what is added."""
+    """Return the product of the last two operands; an addend may come before them."""
     left, right = operands[-2:]
     return torch.empty((*left.shape[:-1], right.shape[-1]), dtype=left.dtype, device=_META)
 
@@ -296,7 +296,7 @@ def _group_norm(
 
 
 def _batch_norm(on_host: bool, clip: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # With given mean and variance, which a CPU does not return.
+    # Mean and variance are given, and a CPU does not return them.
     size, dtype = (0, clip.dtype) if on_host else (clip.shape[1], _accumulated(clip.dtype))
     mean, rstd = (torch.empty(size, dtype=dtype, device=_META) for _ in range(2))
     return _like(clip), mean, rstd
@@ -347,7 +347,7 @@ def _arange(
 
 
 def _padding(on_host: bool, clip: Tensor, sides: list[int]) -> Tensor:
-    # The sides are in pairs, those of the last axis first.
+    # The padding has a pair of sides for each axis, the last axis first.
     added = map(sum, zip(sides[::-2], sides[-2::-2], strict=True))
     shape = *clip.shape[:-3], *map(sum, zip(clip.shape[-3:], added, strict=True))
     layout = clip_layout(clip) if on_host else torch.contiguous_format
@@ -362,14 +362,14 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def clip_layout(clip: Tensor) -> torch.memory_format:
-    """Return the layout of a clip or picture, which a CPU's kernels that change its values alone keep."""
+    """Return the layout of a clip or picture. A CPU's kernels that change only values keep this layout."""
     layout = _CHANNELS_LAST.get(clip.ndim, torch.contiguous_format)
     return layout if clip.is_contiguous(memory_format=layout) else torch.contiguous_format
 
 
 def convolution_layout(clip: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> torch.memory_format:
-    """Return the layout of what a CPU's convolution makes; to be called outside of modes."""
-    # Tensors of one element stand for the real ones: torch chooses by shape and dtype.
+    """Return the layout of the result of a CPU's convolution. Call it outside of modes."""
+    # Tensors of one element represent the real ones: torch chooses by shape and dtype.
     shapes = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (clip, weight)]
     shapes_of_bias = None if bias is None else torch.empty((), dtype=bias.dtype).expand(bias.shape)
     backend = torch._C._select_conv_backend(*shapes, shapes_of_bias, *options, None)

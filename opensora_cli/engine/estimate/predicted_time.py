@@ -1,7 +1,7 @@
-"""From operations and bytes to predicted seconds: a roofline for each part (Williams et al. 2009).
+"""Prediction of seconds from operations and bytes: a roofline for each part (Williams et al. 2009).
 
-Products and attention run at a part of the peak of their dtype, everything else at the speed of the memory, one after
-the other. The parts of the peak are those that an H100 reached.
+Products and attention run at a share of the peak of their dtype, everything else at the speed of the memory, one after
+the other. An H100 reached these shares of its peak.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _ASSUMED: Mapping[str, str] = {
 }
 
 _PAGEABLE = 0.5
-"""The part of a link's speed that copies from memory reach that is not page-locked: assumed."""
+"""Assumed share of a link's speed for copies from memory that is not page-locked."""
 
 
 def kernel_seconds(
@@ -49,9 +49,9 @@ def kernel_seconds(
     *,
     eight_bit_tflops: float | None = None,
 ) -> Seconds:
-    """Return what a GPU takes for `work` in `dtype`.
+    """Return the seconds that a GPU takes for `work` in `dtype`.
 
-    `eight_bit_tflops`: the peak of `work.eight_bit_flops`, which is known if there are any.
+    `eight_bit_tflops` is the peak for `work.eight_bit_flops`, and is required if there are any.
     """
     peak = _peak_flops(gpu, dtype)
     found = {
@@ -75,7 +75,7 @@ def kernel_seconds(
 
 
 def autoencoder_seconds(work: Work, gpu: GpuSettings, dtype: torch.dtype) -> float:
-    """Return what a GPU takes to encode or decode: its convolutions, with all else that it does."""
+    """Return the seconds that a GPU takes to encode or decode: convolutions and everything else."""
     return work.product_flops / (_peak_flops(gpu, dtype) * gpu.autoencoder_efficiency)
 
 
@@ -90,35 +90,35 @@ def total(seconds: Seconds) -> float:
 
 
 def times(seconds: Seconds, count: float) -> Seconds:
-    """Return the same so many times."""
+    """Return the seconds of each part times `count`."""
     return {part: count * each for part, each in seconds.items()}
 
 
 def added(*several: Seconds) -> Seconds:
-    """Return the parts of all."""
+    """Return the sums of the seconds of each part."""
     parts = dict.fromkeys(part for seconds in several for part in seconds)
     return {part: sum(seconds.get(part, 0.0) for seconds in several) for part in parts}
 
 
 def copied(gpu: GpuSettings, num_bytes: float, *, pinned: bool) -> float:
-    """Return the seconds in which bytes come from the host's memory, page-locked or not."""
+    """Return the seconds to copy bytes from the host's memory, page-locked or not."""
     return gpu.host_link.seconds(num_bytes) / (1.0 if pinned else _PAGEABLE)
 
 
 class PredictedTime(Document):
-    """Seconds that a run would take: predicted, not measured."""
+    """Predicted seconds of a run, which were not measured."""
 
     predicted: Literal[True] = True
     hardware: str
-    """As in `8xH100`."""
+    """Number and name of the GPUs, such as `8xH100`."""
     of: str
-    """What takes so long."""
+    """Work that takes this time."""
     seconds: float
     stages_s: Mapping[str, float]
     parts_s: Mapping[str, float]
-    """What the time is spent in; what is hidden behind something else counts nothing."""
+    """Seconds of each part; time that overlaps with another part is not counted."""
     dominated_by: str
-    """What the largest part rests on."""
+    """Largest part, and the assumption behind it."""
     left_out: str
 
     @classmethod
@@ -139,7 +139,7 @@ class PredictedTime(Document):
         )
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the prediction for people."""
         return [
             f"predicted {_shown(self.seconds)} {self.of} on {self.hardware}, not measured: {_joined(self.stages_s)}",
             f"parts     {_joined(self.parts_s)}",

@@ -1,6 +1,6 @@
-"""What was counted once is not counted again: a table ships with the presets, and a process adds what it counts.
+"""Cache of memory needs: a table ships with the presets, and a process adds the needs that it counts.
 
-An entry holds for the code that counted it. Of a request that the table lacks, all is counted, in seconds.
+An entry is valid for the code that counted it. If the table lacks a request, counting takes seconds.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ Given = TypeVarTuple("Given")
 
 @cache
 def known_needs() -> dict[str, Need]:
-    """Return what is known, by `key`; at first, what the table has."""
+    """Return the known needs by their keys; at first, the content of the table."""
     table = importlib.resources.files("opensora_cli") / "assets" / "estimates.json"
     return {key: Need(*sizes) for key, sizes in json.loads(table.read_text(encoding="utf-8")).items()}
 
 
 def remembered(count: Callable[[*Given], Need]) -> Callable[[*Given], Need]:
-    """Return `count` with a memory; the `repr` of what it is given says all that matters."""
+    """Return `count` with a cache. The key is the `repr` of the arguments."""
 
     @wraps(count)
     def find(*given: *Given) -> Need:

@@ -1,4 +1,4 @@
-"""How much memory the text encoders take: arithmetic, which tests compare with what they take."""
+"""Memory of the text encoders by arithmetic, which tests compare with measurements."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import t5_linears
 
 _ACTIVATION_TENSORS = {"quick_gelu": 3}
-"""Tensors as large as its input that an activation function has at a time, the input included; others have two."""
+"""Input-sized tensors that an activation function holds at a time, its input included; other functions hold two."""
 
 
 _TEXTS = 2
@@ -34,16 +34,16 @@ def text_memory(
     ranks: int,
     files: Mapping[Component, FileWeights] | None = None,
 ) -> StageMemory:
-    """Return what the stage needs that encodes the prompts.
+    """Return the memory of the stage that encodes the prompts.
 
-    Weights are in bytes; lengths (in tokens) and folders are those of T5 and CLIP, None for the released ones' sizes.
-    T5's layers come to the device one by one if `streamed`; otherwise `ranks` share them, if there are enough heads.
-    `files`: on a CPU, what is mapped.
+    Weights are in bytes. Lengths in tokens and folders are those of T5 and CLIP; the folder None means released sizes.
+    With `streamed` T5's layers move to the device one by one; otherwise `ranks` share them, if there are enough heads.
+    `files` are the mapped files on a CPU.
     """
     t5_sizes, clip_sizes = T5Sizes.of(folders[0]), ClipSizes.of(folders[1])
     t5_blocks, saved, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
     t5 = _t5_need(t5_sizes, lengths[0], dtype.itemsize)
-    # A longer one is refused when the encoder is loaded.
+    # A longer length is refused when the encoder is loaded.
     clip = _clip_need(clip_sizes, min(lengths[1], clip_sizes.max_length), dtype.itemsize)
     weight_bytes, mapped_bytes = weights[Component.T5] + weights[Component.CLIP], 0
     if files is not None:
@@ -52,8 +52,8 @@ def text_memory(
         weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
     else:  # each rank has its share of the layers
         weight_bytes -= saved - share
-    # One text after the other, each by T5 and then by CLIP, and at the end those of all together. What is there already
-    # stays while the next computes.
+    # Texts are encoded one by one, each by T5 and then by CLIP, and their embeddings are joined at the end. Earlier
+    # results stay while the next text is encoded.
     one = t5.data + clip.data
     data = _TEXTS * one
     before = data - one
@@ -64,7 +64,7 @@ def text_memory(
 def _on_cpu(
     files: Mapping[Component, FileWeights], t5_blocks: Sequence[int], share: int, *, streamed: bool, ranks: int
 ) -> tuple[int, int]:
-    """Return the bytes of weights that are private, and those that are mapped; `share` is a rank's of the layers."""
+    """Return the bytes of private and of mapped weights; `share` is a rank's share of the layers in bytes."""
     t5, clip = files[Component.T5], files[Component.CLIP].total
     layers = t5.in_blocks
     private, mapped = t5.outside.private + clip.private, t5.outside.mapped + clip.mapped
@@ -77,7 +77,7 @@ def _on_cpu(
 
 
 def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], int, int]:
-    """Return the bytes of each of T5's layers in a slot, of all elsewhere, and of a rank's share of all."""
+    """Return the bytes of each T5 layer in a slot, of all layers outside slots, and of a rank's share of all."""
     weights = sizes.layer_weights
     slots = [sum(aligned(count * itemsize) for count in weights.values())] * sizes.num_layers
     slots[0] += aligned(sizes.position_biases * itemsize)
@@ -89,10 +89,10 @@ def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], in
 
 
 def _t5_need(sizes: T5Sizes, length: int, itemsize: int) -> Need:
-    """Return what T5 needs for a text.
+    """Return the need of T5 for a text.
 
-    At its peak, a layer attends, each head with its biases, or computes its activation function. Besides, the
-    embeddings and what the layer was given are alive.
+    At its peak, a layer computes attention, with biases for each head, or its activation function. The embeddings and
+    the input of the layer are alive, too.
     """
     ids, hidden = length * 8, length * sizes.d_model * itemsize
     heads, inner = length * sizes.num_heads * sizes.d_kv * itemsize, length * sizes.d_ff * itemsize
@@ -100,14 +100,14 @@ def _t5_need(sizes: T5Sizes, length: int, itemsize: int) -> Need:
     attention = hidden + 4 * heads + biases + max(sums, hidden)
     activation = max(_ACTIVATION_TENSORS.get(sizes.activation, 2), 3 if sizes.is_gated_act else 0) * inner
     mlp = 2 * hidden + biases + max(activation, inner + hidden)
-    # The first layer was given the embeddings themselves.
+    # The input of the first layer is the embeddings themselves.
     given = hidden if sizes.num_layers > 1 else 0
     peak = ids + hidden + given + max(attention, mlp)
     return Need(hidden, peak - hidden)
 
 
 def _clip_need(sizes: ClipSizes, length: int, itemsize: int) -> Need:
-    """Return what CLIP needs likewise; it has a causal mask, which the kernels know themselves."""
+    """Return the need of CLIP for a text. Its causal mask takes no memory, because the kernels build it in."""
     ids, hidden, inner = (
         length * width for width in (8, sizes.hidden_size * itemsize, sizes.intermediate_size * itemsize)
     )

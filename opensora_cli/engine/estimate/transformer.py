@@ -1,4 +1,4 @@
-"""What the transformer takes of a device's memory: its weights, and its share of the tokens on one of several ranks."""
+"""Device memory of the transformer: its weights, and its share of the tokens on one of several ranks."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -80,14 +80,14 @@ def largest_modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
 def transformer_on_cpu(
     config: MMDiTConfig, files: FileWeights, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
 ) -> tuple[int, int]:
-    """Return the bytes of the weights that a rank on a CPU has for itself, and those that it reads where they are
-    mapped, each time that the model runs.
+    """Return the bytes of the private weights of a rank on a CPU, and of the mapped weights that it reads each time the
+    model runs.
 
-    Only blocks that are cast are streamed, but for 8 bits; what ranks share is a copy on each.
+    Except for 8 bits, only blocks that are cast are streamed. Weights that ranks share are a copy on each rank.
     """
-    # In 8 bits modulation is a copy, as the rest of the blocks.
+    # In 8 bits modulation is a copy, like the rest of the blocks.
     stacks = _stacks(config, dtype, offload.modulation_on_host and not offload.fp8_storage)
-    # On a CPU adapters of modulation are here, too.
+    # On a CPU adapters of modulation count, too.
     outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
     private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
     streams = offload.mode is OffloadMode.BLOCKS
@@ -102,7 +102,7 @@ def transformer_on_cpu(
         rest = _weight_bytes(block) - sum(_weight_bytes(block.get_submodule(path)) for path in in_8_bits)
         exact += [rest / _weight_bytes(block)] * stack.count
     if offload.in_8_bits:
-        # What stays as it is may stay mapped, where ranks do not share it.
+        # Unchanged weights may stay mapped if ranks do not share them.
         as_before = [held.mapped * part for held, part in zip(files.blocks, exact, strict=True)]
         still_mapped = 0 if offload.fp8_storage or tensor > 1 else round(sum(as_before))
         return private + round(sum(slots)) - still_mapped, mapped + still_mapped
@@ -122,7 +122,7 @@ def transformer_on_cpu(
 
 
 def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
-    """Return what comes to the device of a rank each time that the model runs, adapters excluded."""
+    """Return the bytes that move to the device of a rank each time the model runs, adapters excluded."""
     if offload.mode is not OffloadMode.BLOCKS:
         return 0
     slots = [
@@ -139,7 +139,7 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
 def _factor_bytes(
     config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int, modulation_on_host: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of adapters outside the blocks, which every rank has whole, and in each block."""
+    """Return the bytes of adapters outside the blocks, which are whole on every rank, and in each block."""
     model, stacks = one_block_of_each(config), repeated_blocks(config)
     splits = {f"{stack.module_path}.0.{linear.path}": linear.split for stack in stacks for linear in stack.linears}
     in_blocks = {f"{stack.module_path}.{index}": 0 for stack in stacks for index in range(stack.count)}
@@ -169,8 +169,8 @@ def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPla
 
 
 def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
-    """Return the bytes of the largest weight of a linear layer of the blocks that one of `tensor` ranks has, of those
-    that are dequantized: one at a time.
+    """Return the bytes of the largest dequantized weight of a linear layer in the blocks, on one of `tensor` ranks.
+    Weights are dequantized one at a time.
     """
     sizes = [0]
     if not offload.fp8_storage:
@@ -184,7 +184,7 @@ def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadP
 
 
 def fake_products(transformer: MMDiT, kind: LinearProducts) -> None:
-    """Let the blocks of a transformer with fake weights multiply as `kind`; to be called inside `fake_device`."""
+    """Set the kind of products in the blocks of a transformer with fake weights. Call it inside `fake_device`."""
     if kind is LinearProducts.EXACT:
         return
     for stack in repeated_blocks(transformer.config):
@@ -193,7 +193,7 @@ def fake_products(transformer: MMDiT, kind: LinearProducts) -> None:
 
 
 def keep_largest_share(transformer: MMDiT, ranks: int) -> None:
-    """Leave a transformer without weights, of its blocks, what the rank has that has the most of them."""
+    """Reduce the blocks of a transformer without weights to the share of the rank with the largest one."""
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
             for linear in stack.linears:
@@ -208,7 +208,7 @@ def keep_largest_share(transformer: MMDiT, ranks: int) -> None:
 
 
 class _FakeRowLinear(nn.Linear):
-    """Allocates what `RowLinear` does."""
+    """Stand-in that allocates like `RowLinear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = nn.functional.linear(x, self.weight).clone()
@@ -219,7 +219,7 @@ class _FakeRowLinear(nn.Linear):
 def _stacks(
     config: MMDiTConfig, dtype: torch.dtype, modulation_on_host: bool
 ) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    """Return every stack, and one of its blocks without weights, and without layers that stay on the host."""
+    """Return every stack with one of its blocks, without weights and without layers that stay on the host."""
     model = deepcopy(one_block_of_each(config)).to(dtype)
     stacks = tuple(
         (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
@@ -231,7 +231,7 @@ def _stacks(
 
 
 def _share(stack: RepeatedBlocks, block: nn.Module, ranks: int) -> float:
-    """Return which part of a block's weights the rank has that has the most of those that share it."""
+    """Return the part of a block's weights on the rank with the largest share."""
     elsewhere = sum(
         _weight_bytes(block.get_submodule(linear.path)) * (1 - largest_share(linear, ranks)) for linear in stack.linears
     )
@@ -254,7 +254,7 @@ def _in_8_bits(stack: RepeatedBlocks, block: nn.Module, offload: OffloadPlan) ->
 
 
 def _slot_bytes(block: nn.Module, in_8_bits: Sequence[str]) -> int:
-    """Return the bytes of a block's weights in one run of memory; in 8 bits each row has a scale in fp32 beside it."""
+    """Return the bytes of a block's weights in one run of memory. In 8 bits each row has an additional fp32 scale."""
     if not in_8_bits:
         return slot_bytes(block)
     linears = [linear for path, linear in _linears(block).items() if path in in_8_bits]
@@ -265,7 +265,7 @@ def _slot_bytes(block: nn.Module, in_8_bits: Sequence[str]) -> int:
 
 
 class FakeSequenceParallel:
-    """Allocates what `SequenceParallel` does on a rank with the most tokens; to be called inside `fake_device`.
+    """Stand-in that allocates like `SequenceParallel` on a rank with the most tokens. Call it inside `fake_device`.
 
     The model has the attention of `fake_attention`.
     """
@@ -275,7 +275,7 @@ class FakeSequenceParallel:
         self._ranks = mesh.ring * mesh.ulysses
 
     def __call__(self, packed_latents_BND: Tensor, /, **inputs: object) -> Tensor:
-        """Return the velocity of all tokens; see `MMDiT.forward`."""
+        """Return the velocity of all tokens, with the arguments of `MMDiT.forward`."""
         share = self._cut(packed_latents_BND, 1)
         dims = SEQUENCE_INPUTS | TEXT_SEQUENCE_INPUTS
         cut = {
@@ -294,10 +294,10 @@ class FakeSequenceParallel:
 def fake_attention(
     mesh: MeshShape, backend: AttentionBackend = sdpa, *, exchange: ExchangePlan | None = None
 ) -> AttentionFn:
-    """Return what allocates what the attention between ranks does (`UlyssesAttention`, `RingAttention`).
+    """Return a stand-in that allocates like the attention between ranks (`UlyssesAttention`, `RingAttention`).
 
-    Chunks of heads need less than what is exchanged at once. `backend` is one that runs on fake tensors
-    (`attention_stand_in`).
+    Chunks of heads need less than the exchange. `backend` must run on fake tensors, such as the result of
+    `attention_stand_in`.
     """
     attention = backend if mesh.ring == 1 else partial(_round_the_ring, backend, mesh.ring)
     return attention if mesh.ulysses == 1 else partial(_for_heads, attention, mesh.ulysses, exchange or ExchangePlan())
@@ -315,7 +315,7 @@ def _for_heads(
 
 def _exchanged(exchange: ExchangePlan, tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    # As if all of it came from one rank.
+    # One rank represents all senders.
     parts = Parts(len(tensors) * prod(shape), (1,), (1,), shape[-1])
     received = compressed(partial(_routed, exchange.inner > 1), exchange.wire, sent, parts)
     del sent
@@ -324,18 +324,18 @@ def _exchanged(exchange: ExchangePlan, tensors: list[Tensor], shape: tuple[int, 
 
 def _routed(twice: bool, sent: Tensor, parts: Parts, /) -> Tensor:
     if twice:
-        # In the order of places, and as it comes in the machine.
+        # Two buffers: in the order of destinations, and as received inside the machine.
         sent = sent.clone()
         sent = torch.empty_like(sent)
     return sent.new_empty(parts.length(0, 0))
 
 
 def _round_the_ring(backend: AttentionBackend, ranks: int, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
-    # Those that came, and those on their way.
+    # Keys and values that arrived, and those in transit.
     coming = [torch.empty_like(tensor) for tensor in (k_BHND, v_BHND, k_BHND, v_BHND)]
     out = torch.empty_like(q_BHND, dtype=accumulation_dtype(q_BHND.dtype))
     for _ in range(ranks):
-        # A fused kernel allocates its result in either way.
+        # Either way a fused kernel allocates its result.
         part = backend(q_BHND, *coming[:2]) if backend is sdpa else MATH_PARTS.attend(q_BHND, coming[0], coming[1])[0]
         out.lerp_(part.to(out.dtype), 0.5)
         del part

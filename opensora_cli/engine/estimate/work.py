@@ -1,4 +1,4 @@
-"""What models do, counted on fake tensors: operations of products and of attention, and bytes that kernels move."""
+"""Work of models, counted on fake tensors: operations of products and of attention, and bytes that kernels move."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
@@ -15,40 +15,40 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a device does."""
+    """Operations and memory traffic of a device."""
 
     product_flops: float = 0.0
     """Floating-point operations of products of matrices and of convolutions: two for each multiplication."""
     attention_flops: float = 0.0
-    """Those of fused attention."""
+    """Floating-point operations of fused attention."""
     product_bytes: float = 0.0
-    """What products read and write."""
+    """Bytes that products read and write."""
     traffic_bytes: float = 0.0
-    """What all other kernels read and write, each for itself, as without compilation."""
+    """Bytes that all other kernels read and write, without fusion by a compiler."""
     kernels: float = 0.0
-    """How many are started."""
+    """Number of kernels that are started."""
     eight_bit_flops: float = 0.0
-    """Operations of products of matrices in 8 bits, which `product_flops` has not."""
+    """Operations of matrix products in 8 bits, which `product_flops` does not include."""
     eight_bit_bytes: float = 0.0
-    """What these read and write."""
+    """Bytes that matrix products in 8 bits read and write."""
 
     def __add__(self, other: "Work") -> "Work":
-        """Return both, one after the other."""
+        """Return the sum of both."""
         return Work(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: "Work") -> "Work":
-        """Return this without the other, which is a part of it."""
+        """Return this work without `other`, which is a part of it."""
         return self + other * -1
 
     def __mul__(self, times: float) -> "Work":
-        """Return it so many times."""
+        """Return the work `times` over."""
         return Work(*(times * each for each in astuple(self)))
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Counts what is done on the device inside its block, which is one of `fake_device` for a GPU.
+    """Counter of the work on the device inside its block, which must be inside `fake_device` for a GPU.
 
-    A kernel reads its operands and writes its results, once; what it would find in a cache is not known.
+    A kernel reads its operands and writes its results once; caches are ignored.
     """
 
     def __init__(self) -> None:
@@ -83,9 +83,9 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 class CountedOnce(nn.Module):
-    """Runs a module once for each shape of its inputs, and at each call counts what it did then, `times` over.
+    """Module that runs another one once for each input shape, and counts that work `times` over at each call.
 
-    `share`: the part of its products and its attention that this rank has. The module has no state.
+    `share` is this rank's part of the products and attention. The wrapped module has no state.
     """
 
     def __init__(self, module: nn.Module, counter: WorkCounter, *, times: int = 1, share: float = 1.0) -> None:
@@ -94,7 +94,7 @@ class CountedOnce(nn.Module):
         self._known: dict[object, tuple[Work, Any]] = {}
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return tensors of the shapes that the module gives; `options` go to it, and are always the same."""
+        """Return tensors with the shapes of the module's results. `options` go to the module, and never change."""
         shapes = tuple(tensor.shape for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
         if shapes not in self._known:
             before = self._counter.work
@@ -108,7 +108,7 @@ class CountedOnce(nn.Module):
 
 
 def _held_bytes(tensor: Tensor) -> int:
-    # What is expanded is read once.
+    # An expanded tensor is read once.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -116,7 +116,7 @@ _SHARED = ("product_flops", "eight_bit_flops", "attention_flops")
 
 
 def _of_product(result: Tensor, *operands: Tensor) -> int:
-    # Before the last two may stand what is added.
+    # The factors are the last two operands; an addend may come before them.
     return 2 * result.numel() * operands[-1].shape[-2]
 
 
@@ -148,4 +148,4 @@ _FREE = frozenset(
     | {_aten.new_empty_strided.default, _aten._unsafe_view.default, _aten._local_scalar_dense.default}
     | {_aten.lift_fresh.default, _aten.detach.default}
 )
-"""What starts no kernel on the device."""
+"""Operations that start no kernel on the device."""

@@ -1,4 +1,4 @@
-"""From latents to results: decode a sample, and write each piece of the video as soon as it is decoded."""
+"""Decoding: decode the latents of a sample, and write each piece of the video as soon as it is decoded."""
 
 import time
 from collections import deque
@@ -48,7 +48,7 @@ class SegmentFigures:
     num_frames: int
     """Frames of the segment, without the given ones."""
     denoise_s: float
-    """Seconds; 0 for latents from a file."""
+    """Seconds of sampling; 0 for latents from a file."""
     decode_s: float
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
@@ -110,7 +110,7 @@ class HeldVideo:
     latents: tuple[torch.Tensor, ...]
     """latents_CTHW of each segment, on the CPU."""
     frames_THWC: torch.Tensor
-    """uint8 RGB, on the CPU."""
+    """Frames in uint8 RGB, on the CPU."""
     figures: Figures
 
 
@@ -239,10 +239,10 @@ def decode_samples(
 
 
 class GeneratedVideo(Document):
-    """One finished result."""
+    """Finished result."""
 
     path: Path
-    """A file, or the folder of a PNG sequence."""
+    """File, or folder of a PNG sequence."""
     sidecar: Path | None
     seed: int
     given_frames_psnr_db: float | None
@@ -250,7 +250,7 @@ class GeneratedVideo(Document):
     picture: FirstPicture | None = None
     """Picture that was made first, as the reference; None without one."""
     made_before: bool = False
-    """Whether an earlier run of the same request made it."""
+    """Whether an earlier run of the same request made the result."""
 
     @classmethod
     def of_earlier_run(cls, chain: Chain, sample: SampleFiles) -> "GeneratedVideo":
@@ -280,7 +280,7 @@ def save(decoding: SampleFrames) -> GeneratedVideo:
                 with record.timed(_SAVE):
                     yield piece_THWC
                 del piece_THWC
-        # Shown from here on: until now, saving ran between the pieces of decoding.
+        # The stage begins here, because saving has run between the pieces of decoding.
         saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
 
     def figures() -> Figures:
@@ -321,7 +321,7 @@ def write_video(
     last_frame = None
     if output.last_frame:
         last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(sample))
-    # Without time or place: the same request makes the same bytes.
+    # The metadata has no time and no path, so that the same request makes the same bytes.
     tags = {
         "prompt": settings.prompt,
         "seed": str(sample.seed),

@@ -1,4 +1,4 @@
-"""From embeddings, references and noise to the latents of every sample."""
+"""Denoising: compute the latents of every sample from embeddings, references and noise."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +153,7 @@ class _Saver:
             raise
 
     def save(self, latents_CTHW: torch.Tensor, *, steps: int | None = None, past: Sequence[torch.Tensor] = ()) -> None:
-        """Save latents after so many steps of their job, None for all steps; `past` as in `DenoisedSample`."""
+        """Save latents after `steps` of their job, None for all; `past` is the field of `DenoisedSample`."""
         if self._path is None:
             return
         chain, files, of_job = self._sample.chain, self._sample.files, self._plan.num_steps

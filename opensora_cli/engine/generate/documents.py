@@ -20,7 +20,7 @@ _LISTED_ROWS = 20
 
 
 class ExploredSeed(Document):
-    """A sample that `--explore` started."""
+    """Sample that `--explore` started."""
 
     seed: int
     state: Path
@@ -79,7 +79,7 @@ class GenerateResult(Document):
 
 
 class FailedRow(Document):
-    """A row that failed."""
+    """Row that failed."""
 
     row: int
     """Number of the row, from 1."""

@@ -104,7 +104,7 @@ class PlannedJob(Document):
     model_evaluations: int = _plan("model_evaluations")
     """Model evaluations for one sample."""
     encodes_text: bool = _plan("encodes_text")
-    """False if the prompt cache has all prompts, or saved latents are decoded."""
+    """Whether prompts are encoded; False if the prompt cache has all prompts, or saved latents are decoded."""
     stages: tuple[PlannedStage, ...] = _plan("stages")
     offload: OffloadPlan = _plan("offload")
     mesh: MeshShape = _plan("mesh")
@@ -119,7 +119,7 @@ class PlannedJob(Document):
 
 
 class PlannedFile(Document):
-    """A file that will be written."""
+    """File that will be written."""
 
     path: Path
     sidecar: Path | None
@@ -156,11 +156,11 @@ class PlanDocument(Document):
     peak_bytes: int
     """Device memory of the largest stage."""
     free_bytes: int | None
-    """None if the device is not in this machine."""
+    """Free memory of the device; None if the device is not in this machine."""
     budget_bytes: int | None
     """Usable memory: the free memory, or `memory.limit`; None if it is not known."""
     fits: bool | None
-    """None if the usable memory is not known."""
+    """Whether all stages fit in memory; None if the usable memory is not known."""
     outputs: tuple[PlannedFile, ...]
     pictures: tuple[PlannedFile, ...]
     """Files of the pictures that are made first and kept."""
@@ -352,7 +352,7 @@ def _planned_files(chain: Chain, reporter: Reporter) -> Sequence[SampleFiles]:
 
 
 def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
-    """Return a plan for each group of rows with the same shape, without making any; errors as `generate_rows`."""
+    """Return a plan for each group of rows with the same shape. Errors are those of `generate_rows`."""
     refuse_one_file(request)
     chosen, shown = shard.rows(rows), RowReporter(reporter)
     failed: list[FailedRow] = []

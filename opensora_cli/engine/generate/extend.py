@@ -1,8 +1,8 @@
 """Join the segments of a video that is longer than one clip of its model.
 
 Each segment after the first is given the last frames of the one before, and the video keeps those frames. They are
-decoded and encoded again, since the first latent frame of a causal autoencoder holds one frame and the last latents of
-a clip hold four each. Latents that were given without encoding came back worse: on the demo at 23.9 dB PSNR, not 25.8.
+decoded and encoded again: the first latent frame of a causal autoencoder holds one frame, the last ones of a clip hold
+four each. Latents that were given without encoding came back worse: on the demo at 23.9 dB PSNR, not 25.8.
 """
 
 from collections.abc import Generator
@@ -20,7 +20,7 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
 
 class ExtendedVideo:
-    """Sample whose segments are joined one after the other, for `decode.save` and other functions of `SampleFrames`."""
+    """Sample with joined segments, for `decode.save` and other functions of `SampleFrames`."""
 
     def __init__(self, chain: Chain, sample: SampleFiles, events: Events) -> None:
         self.chain, self.sample, self.record = chain, sample, events
@@ -83,9 +83,9 @@ def follow(kept_THWC: torch.Tensor, remade_THWC: torch.Tensor, new_THWC: torch.T
     """Return new frames whose brightness continues the kept frames, and the shift of the first new frame.
 
     A model reproduces given frames with a slightly different brightness, which the new frames follow: without a
-    correction the video would flash. The first new frame is shifted, channel by channel, to differ in its mean from the
-    last kept frame as it differs from the last remade one, but in luma by no more than consecutive kept frames do. The
-    shift decreases to zero over the new frames, so that the shifts of many segments do not add up.
+    correction the video would flash. The first new frame is shifted, channel by channel: its mean then differs from the
+    last kept frame like it differed from the last remade one. In luma it differs no more than consecutive kept frames.
+    The shift decreases to zero over the new frames, so that the shifts of many segments do not add up.
 
     Args:
         kept_THWC: at least two frames that stay in the video, uint8.

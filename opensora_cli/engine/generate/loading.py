@@ -155,7 +155,7 @@ def streamed_blocks(
 ) -> AbstractContextManager[StreamingFigures]:
     """Return a context that copies the offloaded blocks of a transformer to the device while they are needed.
 
-    The rest of the transformer stays on the device. `source` is where the blocks are kept; None means as planned.
+    The rest of the transformer stays on the device. `source` is the place of the blocks; None means the planned one.
     """
     stacks = [stack.module_path for stack in repeated_blocks(transformer.config)]
     return stream_blocks(

@@ -49,7 +49,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A loaded model."""
+    """Loaded model."""
 
     model: object
     key: object
@@ -311,8 +311,8 @@ def _one_at_a_time(plan: Plan) -> Plan:
 def with_room(plan: Plan, stage: str, models: LoadedModels, events: Events, *, together: bool = False) -> Plan:
     """Return a plan whose `stage` fits into the memory that a CPU has free now, which may be less than planned.
 
-    Models that the plan does not keep beside the stage are released first. On a GPU the plan is returned as it is: a
-    failed allocation there is an error that `retried` handles.
+    Models that the plan does not keep beside the stage are released first. On a GPU the plan is returned unchanged,
+    because `retried` handles a failed allocation.
 
     Args:
         plan: plan of the whole run.

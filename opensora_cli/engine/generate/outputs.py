@@ -51,7 +51,7 @@ class SampleFiles:
     media: Path
     """Result: `target`, or the folder of a PNG sequence."""
     sidecar: Path | None
-    """None without metadata."""
+    """Settings beside the result; None without metadata."""
     latents: Path | None
     """File to save latents in; None if they are not saved."""
     number: int = 1
@@ -86,7 +86,7 @@ class SampleFiles:
 
 
 def num_samples(settings: GenerateSettings) -> int:
-    """Return how many videos a run makes."""
+    """Return the number of videos of a run."""
     return 1 if settings.from_latents is not None else settings.sampling.num_samples
 
 
@@ -100,7 +100,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1, req
     elif output.name_from is NameFrom.PROMPT:
         target = named / f"{prompt_stem(typed_prompt, index=index)}.{kind}"
     else:
-        # A sample of several has the name that its seed has alone.
+        # A sample of several has the same name as a single sample with its seed.
         suffix = "" if number == 1 else f"_{number}"
         target = named / f"{file_stem(typed_prompt, seed=seed)}{suffix}.{kind}"
     latents = target.with_name(f"{target.stem}{LATENTS_ENDING}")
@@ -166,7 +166,7 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
             if not locks.enter_context(locked_file(lock)):
                 raise _in_use(f"another run is making the same result in {sample.media.parent}", lock)
         if settings.output.overwrite and not is_named:
-            # Files that the request has made or begun, else those of the first name.
+            # Files that the request has made or begun, else the files of the first name.
             while not _is_of(sample, request_sha256):
                 if not any(path and is_there(path) for path in (sample.media, sample.sidecar, sample.latents)):
                     sample = named(1)

@@ -156,7 +156,7 @@ def _make_drafts(
     if ranks is not None:
         models.release()  # as in `_make_pictures`
     for sample in samples if is_main else ():
-        # One at a time: full-size float frames take far more memory than the draft.
+        # One draft at a time: full-size float frames take far more memory than the draft.
         pixels_CTHW = fit_frames(made.pop(0), height=video.height, width=video.width, fit=Fit.STRETCH)
         latents = reference_latents(video, [Reference(pixels_CTHW, at_head=True)], models, events)
         assert latents is not None
@@ -171,7 +171,7 @@ def _make_segments(
     events: Events,
     ranks: Ranks | None,
 ) -> ExtendedVideo:
-    """Make an extended video, segment by segment; each is given the last frames of the one before."""
+    """Make an extended video, segment by segment. Each segment gets the last frames of the one before."""
     plans, files = chain.segments, sample.files
     is_main = ranks is None or ranks.is_main
     video, given, sharing = ExtendedVideo(chain, files, events), sample.references, ranks
@@ -202,7 +202,7 @@ def _make_segments(
 
 
 def _sharing(plan: Plan, video: Plan, ranks: Ranks | None) -> Ranks | None:
-    """Return the ranks as they share the work of another job."""
+    """Return the ranks that share the work of another job."""
     if ranks is None or (plan.mesh, plan.exchange) == (video.mesh, video.exchange):
         return ranks
     return Ranks(plan.mesh, ranks.device, plan.exchange)

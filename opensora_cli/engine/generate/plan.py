@@ -324,8 +324,8 @@ class Job(NamedTuple):
 class Chain:
     """Jobs of one request in order: the output of a job is the reference or the start of the next.
 
-    A chain is a video alone, a picture and a video that shows it, a draft and a video that starts from it, or a video
-    and the segments that extend it.
+    A chain is one video, with or without one of these: a picture that it shows, a draft that it starts from, or the
+    segments that extend it.
     """
 
     jobs: tuple[Job, ...]

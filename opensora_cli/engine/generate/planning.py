@@ -169,7 +169,7 @@ def make_plan(
         held_bytes=(held_frames or 0) * height * width * 3,
     )
     change = sampling.step_cache
-    # As a part of `sampling.fast` it may have no effect.
+    # A step cache that comes from `sampling.fast` may have no effect.
     if change and samples and not sampling.fast and not plan.reused_steps:
         raise RequestError(
             f"sampling.step_cache={change:g} has no effect on {plan.num_steps} steps, which are further apart",

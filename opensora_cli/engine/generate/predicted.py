@@ -1,8 +1,8 @@
 """Predict the time of a plan on any GPUs, from its operations and bytes.
 
 Kernels of a GPU and the exchanges of Ulysses and tensor parallelism run one after the other. The passes of ring
-attention run beside attention, and copies of blocks from pinned memory beside all kernels; only the time by which they
-take longer counts.
+attention overlap with attention, and copies of blocks from pinned memory overlap with all kernels. Only their
+additional time counts.
 """
 
 from dataclasses import replace

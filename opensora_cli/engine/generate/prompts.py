@@ -33,7 +33,7 @@ class Row:
     """Row of a file of prompts."""
 
     number: int
-    """From 1, without the header and blank lines."""
+    """Number of the row from 1, without the header and blank lines."""
     given: Mapping[str, Given] = field(default_factory=dict)
     """Settings of the row."""
     name: str | None = None

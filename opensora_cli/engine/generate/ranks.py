@@ -59,7 +59,7 @@ class Ranks:
     Args:
         shape: sizes of the mesh.
         device: device of this process.
-        exchange: how tokens are exchanged for heads.
+        exchange: plan of the exchange of tokens for heads.
     """
 
     def __init__(self, shape: MeshShape, device: torch.device, exchange: ExchangePlan | None = None) -> None:
@@ -221,7 +221,7 @@ def joined_for_rows(context: RankContext) -> Iterator[dist.ProcessGroup]:
 
 
 def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
-    """Return the device on which a rank makes its own rows, and make it the current device; errors as `joined`."""
+    """Return the device for a rank's own rows, and make it the current device. Errors are those of `joined`."""
     settings = settings_of_ranks(settings, context)
     device = rank_device(context, device_type(settings.runtime.device))
     if device.type == "cuda":

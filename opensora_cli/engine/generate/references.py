@@ -45,9 +45,9 @@ class Reference:
     """Given frames, fitted to the video."""
 
     pixels_CTHW: torch.Tensor
-    """float32 in [-1, 1]."""
+    """Pixels in float32, in [-1, 1]."""
     at_head: bool
-    """True for the first frames of the video, False for the last."""
+    """Whether these are the first frames of the video instead of the last."""
 
 
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
@@ -118,8 +118,8 @@ def read_references(
 ) -> list[Reference]:
     """Read the `reference_parts` of a mode from files, and fit them to the video.
 
-    Frames of a video are taken as they are stored, whatever their rate, unless `resample` is set. The released model
-    was trained so.
+    Frames of a video are used without regard to their rate, unless `resample` is set. The released model was trained
+    in this way.
 
     Args:
         height: Height of the video in pixels.
@@ -218,7 +218,7 @@ def reference_latents(
 
 
 class GivenFramesPSNR:
-    """PSNR of the references in a video that passes piece by piece."""
+    """Running PSNR of the references in a video that arrives piece by piece."""
 
     def __init__(self, references: Sequence[Reference], *, num_frames: int) -> None:
         # Each reference, with the position of its first frame in the video.

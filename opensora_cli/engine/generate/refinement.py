@@ -70,7 +70,7 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
 
 
 def require_refinement(settings: GenerateSettings, reporter: Reporter) -> ChatServer | None:
-    """Return the server that `refined` asks, None without refinement; errors as `refined`. Nothing is asked."""
+    """Return the server for `refined`, None without refinement. Nothing is asked. Errors are those of `refined`."""
     kinds, refine = _kinds(settings), settings.refine
     if not kinds:
         return None

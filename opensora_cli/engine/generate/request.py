@@ -57,7 +57,7 @@ def resolve(
     noted, and settings of a `.py` file that osora does not have.
 
     Args:
-        request: settings as they are given.
+        request: settings of the user.
         reporter: gets the notes.
         context: set in one of several ranks.
         is_row: whether the request is a row of `--prompts`, which devices share by rows.
@@ -215,8 +215,8 @@ def start_step(timesteps: Sequence[float], strength: float) -> int:
 def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
     """Return the settings of the picture that is made before a video; None without one.
 
-    As in the reference, its size is a training size in multiples of a token of the video, and its prompt has no frame
-    rate and no motion score. Raises RequestError if settings contradict each other.
+    Its size is a training size in multiples of a token of the video. Its prompt has no frame rate and no motion score.
+    Both follow the reference. Raises RequestError if settings contradict each other.
     """
     picture, output = settings.picture, settings.output
     if not picture.first or settings.from_latents is not None:

@@ -1,4 +1,4 @@
-"""One sample on its way from noise to a result, and its latents from an earlier run."""
+"""State of one sample from noise to a result, and its latents from an earlier run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class DenoisedSample:
     """Latents of one clip, complete or after some steps."""
 
     latents_CTHW: torch.Tensor
-    """On the CPU."""
+    """Latents on the CPU."""
     denoise_s: float = 0.0
     """Seconds of sampling; 0 for latents from a file."""
     steps: int | None = None

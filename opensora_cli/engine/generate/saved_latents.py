@@ -61,7 +61,7 @@ class SavedLatents:
             return self._finite(file.get_tensor(_KEY))
 
     def read_past(self) -> "tuple[Tensor, ...]":
-        """Return the earlier velocities that a solver or a step cache needs; errors as `read`."""
+        """Return the earlier velocities that a solver or a step cache needs. Errors are those of `read`."""
         with _opened(self.path) as file:
             return self._finite(file.get_tensor(_PAST_KEY)).unbind() if _PAST_KEY in set(file.keys()) else ()
 

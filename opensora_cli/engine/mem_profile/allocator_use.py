@@ -1,6 +1,6 @@
-"""Torch's allocator on CUDA: what it reserves, and what its settings change, each tried in a process of its own.
+"""Torch's allocator on CUDA: its reserved memory, and the effect of its settings, each tried in a separate process.
 
-As a program this is such a process: settings of a generation as JSON on stdin, figures as JSON on stdout.
+Run as a program, this module is such a process: it reads generation settings and prints figures, both as JSON.
 """
 
 import json
@@ -23,13 +23,13 @@ CHOICES = ("expandable_segments:True", "garbage_collection_threshold:0.8", "max_
 _VARIABLE, _FORMER_VARIABLE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _SECONDS = 1800
 _SHOWN = 120
-"""Characters of the message of a process that fails."""
+"""Most characters of the message of a failed process."""
 _WASTEFUL = 0.2
-"""Share of what is reserved and unused at the peak from which on it is worth a word."""
+"""Share of unused reserved memory at the peak above which the report advises a setting."""
 
 
 def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
-    """Return what the allocator held in the stage where it held most; None if it was not used."""
+    """Return the allocator use of the stage with the most reserved memory; None if the allocator was not used."""
     most = max(measured, key=lambda result: result.reserved_bytes, default=None)
     if most is None or not most.reserved_bytes:
         return None
@@ -41,7 +41,7 @@ def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
 
 
 def allocator_techniques(plan: Plan) -> list[Technique]:
-    """Return what each setting changes in what is reserved while denoising, and in its time."""
+    """Return the effect of each setting on the reserved memory and the time of denoising."""
     if plan.hardware.device.type != "cuda":
         reason = "not measured: torch's allocator has no settings on a CPU"
         return [Technique(name=f"allocator: {choice}", reason=reason) for choice in CHOICES]
@@ -58,7 +58,7 @@ def allocator_techniques(plan: Plan) -> list[Technique]:
 
 
 def _in_a_process(settings: GenerateSettings, choice: str | None) -> tuple[int, float] | str:
-    """Return reserved bytes and seconds under a choice of settings (None: under none), or why there are none."""
+    """Return reserved bytes and seconds with a choice of settings, None for no choice, or the reason for a failure."""
     environment = {name: value for name, value in os.environ.items() if name not in (_VARIABLE, _FORMER_VARIABLE)}
     if choice is not None:
         environment[_VARIABLE] = choice
@@ -84,7 +84,7 @@ def _in_a_process(settings: GenerateSettings, choice: str | None) -> tuple[int, 
 def _main() -> None:
     plan = make_plan(GenerateSettings.model_validate_json(sys.stdin.read()))
     device = plan.hardware.device
-    # Without a limit, even the whole GPU, the allocator ignores `garbage_collection_threshold`.
+    # The allocator ignores `garbage_collection_threshold` without a limit, so the limit is the whole GPU.
     torch.cuda.set_per_process_memory_fraction(1.0, device)
     seconds = time_stage(plan, DENOISE)
     print(json.dumps({"reserved_bytes": torch.cuda.max_memory_reserved(device), "seconds": seconds}))

@@ -1,4 +1,4 @@
-"""The largest batch that fits: doubling until one does not, then bisection."""
+"""Search for the largest batch that fits: doubling until a batch does not fit, then bisection."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,20 +22,20 @@ from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings
 
 MOST = 1024
-"""No larger batch is tried."""
+"""Largest batch that is tried."""
 _FAR_ABOVE = 1.25
-"""Times the limit, as predicted: then a step is not even begun."""
+"""Factor of the limit above which a predicted step is not run at all."""
 
 PeakOf = Callable[[int], int]
-"""Batch to the bytes that it takes; MemoryError or torch.OutOfMemoryError where it does not fit."""
+"""Function from a batch to its bytes. Raises MemoryError or torch.OutOfMemoryError if the batch does not fit."""
 
 
 def largest_batch(
     peak_of: PeakOf, *, of: str, limit_bytes: int, device: torch.device, reporter: Reporter, most: int = MOST
 ) -> LargestBatch:
-    """Search the largest batch that fits, up to `most`.
+    """Search for the largest batch that fits, up to `most`.
 
-    `peak_of` tries one; what it leaves behind when it fails is cleaned up here. `of` is a batch's content in words.
+    `peak_of` tries a batch; its memory is released here when it fails. `of` describes the content of a batch.
     """
     tried: list[tuple[int, int | None]] = []
 
@@ -74,9 +74,9 @@ def largest_batch(
 def training_batch(
     settings: TrainSettings, hardware: Hardware, *, limit: int | None, reporter: Reporter
 ) -> LargestBatch:
-    """Search the largest batch of a training, by counted bytes; the batch of the settings is ignored.
+    """Search for the largest batch of a training, by counted bytes. The batch of the settings is ignored.
 
-    It must fit into `limit` bytes; None, or more than that: what is free.
+    The batch must fit into `limit` bytes, and into the free memory; None means no other limit.
     """
     limit_bytes = _usable_bytes(hardware, limit)
 
@@ -95,9 +95,9 @@ def training_batch(
 
 
 def generation_batch(plan: Plan, *, limit: int | None, reporter: Reporter) -> LargestBatch:
-    """Search for how many videos the transformer can evaluate at once: on CUDA by allocation, on a CPU by counting.
+    """Search for the most videos that the transformer evaluates at once: by allocation on CUDA, by counting on a CPU.
 
-    The transformer is whole on the device. Arguments are as for `training_batch`.
+    The transformer is whole on the device. The limit is the one of `training_batch`.
     """
     hardware = plan.hardware
     limit_bytes = _usable_bytes(hardware, limit)
@@ -122,7 +122,7 @@ def generation_batch(plan: Plan, *, limit: int | None, reporter: Reporter) -> La
 
 
 def _usable_bytes(hardware: Hardware, limit: int | None) -> int:
-    """Return what a batch may take: on a CPU less than is free, since what kernels take is not counted."""
+    """Return the limit of a batch in bytes. On a CPU it is below the free memory, since workspaces are not counted."""
     usable = hardware.free_bytes if hardware.device.type == "cuda" else hardware.free_bytes * 4 // 5
     return usable if limit is None else min(usable, limit)
 
@@ -142,8 +142,8 @@ def evaluation_peak(plan: Plan, transformer: MMDiT, *, batch: int, limit: int | 
     """Evaluate the transformer once for a batch, and return the peak with its weights.
 
     Raises:
-        MemoryError: (on a CPU) more than `limit` bytes were counted.
-        torch.OutOfMemoryError: the device has no more.
+        MemoryError: on a CPU, more than `limit` bytes were counted.
+        torch.OutOfMemoryError: the device has not enough memory.
     """
     device = plan.hardware.device
     if device.type == "cuda":

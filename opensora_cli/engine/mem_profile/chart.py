@@ -1,4 +1,4 @@
-"""A profile as a figure: the peaks of all stages, and the bytes in use over each measured one."""
+"""Figure of a profile: the peaks of all stages, and the live bytes over each measured stage."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ def profile_figure(profile: MemProfile) -> "Figure":
     timelines = [(stage.name, stage.timeline) for stage in profile.stages if stage.timeline is not None]
     figure = new_figure(height=3.0 + 2.5 * len(timelines))
     peaks, *curves = figure.subplots(1 + len(timelines), 1, squeeze=False)[:, 0]
-    # As plain text: two dollar signs in a name would begin a formula.
+    # Names are plain text: two dollar signs would begin a formula.
     figure.suptitle(f"Memory of {profile.of}\n{profile.device} ({profile.device_name})", parse_math=False)
     _plot_peaks(peaks, profile)
     for axes, (name, timeline) in zip(curves, timelines, strict=True):

@@ -1,4 +1,4 @@
-"""Techniques that save memory, each measured against a run without it, and what kinds of attention cost."""
+"""Techniques that save memory, each measured against a run without it, and the cost of kinds of attention."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-"""Tokens for which attention is compared."""
+"""Numbers of tokens for the comparison of attention."""
 _REPEATS = 3
 _BRANCHES = 3
 _FEW_BLOCKS = 2
@@ -50,13 +50,13 @@ Rows = Iterator[Technique]
 
 
 def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: Reporter) -> tuple[Technique, ...]:
-    """Return what techniques change in a training step; the settings' own choice of techniques is ignored."""
+    """Return the effect of techniques on a training step. The techniques in the settings are ignored."""
     plain = settings.replace({"memory": {}, "precision.compute": "fp32"})
     return tuple(_counted(_training_rows(plain, hardware), reporter))
 
 
 def compare_generation(plan: Plan, *, reporter: Reporter) -> tuple[Technique, ...]:
-    """Return what techniques change in the stages of a generation; the plan's own offload is ignored."""
+    """Return the effect of techniques on the stages of a generation. The plan's own offload is ignored."""
     all_tokens = plan.video_tokens + plan.settings.text.t5_max_length
     plain = OffloadPlan(host_weights=plan.offload.host_weights, chunk_tokens=all_tokens)
     return tuple(_counted(_generation_rows(replace(plan, offload=plain)), reporter))
@@ -97,9 +97,9 @@ class _TrainingCost:
     """Bytes outside the host buffer, and seconds of a step."""
 
     step: tuple[int, float]
-    """At the peak."""
+    """Bytes at the peak, and seconds."""
     held: tuple[int, float]
-    """Between forward and backward, without weights and the like."""
+    """Bytes held for backward, without weights and optimizer states, and seconds."""
 
 
 def _training_cost(settings: TrainSettings) -> _TrainingCost:
@@ -150,7 +150,7 @@ def _generation_rows(plan: Plan) -> Rows:
         yield unless_out_of_memory(lambda: _branch_by_branch(plan)) or Technique(
             name=_BRANCH_BY_BRANCH, reason=f"not measured: {OUT_OF_MEMORY}"
         )
-    # The allocator's settings are tried in other processes, which need what this one still reserves.
+    # The allocator's settings are tried in other processes, which need the memory that this one still reserves.
     release_memory(plan.hardware.device)
     yield from allocator_techniques(plan)
 
@@ -170,7 +170,7 @@ def _branch_by_branch(plan: Plan) -> Technique:
 
 
 def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
-    """Return peak bytes and seconds of a stage; None: memory was not enough."""
+    """Return peak bytes and seconds of a stage; None means that memory was not enough."""
     peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage)[0].peak_bytes)
     release_memory(plan.hardware.device)
     seconds = None if peak_bytes is None else unless_out_of_memory(lambda: time_stage(plan, stage))
@@ -179,7 +179,7 @@ def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
 
 
 def _what_does_not_fit(plan: Plan) -> dict[str, str]:
-    """Return why a stage cannot be run without any technique, by its name."""
+    """Return the stages that cannot run without any technique, with reasons, by name."""
     stages = estimate_generation(
         plan.settings,
         sizes=GenerationSizes(
@@ -212,7 +212,7 @@ def attention_costs(
     kernels = [(name, *compared) for name in backend_names() for compared in attention_backend(name).compared]
     with reporter.stage("attention", total=len(kernels) * len(lengths), unit="runs") as progress:
         for name, kind, kernel in kernels:
-            # Those that may be missing, or made for something else; of torch's own it is known by running them.
+            # CUDA kernels may be missing or unsuitable. For torch's own kernels, running them shows this.
             problem = why_unusable(name, use) if ATTENTION_KINDS[name].needs_cuda else None
             for tokens in lengths:
                 shape = 1, model.num_heads, tokens, head_dim
@@ -235,7 +235,7 @@ def _cost(kind: str, kernel: ComparedKernel, hardware: Hardware, shape: tuple[in
     try:
         q, k, v = (torch.zeros(shape, dtype=hardware.dtype, device=hardware.device) for _ in range(3))
         with torch.inference_mode(), warnings.catch_warnings():
-            # Torch warns of every missing kernel, and the table shows them.
+            # Torch warns about every missing kernel, and the table shows them.
             warnings.simplefilter("ignore")
             memory, seconds = memory_and_time(lambda: kernel.attend(q, k, v), device=hardware.device, repeats=_REPEATS)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What is measured and what is only predicted; memory and time of a call."""
+"""Choice between measuring and predicting, and memory and time of a call."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,7 +11,7 @@ from opensora_cli.engine.mem_profile.report import mib
 from opensora_cli.memory.counting import TensorBytes
 
 MOST_ON_A_CPU = 4 * 2**30
-"""Bytes. With much more, a CPU would compute for hours."""
+"""Limit in bytes; with much more, a CPU would compute for hours."""
 
 OUT_OF_MEMORY = "there was not enough memory after all"
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> str | None:
-    """Return why something that needs so many bytes of the device is not run here; None: it is.
+    """Return the reason not to run a job that needs `needed` bytes of the device; None means to run it.
 
-    `weights` are the bytes of all weights, which the host holds if they are streamed; 0: they are not.
+    `weights` are the bytes of all weights that the host holds for streaming; 0 means no streaming.
     """
     if needed > hardware.free_bytes:
         return f"it needs {mib(needed)}, and {mib(hardware.free_bytes)} are free"
@@ -36,9 +36,9 @@ def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> st
 
 
 def unless_out_of_memory(run: Callable[[], T]) -> T | None:
-    """Return what `run` does, or None if memory was not enough.
+    """Return the result of `run`, or None if memory was not enough.
 
-    What it had on the device can be released afterwards: with the exception its traceback is gone, which holds that.
+    The memory of `run` can be released afterwards, because the exception is gone with the traceback that held it.
     """
     try:
         return run()
@@ -49,9 +49,9 @@ def unless_out_of_memory(run: Callable[[], T]) -> T | None:
 
 
 def memory_and_time(run: Callable[[], object], *, device: torch.device, repeats: int) -> tuple[int, float]:
-    """Return the bytes that `run` takes at its peak, and the shortest of its times, in seconds.
+    """Return the peak bytes of `run`, and its shortest time in seconds.
 
-    Memory is the allocator's on CUDA, and that of counted tensors on a CPU, in a run of its own, which also warms up.
+    Memory is the allocator's on CUDA, and that of counted tensors on a CPU, in a separate run that also warms up.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

@@ -47,7 +47,7 @@ _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
 _STEPS = 2
-"""Sampling steps: from the second one on there are latents besides the noise."""
+"""Sampling steps to run: the second and later steps hold latents besides the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class Measured:
 def profile_generation(
     plan: Plan, *, runs: int = 0, reporter: Reporter
 ) -> tuple[tuple[StageProfile, ...], list[Measured]]:
-    """Return every stage of a plan, and the raw counts of those that were measured, and then timed in so many `runs`.
+    """Return the profiles of all stages of a plan, and the raw counts of the measured ones.
 
-    Stages that would not fit, or would take too long, are only predicted. Weights may be missing.
+    Measured stages are timed in `runs` more runs. Too large or slow stages are only predicted. Weights may be missing.
     """
     profiles: list[StageProfile] = []
     measured: list[Measured] = []
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
         for planned in plan.stages:
-            # Random weights are mapped from no file.
+            # Random weights are not mapped from a file.
             stage = replace(planned, weight_bytes=planned.weight_bytes + planned.mapped_bytes)
             if planned.name == DENOISE:
                 stage = replace(stage, weight_bytes=stage.weight_bytes + _waiting_bytes(plan))
@@ -99,7 +99,7 @@ def profile_generation(
 
 
 def _waiting_bytes(plan: Plan) -> int:
-    """Return the bytes of the layers of modulation that are mapped on a CPU, and read before the first step alone."""
+    """Return the bytes of modulation that is mapped on a CPU, and read only before the first step."""
     if plan.files is None:
         return 0
     waiting = plan.files[Component.TRANSFORMER].modulation
@@ -119,10 +119,10 @@ def streamed_bytes(plan: Plan, name: str) -> int:
 
 
 def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> tuple[Measured, dict[str, nn.Module]]:
-    """Run one stage with random weights, for sampling two of its steps, and return what it took, and its models.
+    """Run one stage with random weights, and return its measurements and its models. Sampling runs two steps.
 
-    On CUDA the peak is the allocator's, without what was there before; on a CPU that of counted tensors. Then `runs`
-    more are timed, uncounted.
+    On CUDA the peak is the allocator's, without earlier allocations; on a CPU it is the peak of counted tensors. Then
+    `runs` more runs are timed without counting.
     """
     device = plan.hardware.device
     is_cuda = device.type == "cuda"
@@ -149,7 +149,7 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> tuple[Measured, di
 
 
 def time_stage(plan: Plan, name: str) -> float:
-    """Run one stage like `measure_stage`, but twice and uncounted, and return the seconds of the second time."""
+    """Run one stage like `measure_stage`, but twice and without counting, and return the seconds of the second run."""
     device = plan.hardware.device
     with torch.inference_mode(), ExitStack() as stack:
         _, run = _STAGES[name](plan, stack)
@@ -158,7 +158,7 @@ def time_stage(plan: Plan, name: str) -> float:
 
 
 def random_transformer(plan: Plan) -> MMDiT:
-    """Return what `models.load_transformer` returns, with random weights."""
+    """Return the transformer of `models.load_transformer`, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_fake_loras(transformer, lora_ranks(plan.loras))
@@ -182,7 +182,7 @@ def random_transformer(plan: Plan) -> MMDiT:
 
 
 def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
-    """Give what is still on the meta device random weights on `device`, in place, that keep outputs finite."""
+    """Replace meta tensors by random weights on `device`, in place, that keep outputs finite."""
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
@@ -199,7 +199,7 @@ def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
 def _filled(weight: torch.Tensor) -> torch.Tensor:
     if not weight.is_floating_point():
         return weight.zero_()
-    # The same numbers repeat: billions of new ones take a host minutes.
+    # The numbers repeat, because billions of random numbers take a host minutes.
     pieces = torch.split(weight.view(-1), _RANDOM_NUMBERS)
     pieces[0].normal_(std=0.02)
     for piece in pieces[1:]:
@@ -311,7 +311,7 @@ def _parts(stage: StageMemory, weights: int | None, others: int | None) -> tuple
 
 
 def _profile_stage(plan: Plan, stage: StageMemory, runs: int) -> tuple[StageProfile, Measured]:
-    """Return the profile of a stage, whose models are gone then, and what it is made from."""
+    """Return the profile of a stage and the measurements behind it. The models are released."""
     measured, models = measure_stage(plan, stage.name, runs=runs)
     counter = measured.counter
     weights = counter.marks[0].live_bytes

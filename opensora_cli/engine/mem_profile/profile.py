@@ -1,4 +1,4 @@
-"""`osora mem-profile`: where the bytes of a generation or a training go, predicted and measured."""
+"""`osora mem-profile`: predicted and measured memory of a generation or a training."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,13 +55,13 @@ def mem_profile(
         RequestError: the request contradicts itself.
         FileProblem: a file of settings is missing or broken.
         OutputError: a file exists already, or cannot be written.
-        HardwareError: there is no such device, or not enough memory.
+        HardwareError: the device is missing, or has not enough memory.
     """
     reporter = reporter or SilentReporter()
     for path in _files(settings).values():
         require_writable(Path(path), overwrite=settings.overwrite)
     if settings.plot is not None:
-        new_figure()  # without matplotlib, now and not after the measurement
+        new_figure()  # a missing matplotlib fails before the measurement
     if isinstance(what, GenerateRequest):
         what = resolve(what, reporter=reporter)
     with out_of_memory_reported(
@@ -148,7 +148,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
 def _profile_training(
     settings: TrainSettings, hardware: Hardware, *, runs: int, reporter: Reporter
 ) -> tuple[StageProfile, TrainingMemory, BufferUse | None]:
-    """Return the profile of a step, timed in so many `runs`, what it is made from, and how the buffer was used.
+    """Return the profile of a step, timed in `runs` runs, the measurements behind it, and the use of the buffer.
 
     A step that would not fit, or would take too long, is only predicted.
     """

@@ -24,11 +24,11 @@ class Part(Document):
     name: str
     predicted_bytes: int
     measured_bytes: int | None
-    """None: not measured."""
+    """Measured bytes; None means not measured."""
 
 
 class ModuleShare(Document):
-    """What a part of a model holds; gradients and states of the optimizer in training only."""
+    """Memory of a part of a model. Gradients and optimizer states exist only in training."""
 
     name: str
     parameters: int
@@ -36,20 +36,20 @@ class ModuleShare(Document):
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Made by its forward, and alive at the peak of the stage."""
+    """Bytes that the forward allocated, and that are alive at the peak of the stage."""
 
 
 class Timeline(Document):
-    """Live bytes over a stage. Time is counted in changes: each allocation or release of a tensor is one."""
+    """Live bytes over a stage. The unit of time is a change: the allocation or release of a tensor."""
 
     live_bytes: tuple[int, ...]
-    """The most within equal parts of the changes."""
+    """Largest number of live bytes in each of several equal parts of the changes."""
     marks: tuple[tuple[str, float], ...]
-    """Name and place, from 0 to 1."""
+    """Name and position of each mark, from 0 to 1."""
 
     @classmethod
     def of(cls, counter: TensorBytes) -> "Timeline":
-        """Return what was counted, in a few points."""
+        """Return the timeline of a counter, reduced to a few points."""
         count = max(len(counter.changes), 1)
         points = [0] * min(count, _TIMELINE_POINTS)
         live = 0
@@ -61,7 +61,7 @@ class Timeline(Document):
         return cls(live_bytes=tuple(points), marks=marks)
 
     def line(self) -> str:
-        """Return it for people: a row of bars, the full one as high as the peak."""
+        """Return a row of bars for people; a full bar is the peak."""
         width = min(len(self.live_bytes), _BARS_IN_A_LINE)
         most = max(self.live_bytes, default=0) or 1
         cuts = [index * len(self.live_bytes) // width for index in range(width + 1)]
@@ -70,23 +70,23 @@ class Timeline(Document):
 
 
 class StageProfile(Document):
-    """One stage, predicted and measured."""
+    """Predicted and measured memory of one stage."""
 
     name: str
     parts: tuple[Part, ...]
     predicted_bytes: int
-    """The peak."""
+    """Predicted peak."""
     measured_bytes: int | None
-    """The peak: of the allocator on CUDA, of counted tensors on a CPU; None: not measured."""
+    """Measured peak of the allocator on CUDA, or of counted tensors on a CPU; None means not measured."""
     not_measured: str | None = None
-    """Why."""
+    """Reason why the stage was not measured."""
     modules: tuple[ModuleShare, ...] = ()
     timeline: Timeline | None = None
     times: AccelerationReport | None = None
-    """Of runs after the measured one; None: it was not timed."""
+    """Times of the runs after the measured one; None means not timed."""
 
     def lines(self) -> list[str]:
-        """Return it for people: a table."""
+        """Return a table for people."""
         peak = Part(name=_PEAK, predicted_bytes=self.predicted_bytes, measured_bytes=self.measured_bytes)
         rows = [*self.parts, peak]
         found = [f"{self.name:36}{'predicted':>14}{'measured':>14}"]
@@ -102,17 +102,17 @@ class StageProfile(Document):
 
 
 class Technique(Document):
-    """One row of the comparison. What cannot be measured here has a reason instead of numbers."""
+    """One row of the comparison. A technique that cannot be measured here has a reason instead of numbers."""
 
     name: str
     saved_bytes: int | None = None
-    """Below 0 where it takes more."""
+    """Saved bytes, below 0 if the technique takes more memory."""
     saved_share: float | None = None
-    """Of what is needed without it."""
+    """Share of the memory without the technique that it saves."""
     time_added: float | None = None
-    """0.2 is a fifth longer."""
+    """Relative change of the time; 0.2 means a fifth longer."""
     of: str = ""
-    """What both are compared on."""
+    """Subject of the comparison."""
     reason: str | None = None
 
     def line(self) -> str:
@@ -136,35 +136,35 @@ def compared(name: str, *, before: tuple[int, float], after: tuple[int, float], 
 
 
 class AttentionCost(Document):
-    """One way to compute attention over so many tokens, without gradients."""
+    """Cost of one kind of attention over a number of tokens, without gradients."""
 
     kind: str
     tokens: int
     memory_bytes: int | None = None
-    """At the peak, above the inputs."""
+    """Bytes at the peak, without the inputs."""
     seconds: float | None = None
     reason: str | None = None
 
 
 class LargestBatch(Document):
-    """The result of the search for a batch."""
+    """Result of the search for the largest batch."""
 
     of: str
     batch_size: int
-    """0: not even one fits."""
+    """Largest batch that fits; 0 means that not even one fits."""
     limit_bytes: int
     peak_bytes: int
-    """Of that batch."""
+    """Peak of the largest batch."""
     tried: tuple[tuple[int, int | None], ...]
-    """Batch and its peak, in the order of the search; None: it did not fit."""
+    """Batches and their peaks, in the order of the search; None means that the batch did not fit."""
     reached_most: bool
-    """Whether the search ended at the largest batch that it tries at all."""
+    """Whether the search ended at its upper limit."""
     reason: str | None = None
-    """Why nothing was tried."""
+    """Reason why nothing was tried."""
 
 
 class Allocator(Document):
-    """What torch's allocator on CUDA held at most, in the stage where that was most."""
+    """Peak of torch's allocator on CUDA, in the stage with the most reserved memory."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -172,14 +172,14 @@ class Allocator(Document):
 
 
 class BufferUse(Document):
-    """The buffer of offloaded activations."""
+    """Use of the buffer for offloaded activations."""
 
     size_bytes: int
     used_bytes: int
 
 
 class MemProfile(Document):
-    """A whole profile: a document of the schema `osora.mem-profile/1`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/1`."""
 
     SCHEMA: ClassVar[str | None] = "osora.mem-profile/1"
 
@@ -187,26 +187,26 @@ class MemProfile(Document):
     device: str
     device_name: str
     how: str
-    """What was measured, in a sentence."""
+    """Description of the measurement in a sentence."""
     stages: tuple[StageProfile, ...]
     parameters: dict[str, int]
-    """Component -> number."""
+    """Component -> number of parameters."""
     buffer: BufferUse | None
-    """None: nothing is offloaded."""
+    """Buffer use; None means that nothing is offloaded."""
     allocator: Allocator | None
-    """None on a CPU, and where nothing was measured."""
+    """Allocator use; None on a CPU, and if nothing was measured."""
     notes: tuple[str, ...] = ()
     techniques: tuple[Technique, ...] = ()
     attention: tuple[AttentionCost, ...] = ()
     batch: LargestBatch | None = None
     ranks: tuple[RankMemory, ...] = ()
-    """Predicted for each rank of a training on several devices."""
+    """Predicted memory of each rank, for training on several devices."""
     files: dict[str, str]
-    """What was written: kind -> path."""
+    """Written files: kind -> path."""
 
     @property
     def worst(self) -> StageProfile:
-        """The stage that needs most."""
+        """Stage that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.measured_bytes or stage.predicted_bytes)
 
     def lines(self) -> list[str]:
@@ -247,8 +247,8 @@ def module_shares(
 ) -> tuple[ModuleShare, ...]:
     """Return the parts of models, the largest first.
 
-    `by_weight` maps a name to the number of parameters, and to bytes of weight, gradient and what the optimizer keeps.
-    `made` maps the name of a module to the bytes that its forward made.
+    `by_weight` maps a name to the number of parameters, and to the bytes of weight, gradient and optimizer state.
+    `made` maps the name of a module to the bytes that its forward allocated.
     """
     names = {name: _group(name.rpartition(".")[0]) for name in by_weight} | {
         name: _group(name) for name in made if name
@@ -270,7 +270,7 @@ def module_shares(
 
 
 def _module_lines(modules: Sequence[ModuleShare]) -> list[str]:
-    """Return the table of the largest; kinds of memory that none of them has are left out."""
+    """Return a table of the largest modules, without columns that are all zero."""
     columns = {
         "weights": [share.weight_bytes for share in modules],
         "gradients": [share.gradient_bytes for share in modules],
@@ -288,18 +288,18 @@ def _module_lines(modules: Sequence[ModuleShare]) -> list[str]:
 
 
 def _group(path: str) -> str:
-    """Return what the modules of a stack have in common: `model.double_blocks` of `model.double_blocks.3.img_mlp`."""
+    """Return the stack of a module: `model.double_blocks` for `model.double_blocks.3.img_mlp`."""
     parts = list(takewhile(lambda part: not part.isdigit(), path.split(".")))
     return ".".join(parts[:3])
 
 
 def mib(size: int | None) -> str:
-    """Return bytes for people, always in the same unit, so that columns compare."""
+    """Return bytes for people, always in the same unit, so that columns are comparable."""
     return "-" if size is None else f"{size / MIB:,.2f} MiB"
 
 
 def attention_lines(costs: Sequence[AttentionCost]) -> list[str]:
-    """Return a table of attention."""
+    """Return the table of attention costs."""
     found = [f"  {'attention':24}{'tokens':>10}{'memory':>16}{'time':>14}"]
     for cost in costs:
         if cost.memory_bytes is None or cost.seconds is None:

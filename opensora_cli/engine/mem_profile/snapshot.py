@@ -1,4 +1,4 @@
-"""The file that PyTorch's memory viewer opens (https://pytorch.org/memory_viz)."""
+"""Writer of the file that PyTorch's memory viewer opens (https://pytorch.org/memory_viz)."""
 
 import pickle
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ def recorded_history(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    # Frames of C++ would make the file many times as large, and slow down every allocation.
+    # C++ frames would make the file many times as large, and slow down every allocation.
     torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python", clear_history=True)
     try:
         yield
@@ -31,11 +31,11 @@ def recorded_history(device: torch.device) -> Iterator[None]:
 
 
 def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch.device, replace: bool) -> None:
-    """Write the allocator's history on CUDA, and on a CPU what was counted, in the same form.
-    Raises OutputError if it cannot be written.
+    """Write the allocator's history on CUDA, or the counted tensors on a CPU, in the same format.
+    Raises OutputError if the file cannot be written.
     """
     if device.type == "cuda":
-        # Before the history is switched off, which is why this is called inside `recorded_history`.
+        # The history must still be recording, so this is called inside `recorded_history`.
         history: dict[str, Any] = torch.cuda.memory._snapshot(device)
     else:
         history = counted_history(counters)
@@ -44,9 +44,9 @@ def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch
 
 
 def counted_history(counters: Sequence[TensorBytes]) -> dict[str, Any]:
-    """Return counted storages as the history of an allocator that gives each an address of its own.
+    """Return counted storages as the history of an allocator that gives each storage its own address.
 
-    The frame of an event is the module that made the storage. There are no segments: nothing stays reserved.
+    The frame of an event is the module that made the storage. There are no segments, because nothing stays reserved.
     """
     events: list[dict[str, Any]] = []
     address = 1 << 20

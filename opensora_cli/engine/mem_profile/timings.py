@@ -1,4 +1,4 @@
-"""The acceleration report: how long stages and blocks take, over repeated runs."""
+"""Acceleration report: seconds of stages and blocks, over repeated runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,29 +7,29 @@ from opensora_cli.memory.monitor import Spread
 
 
 class TimedPart(Document):
-    """A stage, or a block of a model."""
+    """Times of a stage, or of a block of a model."""
 
     name: str
     count: int
-    """Runs of a stage, or calls of a block in all of them."""
+    """Number of runs of a stage, or of calls of a block in all runs."""
     mean_s: float
     deviation_s: float
-    """Standard deviation over them, of a sample (n-1); 0 for a single one."""
+    """Sample standard deviation (n-1) of the runs or calls; 0 for a single one."""
 
 
 class AccelerationReport(Document):
-    """Mean and deviation over runs after a first one, which warms up."""
+    """Mean and deviation over the runs after a warm-up run."""
 
     runs: int
     stages: tuple[TimedPart, ...]
     blocks: tuple[TimedPart, ...]
-    """In their order in the models; on CUDA the device's own time, from its events."""
+    """Blocks in the order of the models. On CUDA the times come from events of the device."""
 
     @classmethod
     def of(
         cls, stages: Mapping[str, Sequence[float]], blocks: Mapping[str, Spread], *, runs: int
     ) -> "AccelerationReport":
-        """Return the report of the seconds of each stage in each run, and of the calls of blocks in all of them."""
+        """Return the report from the seconds of each stage in each run, and the calls of blocks in all runs."""
         spreads = {name: Spread.of(seconds) for name, seconds in stages.items()}
         return cls(runs=runs, stages=_parts(spreads), blocks=_parts(blocks))
 

@@ -1,4 +1,4 @@
-"""What a request to `osora vae` is refused for before torch is imported; the engine checks all of it again."""
+"""Checks of a request to `osora vae` before torch is imported. The engine repeats them."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from opensora_cli.media.results import refuse_existing, sidecar_path
 from opensora_cli.settings.vae import EncodeSettings, ReconstructSettings
 
 ENDINGS = ("mp4", "png")
-"""Of a video's reconstruction, and of a picture's."""
+"""File endings of reconstructed videos and pictures."""
 
 
 def refuse_early(settings: EncodeSettings) -> None:
-    """Refuse a request of which nothing could be done.
+    """Refuse a request without any file that could be processed.
 
     Raises:
         MediaError: none of the files can be read.
@@ -31,7 +31,7 @@ def refuse_early(settings: EncodeSettings) -> None:
 
 
 def find_weights(settings: EncodeSettings) -> Path:
-    """Return where the weights of the autoencoder are; a CheckpointError names where they were looked for."""
+    """Return the path of the autoencoder's weights. Raises CheckpointError with the searched paths."""
     return find_autoencoder(
         settings.vae.kind,
         settings.weights.file,
@@ -41,8 +41,8 @@ def find_weights(settings: EncodeSettings) -> Path:
 
 
 def result_stems(settings: ReconstructSettings) -> list[Path]:
-    """Return the result of every file without its ending; equal names are numbered.
-    Raises OutputError if one is there already, or is a file that is to be reconstructed.
+    """Return the path of every result without its ending; equal names are numbered.
+    Raises OutputError if a result exists already, or is one of the input files.
     """
     folder, stems = Path(settings.output.folder), list[Path]()
     for file in settings.files:

@@ -1,4 +1,4 @@
-"""`osora vae reconstruct`: pictures and videos through an autoencoder and back, beside what they were."""
+"""`osora vae reconstruct`: encode and decode pictures and videos, and show them beside the originals."""
 
 import os
 import time
@@ -37,21 +37,21 @@ from opensora_cli.settings.vae import ReconstructSettings
 
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
-_PICTURE_FPS = 1.0  # not seen
+_PICTURE_FPS = 1.0  # not visible to users
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Frames that are encoded at once."""
+    """Window of frames that are encoded at once."""
 
     frames_THWC: Tensor
-    """uint8."""
+    """Frames in uint8."""
     num_new: int
-    """The last ones, which no window before had."""
+    """Number of frames at the end that no earlier window has."""
 
 
 class Reconstructed(Document):
-    """What became of one file."""
+    """Result of one reconstructed file."""
 
     file: str
     output: Path
@@ -62,22 +62,22 @@ class Reconstructed(Document):
     source_height: int
     source_width: int
     psnr_db: float
-    """Mean over frames, each over its RGB values."""
+    """PSNR of the RGB values, averaged over frames."""
     ssim: float
-    """Mean over frames, each over its luma."""
+    """SSIM of the luma, averaged over frames."""
     frame_psnr_db: tuple[float, ...] = Field(exclude=True)
     frame_ssim: tuple[float, ...] = Field(exclude=True)
 
 
 class Failed(Document):
-    """A file that could not be reconstructed."""
+    """File that could not be reconstructed."""
 
     file: str
     error: str
 
 
 class Reconstruction(Document):
-    """What became of all files."""
+    """Results of all files."""
 
     SCHEMA = "osora.vae-reconstruct/1"
 
@@ -86,7 +86,7 @@ class Reconstruction(Document):
     psnr_of: str = "RGB, mean over frames"
     ssim_of: str = "luma, mean over frames"
     mean_psnr_db: float | None
-    """Over files; None where all failed."""
+    """Mean PSNR over files; None if all failed."""
     mean_ssim: float | None
     files: tuple[Reconstructed | Failed, ...]
 
@@ -103,7 +103,7 @@ class Reconstruction(Document):
         )
 
     def lines(self) -> list[str]:
-        """Return a table: a file in each line, then the means over files."""
+        """Return a table with a line for each file, and the means over files."""
         psnrs, ssims = _means(self.files)
         table = [("PSNR dB (RGB)", "SSIM (luma)", "frames", "size", "result")]
         done = (row for row in self.files if isinstance(row, Reconstructed))
@@ -119,7 +119,7 @@ class Reconstruction(Document):
         ]
 
     def raise_for_problems(self) -> None:
-        """Raise BatchError if a file could not be reconstructed, with all of them."""
+        """Raise BatchError with all files that could not be reconstructed, if any."""
         failed = [row.error for row in self.files if isinstance(row, Failed)]
         if failed:
             raise BatchError(
@@ -128,23 +128,23 @@ class Reconstruction(Document):
 
 
 def _means(files: Sequence[Reconstructed | Failed]) -> tuple[list[float], list[float]]:
-    """Return the mean PSNR and the mean SSIM of each file that was reconstructed."""
+    """Return the mean PSNR and the mean SSIM of each reconstructed file."""
     done = [row for row in files if isinstance(row, Reconstructed)]
     return [fmean(row.frame_psnr_db) for row in done], [fmean(row.frame_ssim) for row in done]
 
 
 def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = None) -> Reconstruction:
-    """Encode and decode every file, and write it beside what came back: the original left, the reconstruction right.
+    """Encode and decode every file, and write the original on the left and the reconstruction on the right.
 
-    The mode of the posterior is taken, where there is one. A long video is encoded in clips, of which no more than two
-    are in memory. A file that fails does not stop the others.
+    If the autoencoder has a posterior, its mode is used. A long video is encoded in clips, at most two of which are in
+    memory. A file that fails does not stop the other files.
 
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
         CheckpointError: its weights are missing or broken, or do not fit the settings.
         OutputError: a result exists already, or its folder cannot be written.
-        HardwareError: there is no such device.
-        KeyboardInterrupt: Ctrl-C, with what was finished.
+        HardwareError: the device is missing.
+        KeyboardInterrupt: the user pressed Ctrl-C; the argument lists the finished files.
     """
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
@@ -166,7 +166,7 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all files share."""
+    """State that all files share."""
 
     settings: ReconstructSettings
     autoencoder: Autoencoder
@@ -175,7 +175,7 @@ class _Job:
     reporter: Reporter
 
     def run(self, file: str, stem: Path) -> Reconstructed | Failed:
-        """Reconstruct one file; what goes wrong with it is in the result."""
+        """Reconstruct one file. An error of the file becomes its result."""
         try:
             return self._run(file, stem)
         except (OsoraError, MemoryError, RuntimeError) as error:
@@ -227,7 +227,7 @@ class _Job:
         return row
 
     def _cropped_size(self, facts: MediaFacts) -> tuple[int, int]:
-        # H.264 takes even sizes only.
+        # H.264 accepts only even sizes.
         multiple = lcm(self.autoencoder.grid.spatial_compression_ratio, 2)
         height, width = (side // multiple * multiple for side in (facts.height, facts.width))
         if min(height, width) < SSIM_WINDOW:
@@ -238,12 +238,12 @@ class _Job:
         return height, width
 
     def _round_trip(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return the new frames of a window that come back, and what comes back of them: uint8 (T,H,W,3)."""
+        """Return the new frames of a window, as far as they are decoded, and their reconstruction: uint8 (T,H,W,3)."""
         num_frames = self.autoencoder.grid.longest_clip(len(window.frames_THWC))
         frames_THWC = window.frames_THWC[:num_frames]
         tiling = vae_tiling(self.settings.vae)
         with torch.inference_mode():
-            # No name keeps the pixels, so that they make room for those that are decoded.
+            # No variable holds the pixels, so their memory is free for the decoded pixels.
             latents_1CTHW = self.autoencoder.encode(pixels(frames_THWC, self.hardware), tiling=tiling)
             decoded_1CTHW = self.autoencoder.decode(latents_1CTHW, tiling=tiling, canvas=torch.device("cpu"))
         num_new = min(window.num_new, num_frames)
@@ -277,14 +277,14 @@ class _Job:
 
 @dataclass(slots=True)
 class _Comparing:
-    """Compares frames as they pass."""
+    """Running comparison of original and decoded frames."""
 
     progress: StageProgress
     psnr_db: list[float] = field(default_factory=list)
     ssim: list[float] = field(default_factory=list)
 
     def side_by_side(self, original_THWC: Tensor, decoded_THWC: Tensor) -> Tensor:
-        """Return both in one picture, the first left."""
+        """Return both side by side in one picture, the original on the left."""
         for original_HWC, decoded_HWC in zip(original_THWC, decoded_THWC, strict=True):
             self.psnr_db.append(psnr_db(original_HWC, decoded_HWC))
             self.ssim.append(ssim(original_HWC, decoded_HWC))
@@ -293,9 +293,9 @@ class _Comparing:
 
 
 def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Window]:
-    """Cut a stream of frames into windows of `length`; the last one reaches back so that it is as long.
+    """Cut a stream of frames into windows of `length`. The last window reaches back to have the same length.
 
-    Only a stream that is shorter than `length` has a shorter window, and one without frames none.
+    A stream shorter than `length` has one shorter window, and a stream without frames has none.
     """
     before_THWC: Tensor | None = None
     while chunk := list(islice(frames_HWC, length)):
@@ -311,13 +311,13 @@ def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Window]:
 
 
 def pixels(frames_THWC: Tensor, hardware: Hardware) -> Tensor:
-    """Return uint8 frames as an autoencoder takes them: (1,3,T,H,W) in [-1,1]."""
+    """Convert uint8 frames to the input of an autoencoder: (1,3,T,H,W) in [-1,1]."""
     levels_1CTHW = frames_THWC.to(hardware.device).permute(3, 0, 1, 2)[None]
     return levels_1CTHW.to(hardware.dtype).div_(127.5).sub_(1.0)
 
 
 def centre(frame_HWC: Tensor, height: int, width: int) -> Tensor:
-    """Return the middle of a frame."""
+    """Crop a frame to its center."""
     top, left = (frame_HWC.shape[0] - height) // 2, (frame_HWC.shape[1] - width) // 2
     return frame_HWC[top : top + height, left : left + width]
 
@@ -328,7 +328,7 @@ def _ending(facts: MediaFacts) -> str:
 
 
 def _make_folder(settings: ReconstructSettings) -> None:
-    """Make the folder of the results; OutputError if it cannot be written."""
+    """Make the folder of the results. Raises OutputError if it cannot be written."""
     folder, hint = Path(settings.output.folder), "choose another folder with --out"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -339,7 +339,7 @@ def _make_folder(settings: ReconstructSettings) -> None:
 
 
 def what_failed(file: str, error: OsoraError | MemoryError | RuntimeError) -> str:
-    """Return what was wrong with a file; an error that is a bug of ours is raised again."""
+    """Return the message of a failed file. An error that is a bug of this program is raised again."""
     if not isinstance(error, OsoraError):
         if not is_out_of_memory(error):
             raise error

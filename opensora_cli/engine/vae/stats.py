@@ -1,4 +1,4 @@
-"""`osora vae stats`: mean and deviation of the latents of pictures and videos, channel by channel."""
+"""`osora vae stats`: mean and deviation of the latents of pictures and videos, for each channel."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -25,36 +25,36 @@ from opensora_cli.settings.vae import EncodeSettings
 
 
 class ChannelStatistics(Document):
-    """One channel of the latents."""
+    """Statistics of one channel of the latents."""
 
     mean: float
     deviation: float | None
-    """Standard deviation, of a sample (n-1); None for a single value."""
+    """Sample standard deviation (n-1); None for a single value."""
 
 
 class LatentStatistics(Document):
-    """What the latents of all files are like."""
+    """Statistics of the latents of all files."""
 
     SCHEMA = "osora.vae-stats/1"
 
     autoencoder: str
     weights: Path
     files: int
-    """That were encoded."""
+    """Number of encoded files."""
     frames: int
     values_per_channel: int
     """Latent frames x rows x columns, over all files."""
     channels: tuple[ChannelStatistics, ...]
-    """Of latents as the settings scale them now."""
+    """Statistics of each channel, with the current scaling of the settings."""
     mean: float | None
-    """Over all channels; None where nothing was encoded."""
+    """Mean over all channels; None if nothing was encoded."""
     deviation: float | None
     settings: dict[str, float]
-    """Settings of `osora train` that bring these latents to deviation 1, and to mean 0 where there is a shift."""
+    """Settings of `osora train` that scale these latents to deviation 1, and to mean 0 if there is a shift."""
     failed: tuple[Failed, ...]
 
     def lines(self) -> list[str]:
-        """Return a table with a line for each channel, and the settings in the form of `--set`."""
+        """Return a table with a line for each channel, and the settings in the syntax of `--set`."""
         rows = [("channel", "mean", "deviation")]
         rows += [(str(index), *_shown(row.mean, row.deviation)) for index, row in enumerate(self.channels)]
         if self.mean is not None:
@@ -67,7 +67,7 @@ class LatentStatistics(Document):
         return found
 
     def raise_for_problems(self) -> None:
-        """Raise BatchError if a file could not be encoded, with all of them."""
+        """Raise BatchError with all files that could not be encoded, if any."""
         if self.failed:
             total = self.files + len(self.failed)
             raise BatchError(
@@ -86,24 +86,24 @@ def _shown(mean: float, deviation: float | None) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Mean and variance of the values of each channel, as they pass: in fp64, merged pairwise (Chan et al. 1979)."""
+    """Running mean and variance of the values of each channel, in fp64, merged pairwise (Chan et al. 1979)."""
 
     count: int = 0
-    """Values of a channel."""
+    """Number of values of a channel."""
     mean_C: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     squares_C: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     """Sum of squared differences from the mean."""
 
     @classmethod
     def of(cls, values_CN: Tensor) -> "RunningMoments":
-        """Return the moments of these values, at least one a channel."""
+        """Return the moments of these values, at least one per channel."""
         values_CN = values_CN.double()
         mean_C = values_CN.mean(dim=1)
         squares_C = (values_CN - mean_C[:, None]).square().sum(dim=1)
         return cls(values_CN.shape[1], mean_C.cpu(), squares_C.cpu())
 
     def merge(self, other: "RunningMoments") -> None:
-        """Take in the values of `other`."""
+        """Add the values of `other`."""
         total, step_C = self.count + other.count, other.mean_C - self.mean_C
         if total:
             self.squares_C = self.squares_C + other.squares_C + step_C.square() * (self.count * other.count / total)
@@ -111,14 +111,14 @@ class RunningMoments:
             self.count = total
 
     def over_channels(self) -> "RunningMoments":
-        """Return the moments of all values, as of one channel."""
+        """Return the moments of all values together, as one channel."""
         merged = RunningMoments()
         for mean, squares in zip(self.mean_C, self.squares_C, strict=True) if self.count else ():
             merged.merge(RunningMoments(self.count, mean[None], squares[None]))
         return merged
 
     def channels(self) -> list[ChannelStatistics]:
-        """Return mean and deviation of each channel; none before the first values."""
+        """Return mean and deviation of each channel; an empty list before the first values."""
         if not self.count:
             return []
         spread_C = (self.squares_C / (self.count - 1)).sqrt() if self.count > 1 else None
@@ -131,16 +131,15 @@ class RunningMoments:
 def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = None) -> LatentStatistics:
     """Encode all files, and return mean and deviation of their latents, over all values of each channel.
 
-    The mode of the posterior is taken, where there is one. Videos are cut into clips of `clip.num_frames`, one after
-    the other, of which one is in memory; what is left at the end is cut to a length that the autoencoder takes. A
-    folder stands for the pictures and videos in it. A file that fails, or a folder that cannot be read, does not stop
-    the others, and counts in no part.
+    If the autoencoder has a posterior, its mode is used. Videos are cut into clips of `clip.num_frames`, one of which
+    is in memory. The rest at the end is cut to a length that the autoencoder accepts. A folder means the pictures and
+    videos in it. A file that fails, or a folder that cannot be read, does not stop the others, and is not counted.
 
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
         FileProblem: a folder has neither pictures nor videos.
         CheckpointError: weights are missing or broken, or do not fit the settings.
-        HardwareError: there is no such device.
+        HardwareError: the device is missing.
     """
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
@@ -195,7 +194,7 @@ class _Encoder:
     hardware: Hardware
 
     def run(self, file: str) -> tuple[RunningMoments, int]:
-        """Return the moments of a file's latents, and how many of its frames were encoded."""
+        """Return the moments of a file's latents, and the number of encoded frames."""
         facts, grid = probe(file), self.autoencoder.grid
         multiple = grid.spatial_compression_ratio
         height, width = (side // multiple * multiple for side in (facts.height, facts.width))
@@ -224,7 +223,7 @@ def _clips(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def _files(named: Sequence[str], unread: Callable[[Path, str], None]) -> list[str]:
-    """Return the files that are named, and those in the folders that are; `unread` as for `media_files`."""
+    """Return the named files, and the files in named folders. `unread` is passed to `media_files`."""
     found: list[str] = []
     for name in named:
         found += map(str, media_files(Path(name), unread=unread)) if os.path.isdir(name) else [name]
@@ -232,9 +231,9 @@ def _files(named: Sequence[str], unread: Callable[[Path, str], None]) -> list[st
 
 
 def scaling_settings(vae: VAESettings, latents: ChannelStatistics) -> dict[str, float]:
-    """Return the settings that scale latents to deviation 1, and mean 0 where there is a shift.
+    """Return the settings that scale latents to deviation 1, and to mean 0 if there is a shift.
 
-    `latents` are those that `vae` scales as it does now. Empty where they do not vary.
+    `latents` are the statistics with the current scaling of `vae`. The result is empty if the latents do not vary.
     """
     if not latents.deviation:
         return {}
