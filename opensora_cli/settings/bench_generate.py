@@ -86,10 +86,15 @@ def tried_settings(exact: GenerateSettings, changes: Changes, *, name: str = "")
 
     Raises RequestError if they break a rule, or if a change has no effect.
     """
+    if "sampling.fast" in changes and exact.sampling.fast:
+        raise RequestError(
+            f"--try {name}: sampling.fast has no effect, because the exact run is fast already",
+            hint="compare with a run without --fast",
+        )
     given = {key: Given(value, f"--try {name}") for key, value in changes.items()}
     try:
         tried = exact.replace(changes)
-        if tried.sampling.fast and not exact.sampling.fast:
+        if tried.sampling.fast:
             few = few_evaluations(tried.sampling, without=exact.sampling.num_inference_steps)
             tried = tried.replace({key: value for key, value in few.items() if key not in changes})
     except ValidationError as error:

@@ -229,6 +229,7 @@ def read_reference_training(file: ConfigFile) -> Sections:
         # Names that other lines of the published files use.
         for name in ("lr", "eps", "patch_size", "grad_ckpt_settings"):
             values.pop(name, None)
+    values.refuse_code("bucket_config")
     for name in [name for name in values if name.startswith("bucket_config.")]:
         resolution, _, ratio = name.removeprefix("bucket_config.").partition("_ar")
         found.setdefault("data.buckets", {})[resolution] = values.pop(name)
@@ -265,11 +266,16 @@ class _Values(dict[str, Any]):
         """Return whether the file has a section, or a setting of this name."""
         return any(f"{name}.".startswith(f"{section}.") for name in self._all)
 
+    def refuse_code(self, section: str) -> None:
+        """Raise FileProblem if a section, or a setting of this name, has code."""
+        for name, value in self.items():
+            if value is CODE and f"{name}.".startswith(f"{section}."):
+                raise FileProblem(f"{self._path}: {name} is not a plain value", hint=PLAIN_VALUES)
+
     def take(self, names: Mapping[str, str]) -> None:
         """Carry over the settings of a table. Raises FileProblem if one of them is code."""
         for theirs, ours in names.items():
-            if self.get(theirs) is CODE:
-                raise FileProblem(f"{self._path}: {theirs} is not a plain value", hint=PLAIN_VALUES)
+            self.refuse_code(theirs)
             if theirs in self:
                 self.found[ours] = self.pop(theirs)
 

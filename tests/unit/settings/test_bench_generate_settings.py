@@ -72,6 +72,13 @@ def test_fast_stands_for_what_it_does_beside_this_run() -> None:
     assert tried_settings(exact, {"sampling.solver": "ab2"}) == exact.replace({"sampling.solver": "ab2"})
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_fast_exact_run_cannot_change_fast(value: str) -> None:
+    exact = load_preset("demo", prompt="sea").replace({"sampling.fast": True})
+    with pytest.raises(RequestError, match=r"--try a: sampling\.fast has no effect, because the exact run is fast"):
+        tried_settings(exact, {"sampling.fast": value}, name="a")
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

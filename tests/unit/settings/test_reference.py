@@ -441,6 +441,18 @@ def test_code_is_refused_where_it_would_be_carried_over(folder: Path) -> None:
     assert "write the value itself" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("bucket_config = {size: {1: (1.0, 4)} for size in SIZES}", "bucket_config"),
+        ("bucket_config = {'256px': {1: (1.0, 4)}, '768px': rows(4)}", r"bucket_config\.768px"),
+    ],
+)
+def test_buckets_that_are_code_are_refused(folder: Path, line: str, name: str) -> None:
+    with pytest.raises(FileProblem, match=rf"own\.py: {name} is not a plain value"):
+        training(own(folder, line, base="train.py"))
+
+
 def test_a_file_changes_its_bases_in_their_order(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("a = dict(b=1, c=dict(d=2))\nonly = 1\n")
     (tmp_path / "two.py").write_text("a = dict(b=3)\n")
