@@ -19,10 +19,10 @@ from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Downsample, Fra
 from opensora_cli.models.vae.resample import CarriedFrames
 from opensora_cli.models.vae.tiling import joined_in_time
 
-# Of the clip at the highest resolution, those that are computed at a time unless they are small: a multiple of what
-# any level halves time by.
 _FEW_FRAMES = 4
+"""Frames per chunk at the highest resolution: a multiple of the factors of all levels that halve time."""
 _LEAST_VALUES = 2**17
+"""Smallest number of values in a chunk. Chunks of small frames have more frames to reach it."""
 
 
 class StoredClip:
@@ -33,7 +33,7 @@ class StoredClip:
 
     def __init__(self, chunks: Iterable[Tensor], *, store: torch.device) -> None:
         self._chunks: deque[Tensor] = deque()
-        # Of as many frames each.
+        # Number of frames of each measured part.
         self._frames: list[int] = []
         self._means_BC: list[Tensor] = []
         self._variances_BC: list[Tensor] = []
@@ -58,7 +58,7 @@ class StoredClip:
 
     def group_norm(self, norm: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
         """Return a function that normalizes a chunk with the statistics of the whole clip, like `norm` on the clip."""
-        # The variance of a group is that within its parts, each as many times as it has frames, and that between them.
+        # The variance of a group is the variance within its parts, weighted by frames, plus that of their means.
         means_BCK, variances_BCK = (torch.stack(values, dim=-1) for values in (self._means_BC, self._variances_BC))
         shares_K: Tensor | float = 1 / len(self._frames)
         if len(set(self._frames)) > 1:  # not on a GPU, which would wait for these numbers
@@ -72,8 +72,8 @@ class StoredClip:
         variance_BC = of_groups(variances_BCK + (means_BCK - mean_BC.unsqueeze(-1)).square())
         weight, bias = norm.weight.to(mean_BC.dtype), norm.bias.to(mean_BC.dtype)
 
-        def normalise(chunk_BCTHW: Tensor) -> Tensor:
-            # A batch norm is torch's one kernel that takes mean and variance; here they are those of one sample.
+        def normalize(chunk_BCTHW: Tensor) -> Tensor:
+            # torch's only kernel with a given mean and variance is batch norm. Here they belong to one sample.
             samples = [
                 functional.batch_norm(sample_1CTHW, mean_C, variance_C, weight, bias, eps=norm.eps)
                 for sample_1CTHW, mean_C, variance_C in zip(
@@ -82,11 +82,11 @@ class StoredClip:
             ]
             return samples[0] if len(samples) == 1 else torch.cat(samples)
 
-        return normalise
+        return normalize
 
     def _measure(self, chunk_BCTHW: Tensor) -> None:
         dtype = torch.promote_types(chunk_BCTHW.dtype, torch.float32)
-        # Frame by frame where each is copied in fp32: one is small.
+        # If the chunk must be copied in fp32, frames are copied one by one to save memory.
         is_whole = chunk_BCTHW.device.type == "cpu" and chunk_BCTHW.dtype is dtype
         parts = (chunk_BCTHW,) if is_whole else torch.split(chunk_BCTHW, 1, dim=2)
         for part_BCTHW in parts:
@@ -100,7 +100,7 @@ def _var_mean(clip_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
     is_plain = type(clip_BCTHW) is Tensor and clip_BCTHW.device.type == "cpu"
     if not (is_plain and clip_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)):
         return torch.var_mean(clip_BCTHW, dim=(2, 3, 4), correction=0)
-    # There it is not vectorized, and takes ten times as long as the statistics of a batch norm.
+    # For this layout var_mean is not vectorized, and takes ten times as long as the statistics of a batch norm.
     means, variances = zip(
         *(torch.batch_norm_update_stats(sample_1CTHW, None, None, 0.0) for sample_1CTHW in torch.split(clip_BCTHW, 1)),
         strict=True,
@@ -111,8 +111,8 @@ def _var_mean(clip_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
 def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
     if chunk_BCTHW.device == device:
         return chunk_BCTHW
-    # Only the stream that writes the store ever reads it, so no copy needs a wait; the allocator of page-locked
-    # memory reuses it only after the copies are done.
+    # One stream writes and reads the store, so no copy needs a wait. The allocator of page-locked memory reuses it only
+    # after the copies are done.
     pinned = chunk_BCTHW.is_cuda and device.type == "cpu"
     return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)
 
@@ -125,8 +125,8 @@ def records_no_gradient(clip_BCTHW: Tensor, conv: CausalConv3d) -> bool:
 def chunk_frames_for(shape: tuple[int, int, int, int], *, device: torch.device) -> int | None:
     """Return the default number of frames to compute at a time. None means all.
 
-    `shape` is (B, C, H, W) of a frame between two layers at the highest resolution. A CPU computes in chunks as fast,
-    with half of the memory, unless they are so short that its calls take longer than its products.
+    `shape` is (B, C, H, W) of a frame between two layers at the highest resolution. In chunks, a CPU is equally fast
+    and needs half of the memory. Only very small chunks are slower, because of the overhead of calls.
     """
     if device.type != "cpu":
         return None
@@ -147,9 +147,9 @@ def run_in_chunks(
 ) -> Tensor:
     """Return a decoder's output for projected latents, or an encoder's for pixels, on the canvas, without gradients.
 
-    `layers` are those between `conv_in` and `norm_out`. A layer computes `chunk_frames` frames at a time, an even
-    number where one halves time; those that upsample in time give up to twice as many. Between two layers the clip
-    waits on `store`.
+    `layers` are the layers between `conv_in` and `norm_out`. Each computes `chunk_frames` frames at a time, an even
+    number if a layer halves time. Layers that upsample in time return up to twice as many. Between two layers, the clip
+    is on `store`.
     """
     clip = StoredClip(convolve(torch.split(clip_BCTHW, chunk_frames, dim=2), conv_in), store=store)
     for stage in stages_of(layers):
@@ -196,7 +196,7 @@ def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canv
 def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False) -> Iterator[Tensor]:
     """Yield the results of a convolution for the chunks of a clip; with `silu`, after SiLU in place."""
     carried = CarriedFrames()
-    # Unlike a loop, map keeps none of the chunks while what comes of it is used.
+    # Unlike a loop, map keeps no reference to a chunk while its result is used.
     for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried, silu=silu), chunks):
         out_BCTHW = conv.convolve(padded_BCTHW)
         del padded_BCTHW
@@ -205,9 +205,9 @@ def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False
 
 
 def _norm_silu_conv(
-    chunks: Iterable[Tensor], normalise: Callable[[Tensor], Tensor], conv: CausalConv3d
+    chunks: Iterable[Tensor], normalize: Callable[[Tensor], Tensor], conv: CausalConv3d
 ) -> Iterator[Tensor]:
-    return convolve(map(normalise, chunks), conv, silu=True)
+    return convolve(map(normalize, chunks), conv, silu=True)
 
 
 def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:
@@ -223,11 +223,11 @@ def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Ite
 
 
 def _attend(clip: StoredClip, layer: FrameCausalAttention) -> Iterator[Tensor]:
-    normalise = clip.group_norm(layer.group_norm)
+    normalize = clip.group_norm(layer.group_norm)
     memory: list[Tensor] = []
     end = 0
     for hidden_BCTHW in clip.drain():
-        normed_BCTHW = normalise(hidden_BCTHW)
+        normed_BCTHW = normalize(hidden_BCTHW)
         new = layer.keys_and_values(normed_BCTHW)
         if not memory:
             batch, heads, num_new, width = new[0].shape

@@ -14,17 +14,17 @@ from torch.nn import functional
 
 
 def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
-    """Return the clip in the memory layout in which its device convolves fastest; most layers keep it, some lose it."""
+    """Return the clip in the memory layout with the fastest convolutions. Most layers preserve it, some do not."""
     if hidden_BCTHW.device.type == "cpu":
-        # Half the time of the default layout, in fp32 and bf16, forward and backward.
+        # This takes half the time of the default layout, in fp32 and bf16, forward and backward.
         return hidden_BCTHW.contiguous(memory_format=torch.channels_last_3d)
     return hidden_BCTHW
 
 
 def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
-    """Change the memory layout of a module's kernels, which are on `device`, to that of their input clips.
+    """Change the memory layout of a module's kernels on `device` to the layout of their input clips.
 
-    Otherwise a CPU changes it at every call, which takes a third of the time of a small tile.
+    Otherwise a CPU changes it at every call, which takes a third of the time for a small tile.
     """
     if device.type == "cpu":
         for conv in module.modules():
@@ -33,7 +33,7 @@ def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
 
 
 def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
-    """Return whether to use `onednn_conv3d`: no gradient is recorded, and kernel and clip are in fp32 on a CPU."""
+    """Return whether to use `onednn_conv3d`: kernel and clip are in fp32 on a CPU, and no gradient is recorded."""
     if clip_BCTHW.device.type != "cpu" or clip_BCTHW.dtype is not torch.float32:
         return False
     is_recorded = torch.is_grad_enabled() and (clip_BCTHW.requires_grad or weight.requires_grad)
@@ -44,8 +44,8 @@ def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
 def onednn_conv3d(clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)) -> Tensor:
     """Convolve without padding.
 
-    For a single clip with few channels and rows (20,480 in all, with its frames), `torch.nn.functional.conv3d` would
-    copy every neighborhood. That takes up to twelve times as long, in 27 times the memory of the clip.
+    If a single clip has few channels, rows and frames (a product up to 20,480), `torch.nn.functional.conv3d` would copy
+    every neighborhood. That takes up to twelve times as long, and 27 times the memory of the clip.
     """
     out: Tensor = torch.mkldnn_convolution(clip_BCTHW, weight, bias, (0, 0, 0), stride, (1, 1, 1), 1)
     return out
@@ -60,7 +60,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `convolve(clip_BCTHW)`, computed in float32 if training in bfloat16 would crash the process.
 
-    On CPUs with AMX, oneDNN 3.12 writes beyond its memory in a kernel's gradient by few, large frames.
+    On CPUs with AMX, oneDNN 3.12 writes outside its memory in the gradient of a kernel for a few large frames.
     """
     if not (clip_BCTHW.device.type == "cpu" and _is_trained_in_bf16() and torch.cpu._is_amx_tile_supported()):
         return convolve(clip_BCTHW)
@@ -71,7 +71,7 @@ def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tenso
         return convolve(clip_BCTHW.float()).to(torch.bfloat16)
 
 
-# Found at up to 9 frames, padding included, and from 90 x 90 pixels upwards.
+# The crash was seen with up to 9 frames, including padding, and from 90 x 90 pixels.
 _MOST_FRAMES_AT_RISK = 12
 _FEWEST_PIXELS_AT_RISK = 8_000
 
@@ -82,7 +82,7 @@ def _is_trained_in_bf16() -> bool:
 
 
 class CarriedFrames:
-    """Last input frames of a causal convolution, for a clip in chunks: one object per convolution."""
+    """Last input frames of a causal convolution in the previous chunk of a clip. Each convolution has its own."""
 
     def __init__(self) -> None:
         self._padded_BCTHW: Tensor | None = None
@@ -93,9 +93,9 @@ class CarriedFrames:
         return self._padded_BCTHW is None
 
     def exchange(self, padded_BCTHW: Tensor, num_frames: int) -> None:
-        """Replace the first `num_frames` frames, which are padding, by the last ones of the chunk before.
+        """Replace the first `num_frames` frames, which are padding, with the last frames of the previous chunk.
 
-        The last ones of this chunk are kept for the next.
+        The last frames of this chunk are kept for the next one.
         """
         if self._padded_BCTHW is not None:
             padded_BCTHW[:, :, :num_frames] = self._padded_BCTHW
@@ -110,10 +110,10 @@ def replicate_pad(
     carried: CarriedFrames | None = None,
     silu: bool = False,
 ) -> Tensor:
-    """Repeat the edges outwards; `padding` counts as in `torch.nn.functional.pad`, last axis first.
+    """Pad a clip by repeating its edges; `padding` is that of `torch.nn.functional.pad`, last axis first.
 
-    With `carried`, the clip is a chunk, and the frames before it are those of the chunk before, where there is one.
-    With `silu`, the clip goes through SiLU before, perhaps in its own memory: nothing else may use it, nor a gradient.
+    With `carried`, the clip is a chunk, and the previous chunk, if there is one, provides the frames before it.
+    With `silu`, SiLU is applied first, perhaps in place: nothing else may use the clip, and no gradient may need it.
     """
     if not any(padding):
         return functional.silu(hidden_BCTHW, inplace=True) if silu else hidden_BCTHW
@@ -132,7 +132,7 @@ def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, 
         if silu:
             functional.silu(hidden_BCTHW, inplace=True)
         return functional.pad(hidden_BCTHW, padding, mode="replicate")
-    # Plain copies of rows: half the time of the kernel, which looks up where each value comes from.
+    # Plain copies of rows take half the time of the kernel, which looks up the source of each value.
     sides = list(zip(padding[::2], padding[1::2], strict=True))[::-1]
     shape = (size + sum(side) for size, side in zip(hidden_BCTHW.shape[2:], sides, strict=True))
     padded_BCTHW = _empty((*hidden_BCTHW.shape[:2], *shape), like=hidden_BCTHW)
@@ -143,7 +143,7 @@ def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, 
         torch.ops.aten.silu.out(hidden_BCTHW, out=inner_BCTHW)
     else:
         inner_BCTHW.copy_(hidden_BCTHW)
-    # From the last axis to the first: each copies edges that those before have filled.
+    # Go from the last axis to the first: each step copies edges that earlier steps have filled.
     for axis, (before, after) in reversed(list(enumerate(sides, start=2))):
         end = before + hidden_BCTHW.shape[axis]
         if before:
@@ -156,16 +156,16 @@ def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, 
 def conv_of_upsampled(
     hidden_BCTHW: Tensor, conv: nn.Conv3d, *, time: int, space: int, carried: CarriedFrames | None = None
 ) -> Tensor:
-    """Causal 3x3x3 convolution of the nearest-upsampled clip, without ever building the upsampled clip.
+    """Return the causal 3x3x3 convolution of the nearest-upsampled clip, without building the upsampled clip.
 
-    Height and width are repeated `space` times, every frame but the first `time` times (1 or 2 each): (B, C_out, 1 +
-    (T-1)*time, H*space, W*space), or T*time frames of a chunk that is not the first. Stride and padding of `conv` are
-    ignored.
+    Pixels are repeated `space` times in height and width. Every frame except the first is repeated `time` times. Both
+    factors are 1 or 2. The result is (B, C_out, 1 + (T-1)*time, H*space, W*space); a chunk that is not the first has
+    T*time frames. Stride and padding of `conv` are ignored.
 
-    Where an axis is doubled, two of the three taps of the kernel always meet the same low-resolution value, so that two
-    kernels of two taps on the low-resolution clip, one for even positions and one for odd, give the same sums: with all
-    axes doubled 8 products instead of 27 for each output value, and no padded copy of the large clip. It is the
-    sub-pixel convolution of https://arxiv.org/abs/1609.05158 with kernels that come from a full one.
+    On a doubled axis, two of the three taps of the kernel always multiply the same low-resolution value. So two kernels
+    of two taps on the low-resolution clip, for even and for odd positions, give the same sums. With all axes doubled,
+    this takes 8 products instead of 27 per output value, and no padded copy of the large clip. It is the sub-pixel
+    convolution of https://arxiv.org/abs/1609.05158 with kernels that are folded from a full one.
     """
     factors = (time, space, space)
     is_start = carried is None or carried.is_empty
@@ -179,7 +179,7 @@ def conv_of_upsampled(
 
 
 class _Folded(NamedTuple):
-    """Folded kernels, with the state of the weights that they come from."""
+    """Folded kernels, with the state of their weights."""
 
     storages: "list[weakref.ref[torch.UntypedStorage]]"
     state: tuple[object, ...]
@@ -191,11 +191,11 @@ _FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
 
 
 def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
-    """Return the kernels of all phases and their bias: those of frozen weights on a CPU are kept until these change."""
+    """Return the kernels of all phases and their bias. For frozen weights on a CPU they are cached."""
     given = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
     if any(each.device.type != "cpu" or each.requires_grad for each in given):
         return _fold(conv, factors)
-    # An operation in place makes a new version, and another tensor under the same name has a storage of its own.
+    # An operation in place makes a new version, and another tensor under the same name has another storage.
     state = factors, *((_version(each), each.shape, each.stride(), each.storage_offset(), each.dtype) for each in given)
     storages = [each.untyped_storage() for each in given]
     known = _FOLDED.get(conv)
@@ -206,22 +206,20 @@ def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tens
 
 
 def _version(weight: Tensor) -> int:
-    """Return a number that changes with the values. Weights that were loaded in inference mode have none, and never
-    change.
-    """
+    """Return a number that changes with the values; 0 for weights of inference mode, which never change."""
     return 0 if weight.is_inference() else weight._version
 
 
 def _fold(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
     weight = conv.weight
-    # Sums of taps are rounded once, to the weight's own dtype, not at every addition.
+    # Sums of taps are rounded to the weight's dtype once, not at every addition.
     sum_dtype = torch.promote_types(weight.dtype, torch.float32)
     kernels = fast_layout(_phase_kernels(weight.to(sum_dtype), factors).to(weight.dtype))
     return kernels, None if conv.bias is None else conv.bias.repeat(math.prod(factors))
 
 
 def _phase_kernels(weight: Tensor, factors: tuple[int, int, int]) -> Tensor:
-    """Fold a (C_out, C, 3, 3, 3) kernel to (phases * C_out, C, 2 or 3, ...); the last axis' phase changes fastest."""
+    """Fold a (C_out, C, 3, 3, 3) kernel to (phases * C_out, C, 2 or 3, ...). Phases of the last axis change fastest."""
     kernels = [weight]
     for axis, factor in enumerate(factors, start=2):
         if factor == 2:
@@ -230,7 +228,7 @@ def _phase_kernels(weight: Tensor, factors: tuple[int, int, int]) -> Tensor:
 
 
 def _fold_taps(kernel: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Split three taps into those of the odd positions before and of the even positions at a low-resolution value."""
+    """Fold three taps to two, for the odd positions before each low-resolution value, and for the even positions."""
     first, middle, last = kernel.chunk(3, dim=axis)
     return torch.cat((first + middle, last), dim=axis), torch.cat((first, middle + last), dim=axis)
 
@@ -238,9 +236,8 @@ def _fold_taps(kernel: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 class _InterleavePhases(torch.autograd.Function):
     """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W).
 
-    Positions that lie outside the clip are dropped: along a doubled time axis the first (where the clip starts), along
-    a doubled height or width the first and the last. Autograd of strided writes would copy the whole output once for
-    each phase.
+    Positions outside the clip are dropped: the first and the last of a doubled height or width, and the first of a
+    doubled time axis if the clip starts there. Autograd of strided writes would copy the whole output once per phase.
     """
 
     @staticmethod
@@ -276,7 +273,7 @@ class _InterleavePhases(torch.autograd.Function):
 def _phase_positions(
     factors: tuple[int, int, int], is_start: bool
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield for every phase, the last axis' changing fastest, its positions in the output and those of its values."""
+    """Yield the positions of each phase in the output, and of its values. Phases of the last axis change fastest."""
     whole = (slice(None), slice(None))
     odd = (slice(1, None, 2), slice(1, None))
     time, space, _ = factors
@@ -290,7 +287,7 @@ def _phase_positions(
 
 
 def _empty(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
-    """Return empty memory in the layout of `like` because a change of layout would cost every later layer a copy."""
+    """Return an empty tensor in the layout of `like`; in another layout, every later layer would make a copy."""
     channels_last = like.is_contiguous(memory_format=torch.channels_last_3d)
     memory_format = torch.channels_last_3d if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
