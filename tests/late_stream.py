@@ -29,7 +29,7 @@ class LateStream:
     def after(self, _mark: int) -> Iterator[None]:
         yield
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         self.wait(len(self.queued))
 
 

@@ -30,7 +30,7 @@ _MARKER = "scaled_fp8"
 _TABLES = ("*embed*", "shared.weight", "*.shared.weight", "*relative_attention_bias*")
 
 
-def dequantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
+def dequantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
     """Multiply 8-bit tensors by their scales, and drop the scales; all other tensors pass unchanged.
 
     Args:
@@ -49,7 +49,7 @@ def dequantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[st
         if len(scales[name]) > 1:
             raise CheckpointError(f"{name} has more than one scale: {', '.join(scales[name])}")
         scale = entries[scales[name][0]] if scales[name] else None
-        result[name] = _dequantised(name, entry, scale, dtype)
+        result[name] = _dequantized(name, entry, scale, dtype)
     return result
 
 
@@ -76,7 +76,7 @@ def separated(before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor])
     ]
 
 
-def quantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
+def quantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
     """Quantize the weights of linear layers to 8 bits, and put the scale of each after it.
 
     Names and shapes identify linear layers: floating point, two dimensions, and a name that ends in `weight` and is not
@@ -96,11 +96,11 @@ def quantise(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str,
             continue
         if name + _SCALE in entries:
             raise CheckpointError(f"{name} cannot get a scale: there is a tensor {name + _SCALE} already")
-        result[name], result[name + _SCALE] = _quantised(name, entry, dtype)
+        result[name], result[name + _SCALE] = _quantized(name, entry, dtype)
     return result
 
 
-def _quantised(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTensor, LazyTensor]:
+def _quantized(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTensor, LazyTensor]:
     """Return the tensor divided by its scale in 8 bits, and the scale.
     Values are rounded to nearest, and clamped to the largest 8-bit number.
     """
@@ -118,7 +118,7 @@ def _quantised(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTen
     return LazyTensor(base.shape, dtype, read), LazyTensor((), torch.float32, scale)
 
 
-def _dequantised(name: str, base: LazyTensor, scale: LazyTensor | None, dtype: torch.dtype) -> LazyTensor:
+def _dequantized(name: str, base: LazyTensor, scale: LazyTensor | None, dtype: torch.dtype) -> LazyTensor:
     """Return 8-bit values times their scale, if they have one, rounded to `dtype`."""
     block_rows, block_columns = (1, 1) if scale is None else _block_of_scale(name, base, scale)
 
@@ -165,8 +165,8 @@ def _widened(values: Tensor) -> Tensor:
 
 def _scales(entries: Mapping[str, LazyTensor]) -> dict[str, list[str]]:
     """Return the 8-bit tensors, each with the candidates for its scale, rarely more than one."""
-    quantised = (name for name, entry in entries.items() if entry.dtype in FP8_DTYPES and not _is_marker(name))
-    return {name: _find_scales(name, entries) for name in quantised}
+    quantized = (name for name, entry in entries.items() if entry.dtype in FP8_DTYPES and not _is_marker(name))
+    return {name: _find_scales(name, entries) for name in quantized}
 
 
 def _find_scales(name: str, entries: Mapping[str, LazyTensor]) -> list[str]:
@@ -175,8 +175,8 @@ def _find_scales(name: str, entries: Mapping[str, LazyTensor]) -> list[str]:
     return [candidate for candidate in candidates if candidate in entries]
 
 
-def _companions(quantised: Iterable[str]) -> set[str]:
-    modules = {name.rpartition(".")[0] for name in quantised}
+def _companions(quantized: Iterable[str]) -> set[str]:
+    modules = {name.rpartition(".")[0] for name in quantized}
     return {f"{module}.{kind}" if module else kind for module in modules for kind in _COMPANIONS}
 
 

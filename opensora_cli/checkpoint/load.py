@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
-from opensora_cli.checkpoint.fp8 import dequantise
+from opensora_cli.checkpoint.fp8 import dequantize
 from opensora_cli.checkpoint.mapped import MappedTensors, MetaTensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import rename
@@ -52,7 +52,7 @@ def plan_tensors(
 
     `dtype` and `convert` are its arguments. Raises CheckpointError for a file that is missing or broken.
     """
-    tensors = MetaTensors(dequantise(open_checkpoint(Path(path)).entries, dtype))
+    tensors = MetaTensors(dequantize(open_checkpoint(Path(path)).entries, dtype))
     return tuple(
         PlannedTensor(key, tensor.numel(), tensor.dtype, tensors.is_view(tensor))
         for key, tensor in (convert or _as_is)(tensors)
@@ -227,7 +227,7 @@ def fill_module(
             f"{checkpoint.path} has interleaved rotary pairs, which its names don't imply",
             hint="osora ckpt convert --rotary half converts them to the order that models expect",
         )
-    entries = dequantise(checkpoint.entries, torch.get_default_dtype())
+    entries = dequantize(checkpoint.entries, torch.get_default_dtype())
     expected = module.state_dict()
     shapes = {key: tuple(entry.shape) for key, entry in entries.items()}
     problems = differences(shapes, {key: tuple(tensor.shape) for key, tensor in expected.items()})
@@ -261,7 +261,7 @@ def _read(
     tensors of a module follow one another.
     """
     expected = module.state_dict()
-    entries = dequantise(open_checkpoint(Path(path)).entries, dtype)
+    entries = dequantize(open_checkpoint(Path(path)).entries, dtype)
     if in_order:
         entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(_padded, named[0])))
     read = convert or _as_is

@@ -57,7 +57,7 @@ _HINTS = {
 }
 
 
-def recognise(path: Path) -> Kind:
+def recognize(path: Path) -> Kind:
     """Return the kind of a file.
 
     Raises:
@@ -123,7 +123,7 @@ def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoin
 
 
 def _open_file(path: Path, select: Selection | None) -> Checkpoint:
-    kind = recognise(path)
+    kind = recognize(path)
     if kind is Kind.TORCH:
         return open_torch(path, select=select)
     choose(select, (), path=path)
@@ -135,7 +135,7 @@ def _open_file(path: Path, select: Selection | None) -> Checkpoint:
 
 def _open_index(path: Path) -> Checkpoint:
     entries, metadata, files = open_shards(path, open_shard=_open_shard)
-    is_torch = any(recognise(shard) is Kind.TORCH for shard in files[1:])
+    is_torch = any(recognize(shard) is Kind.TORCH for shard in files[1:])
     return Checkpoint(
         format=Format.TORCH_SHARDS if is_torch else Format.SAFETENSORS_SHARDS,
         path=path,
@@ -146,7 +146,7 @@ def _open_index(path: Path) -> Checkpoint:
 
 
 def _open_shard(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    kind = recognise(path)
+    kind = recognize(path)
     if kind is Kind.SAFETENSORS:
         return open_safetensors(path)
     if kind is Kind.TORCH:
@@ -202,7 +202,7 @@ def find_file(folder: Path) -> Path:
         CheckpointError: the folder has none, or shards, or only an unfinished training checkpoint, or a link to a file
             elsewhere. Such a link is not followed, not even to detect the format.
     """
-    kinds = {path: recognise(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
+    kinds = {path: recognize(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in (Kind.SAFETENSORS, Kind.TORCH)]
     chosen = [path for path in weights if kinds[path] is Kind.SAFETENSORS] or weights
     if shards := [name for path in chosen if (name := ShardName.of(path.name))]:

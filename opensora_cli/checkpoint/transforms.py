@@ -75,7 +75,7 @@ def drop(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str
 def cast(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
     """Cast all floating point tensors to another dtype; integers and booleans keep theirs.
 
-    8-bit tensors must have been multiplied by their scales before; see `fp8.dequantise`.
+    8-bit tensors must have been multiplied by their scales before; see `fp8.dequantize`.
     """
     return {
         name: lazy.cast(entry, dtype, name=name) if entry.dtype.is_floating_point and entry.dtype != dtype else entry

@@ -49,7 +49,7 @@ class Fp8Linear(StoredLinear):
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear, *_quantised(linear.weight.detach()))
+        super().__init__(linear, *_quantized(linear.weight.detach()))
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def require_finite(largest: Tensor) -> None:
         )
 
 
-def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return `weight`, (O, I), in float8_e4m3fn, and the scale of each row, (O, 1) in fp32."""
     largest = largest_of_rows(weight)
     require_finite(largest)

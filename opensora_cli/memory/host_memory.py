@@ -98,7 +98,7 @@ class SideStream:
             self.wait(mark)
             yield
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done all queued work on all streams."""
         if self._stream is not None:
             torch.cuda.synchronize(self._stream.device)

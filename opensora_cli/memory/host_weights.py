@@ -148,7 +148,7 @@ def open_host_weights(
                 with _MappedWeights(blocks, memory, side) as mapped:
                     yield mapped
         finally:
-            side.synchronise()
+            side.synchronize()
 
 
 class _LockedMemory:

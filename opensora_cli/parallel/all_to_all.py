@@ -168,7 +168,7 @@ def to_wire(sent: Tensor, parts: Parts, wire: WireFormat) -> Tensor:
     if wire == "bf16":
         return sent.to(torch.bfloat16)
     wire_parts(parts, wire)  # raises
-    values, scales = quantise(sent.view(-1, parts.row or 1))
+    values, scales = quantize(sent.view(-1, parts.row or 1))
     # Values and scales share a message because a second one would cost its latency again.
     return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=-1).view(-1)
 
@@ -182,7 +182,7 @@ def unpacked(received: Tensor, parts: Parts, wire: WireFormat, *, dtype: torch.d
     return (values.view(_FP8).float() * scales.view(torch.float32)).to(dtype).view(-1)
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return fp8 values, and the fp32 scale of each row (..., 1) as a factor for them; the largest value becomes 448.
 
     Rows are along the last dimension, and have at least one element.

@@ -199,12 +199,12 @@ class CommunicationScheduler:
         count = torch.tensor(len(self._queue))
         dist.all_reduce(count, op=dist.ReduceOp.MIN, group=self._group)
         batch, self._queue = self._queue[: int(count)], self._queue[int(count) :]
-        order = torch.tensor(self._favoured(batch))
+        order = torch.tensor(self._favored(batch))
         dist.broadcast(order, group=self._group, group_src=0)
         for index in order.tolist():
             batch[index].work = batch[index].start()
 
-    def _favoured(self, batch: "list[_Queued]") -> list[int]:
+    def _favored(self, batch: "list[_Queued]") -> list[int]:
         seconds = [self._monitor.link(queued.group).predicted_s(queued.result.nbytes) for queued in batch]
         return sorted(range(len(batch)), key=seconds.__getitem__)
 

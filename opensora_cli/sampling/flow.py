@@ -45,15 +45,15 @@ def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor 
         raise ValueError(f"{tuple(velocity_BND.shape)} tokens are not {batch} samples of {frames} frames")
     squares_BND = (velocity_BND.float() - target_BND.float()).square()
     error_BT = squares_BND.reshape(batch, frames, -1).mean(dim=2)
-    kept_BT = _learnt_frames(masks_BTHW).to(error_BT)
+    kept_BT = _learned_frames(masks_BTHW).to(error_BT)
     return ((error_BT * kept_BT).sum(dim=1) / kept_BT.sum(dim=1).clamp(min=1.0)).mean()
 
 
-def _learnt_frames(masks_BTHW: Tensor) -> Tensor:
+def _learned_frames(masks_BTHW: Tensor) -> Tensor:
     """Return (B,T), False for given first and last frames of samples without given frames between them."""
     given_BT = masks_BTHW.flatten(2).amax(dim=2) > 0
     only_ends_B1 = ~given_BT[:, 1:-1].any(dim=1, keepdim=True)
-    learnt_BT = torch.ones_like(given_BT)
-    learnt_BT[:, :1] = ~(given_BT[:, :1] & only_ends_B1)
-    learnt_BT[:, -1:] &= ~(given_BT[:, -1:] & only_ends_B1)
-    return learnt_BT
+    learned_BT = torch.ones_like(given_BT)
+    learned_BT[:, :1] = ~(given_BT[:, :1] & only_ends_B1)
+    learned_BT[:, -1:] &= ~(given_BT[:, -1:] & only_ends_B1)
+    return learned_BT

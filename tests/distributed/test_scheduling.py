@@ -32,7 +32,7 @@ class _Log:
 
 
 def _opposed() -> tuple[list[int], list[int]]:
-    """Return the order of issue over three groups, of which ranks have learnt opposite things, and this rank's own."""
+    """Return the order of issue over three groups, of which ranks have learned opposite things, and this rank's own."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pairs = ParallelMesh(MeshShape(replicate=ranks // 2, tensor=2), device_type="cpu").group("tensor")
     groups = [dist.new_group(list(range(ranks))), pairs, dist.new_group(list(range(ranks)))]

@@ -20,7 +20,7 @@ from fake_cuda.log import (
     Log,
     Operand,
     Operation,
-    Synchronised,
+    Synchronized,
     Unlocked,
 )
 
@@ -81,7 +81,7 @@ def sync_faults(log: Log, *, stage: str, allowed: Container[str] = ()) -> Iterat
     `allowed` are the lines of the engine that may.
     """
     for entry in _between_advances(log, stage):
-        if isinstance(entry, Synchronised):
+        if isinstance(entry, Synchronized):
             what = entry.what
         elif isinstance(entry, Copy) and entry.is_blocking:
             what = f"a blocking copy ({entry.name})"

@@ -9,7 +9,7 @@ from fake_cuda.log import (
     EventRecorded,
     EventWaited,
     Operation,
-    Synchronised,
+    Synchronized,
     TaskAwaited,
     TaskDone,
     ThreadStarted,
@@ -54,7 +54,7 @@ class Clocks:
                 self._events[entry.event] = dict(self.of(entry.queue))
             case EventWaited():
                 _join(self.of(entry.queue), self._events.get(entry.event, {}))
-            case Synchronised():
+            case Synchronized():
                 if entry.event is not None:
                     _join(thread, self._events.get(entry.event, {}))
                 for queue in entry.queues:

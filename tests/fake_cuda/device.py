@@ -142,7 +142,7 @@ class _Functions:
         return None
 
     def synchronize(self, device: Any = None) -> None:
-        self._queues.synchronise()
+        self._queues.synchronize()
 
     def current_stream(self, device: Any = None) -> FakeStream:
         return self._queues.current

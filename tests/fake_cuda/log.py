@@ -112,7 +112,7 @@ class EventWaited(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Synchronised(Entry):
+class Synchronized(Entry):
     """The host waits for an event, a stream, or a device."""
 
     what: str

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
-from fake_cuda.log import EventRecorded, EventWaited, Log, Synchronised, TaskAwaited, TaskDone, ThreadStarted
+from fake_cuda.log import EventRecorded, EventWaited, Log, Synchronized, TaskAwaited, TaskDone, ThreadStarted
 
 T = TypeVar("T")
 
@@ -67,9 +67,9 @@ class Queues:
         """Let what is queued on a stream from now on wait for an event."""
         self._of_autograd[event].wait(self.all[stream])
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all that is queued."""
-        self.log.add(Synchronised(*self.log.asking, "device", None, tuple(each.queue for each in self.all)))
+        self.log.add(Synchronized(*self.log.asking, "device", None, tuple(each.queue for each in self.all)))
 
 
 class FakeStream:
@@ -101,7 +101,7 @@ class FakeStream:
     def synchronize(self) -> None:
         """Wait, on the host."""
         log = self.queues.log
-        log.add(Synchronised(*log.asking, "stream", None, (self.queue,)))
+        log.add(Synchronized(*log.asking, "stream", None, (self.queue,)))
 
     def query(self) -> bool:
         """Return whether all is done: it may be."""
@@ -142,7 +142,7 @@ class FakeEvent:
         """Wait, on the host."""
         log = self.queues.log
         if self._is_recorded:
-            log.add(Synchronised(*log.asking, "event", self._number, ()))
+            log.add(Synchronized(*log.asking, "event", self._number, ()))
 
     def query(self) -> bool:
         """Return whether all is done: it may be."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from fake_cuda.collectives import Collectives
-from fake_cuda.log import Copy, Log, Operand, Operation, Synchronised
+from fake_cuda.log import Copy, Log, Operand, Operation, Synchronized
 from fake_cuda.storages import Storages
 from fake_cuda.streams import Queues
 from fake_cuda.values import UNKNOWN, compute, give, value_of
@@ -162,7 +162,7 @@ class LoggedTensors(FakeTensorMode):
     def _wait_for(self, func: Any, given: list[Tensor]) -> None:
         if any(tensor.device.type == "cuda" for tensor in given):
             queue = self._queues.current.queue
-            self._log.add(Synchronised(*self._log.asking, func._opname, None, (queue,)))
+            self._log.add(Synchronized(*self._log.asking, func._opname, None, (queue,)))
 
 
 class DeviceFunctions(TorchFunctionMode):

@@ -161,7 +161,7 @@ def unlocked_early():
         if memory is not None:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
-    with mock.patch.object(PageLock, "release", release), mock.patch.object(SideStream, "synchronise"):
+    with mock.patch.object(PageLock, "release", release), mock.patch.object(SideStream, "synchronize"):
         yield
 
 

@@ -4,7 +4,7 @@ import pytest
 from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
 from fake_cuda.guard import why_no_backward
-from fake_cuda.log import MAIN, Synchronised
+from fake_cuda.log import MAIN, Synchronized
 from fake_cuda.storages import Storages
 from fake_cuda.training import MAY_WAIT, STEP, recipe, rehearse, with_weights
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -41,7 +41,7 @@ def waits(turn):
     """Return how often the main thread waits for the device, by the module that does."""
     log, counts = turn.log, {}
     for entry in log.entries:
-        if isinstance(entry, Synchronised) and entry.thread == MAIN:
+        if isinstance(entry, Synchronized) and entry.thread == MAIN:
             module = entry.where.split(":")[0]
             counts[module] = counts.get(module, 0) + 1
     return counts

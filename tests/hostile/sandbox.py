@@ -251,7 +251,7 @@ class Sandbox:
             "limit_s": limit_s,
             "grace_s": grace_s,
             "patch": patch,
-            "learn": str(self._root / "learnt.json") if learn else None,
+            "learn": str(self._root / "learned.json") if learn else None,
             "calls": list(calls),
         }
         answer = self._ask(request)

@@ -72,7 +72,7 @@ def _forget_finalizers() -> None:
         finalizer.atexit = False
 
 
-def _learnt() -> dict[str, Any]:
+def _learned() -> dict[str, Any]:
     """Return what a command imported late and estimated, so that the next ones find it."""
     from opensora_cli.engine.estimate.remembered import known_needs
 
@@ -80,12 +80,12 @@ def _learnt() -> dict[str, Any]:
     return {"modules": sorted(sys.modules), "needs": needs}
 
 
-def _learn(learnt: dict[str, Any]) -> None:
+def _learn(learned: dict[str, Any]) -> None:
     from opensora_cli.engine.estimate.fake_tensors import Need
     from opensora_cli.engine.estimate.remembered import known_needs
 
-    known_needs().update({key: Need(*sizes) for key, sizes in learnt["needs"].items()})
-    for name in learnt["modules"]:
+    known_needs().update({key: Need(*sizes) for key, sizes in learned["needs"].items()})
+    for name in learned["modules"]:
         if name not in sys.modules:
             try:
                 importlib.import_module(name)
@@ -108,8 +108,8 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     if not child:
         _become(request)
     answer = _supervise(child, request)
-    if request["learn"] and (learnt := Path(request["learn"]).read_text()):
-        _learn(json.loads(learnt))
+    if request["learn"] and (learned := Path(request["learn"]).read_text()):
+        _learn(json.loads(learned))
     return answer
 
 
@@ -221,10 +221,10 @@ def _end_left_over(grace_s: float) -> list[str]:
 
 def _become(request: dict[str, Any]) -> None:
     """Run the command in this forked child, which never returns."""
-    code, learnt = 1, None
+    code, learned = 1, None
     try:
         os.setsid()
-        learnt = os.open(request["learn"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if request["learn"] else None
+        learned = os.open(request["learn"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if request["learn"] else None
         for name, number in (("stdout", 1), ("stderr", 2)):
             file = _output(request[name])
             os.dup2(file, number)
@@ -239,8 +239,8 @@ def _become(request: dict[str, Any]) -> None:
         traceback.print_exc()
     finally:
         code = _finish(code)
-        if learnt is not None:
-            os.write(learnt, json.dumps(_learnt()).encode())
+        if learned is not None:
+            os.write(learned, json.dumps(_learned()).encode())
         os._exit(code)
 
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Checkpoint
-from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise, separated, without_scales
+from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize, separated, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
@@ -94,7 +94,7 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
     if settings.dtype is not None:
         # The first step, while every scale still has its name. fp32 represents a scale times any 8-bit number.
         wide = torch.float32 if settings.dtype.is_fp8 else _DTYPES[settings.dtype]
-        entries = dequantise(entries, wide)
+        entries = dequantize(entries, wide)
     if settings.only:
         entries = only(entries, settings.only)
     if settings.drop:
@@ -119,5 +119,5 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
         )
     if settings.dtype is not None:
         to = _DTYPES[settings.dtype]
-        entries = quantise(entries, to) if settings.dtype.is_fp8 else cast(entries, to)
+        entries = quantize(entries, to) if settings.dtype.is_fp8 else cast(entries, to)
     return entries, metadata

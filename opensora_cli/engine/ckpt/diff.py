@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from opensora_cli.checkpoint.fp8 import dequantise, without_scales
+from opensora_cli.checkpoint.fp8 import dequantize, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
@@ -101,7 +101,7 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     numbers = first, second
     if not settings.is_exact:
         # Before `only`, which may drop scales.
-        numbers = dequantise(first, torch.float32), dequantise(second, torch.float32)
+        numbers = dequantize(first, torch.float32), dequantize(second, torch.float32)
         first, second = without_scales(first), without_scales(second)
     if settings.only:
         chosen = only({**second, **first}, settings.only)

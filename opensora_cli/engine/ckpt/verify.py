@@ -10,7 +10,7 @@ from opensora_cli.checkpoint.contents import Checkpoint, Format
 from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
 from opensora_cli.checkpoint.formats.torch import check_torch
 from opensora_cli.checkpoint.fp8 import without_scales
-from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
+from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognize
 from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
@@ -158,7 +158,7 @@ def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint],
 def _read_indexes(parts: Sequence[Checkpoint]) -> list[tuple[ShardIndex, Checkpoint]]:
     """Return the index of each checkpoint that has one. The index comes first in `files`."""
     firsts = [(part.files[0], part) for part in parts if part.files]
-    return [(read_index(file), part) for file, part in firsts if recognise(file) is Kind.JSON]
+    return [(read_index(file), part) for file, part in firsts if recognize(file) is Kind.JSON]
 
 
 def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:

@@ -107,7 +107,7 @@ def _random_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     outline, generator = transformer_on_meta(settings.model), torch.Generator().manual_seed(settings.loop.seed)
     for name, parameter in outline.named_parameters():
         weight = torch.empty(parameter.shape, dtype=torch.float32)
-        outline.initialise_weight(name, weight, generator=generator)
+        outline.initialize_weight(name, weight, generator=generator)
         yield name, weight
 
 

@@ -188,7 +188,7 @@ class _Job:
         facts = probe(file)
         height, width = self._cropped_size(facts)
         clip = self.autoencoder.grid.longest_clip(self.settings.clip.num_frames)
-        frames_HWC = (centre(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
+        frames_HWC = (center(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
         output = stem.with_name(f"{stem.name}.{_ending(facts)}")
         with self.reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
             comparing = _Comparing(progress)
@@ -316,7 +316,7 @@ def pixels(frames_THWC: Tensor, hardware: Hardware) -> Tensor:
     return levels_1CTHW.to(hardware.dtype).div_(127.5).sub_(1.0)
 
 
-def centre(frame_HWC: Tensor, height: int, width: int) -> Tensor:
+def center(frame_HWC: Tensor, height: int, width: int) -> Tensor:
     """Crop a frame to its center."""
     top, left = (frame_HWC.shape[0] - height) // 2, (frame_HWC.shape[1] - width) // 2
     return frame_HWC[top : top + height, left : left + width]

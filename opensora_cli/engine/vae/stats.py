@@ -16,7 +16,7 @@ from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.vae.early import find_weights
-from opensora_cli.engine.vae.reconstruct import Failed, centre, pixels, what_failed
+from opensora_cli.engine.vae.reconstruct import Failed, center, pixels, what_failed
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAESettings
@@ -204,7 +204,7 @@ class _Encoder:
             )
         longest, moments, count = grid.longest_clip(self.settings.clip.num_frames), RunningMoments(), 0
         frames_HWC = read_cut(file, start=0, num_frames=facts.num_frames)
-        for clip_THWC in _clips((centre(frame, height, width) for frame in frames_HWC), longest):
+        for clip_THWC in _clips((center(frame, height, width) for frame in frames_HWC), longest):
             kept_THWC = clip_THWC[: grid.longest_clip(len(clip_THWC))]
             with torch.inference_mode():
                 latents_1CTHW = self.autoencoder.encode(

@@ -45,8 +45,8 @@ def _gradients(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
         dtype = weights.dtype
         gradient, out = gradient.to(dtype), out.to(dtype)
         grad_v = weights.mT @ gradient
-        centre = (gradient * out).sum(-1, keepdim=True)
-        grad_scores = (gradient @ v.to(dtype).mT).sub_(centre).mul_(weights).div_(sqrt(q.shape[-1]))
+        center = (gradient * out).sum(-1, keepdim=True)
+        grad_scores = (gradient @ v.to(dtype).mT).sub_(center).mul_(weights).div_(sqrt(q.shape[-1]))
         grads = grad_scores @ k.to(dtype), grad_scores.mT @ q.to(dtype), grad_v
         return tuple(grad.to(q.dtype) for grad in grads)
 

@@ -83,10 +83,10 @@ class MMDiT(nn.Module):
         the weights' device; None is torch's global one.
         """
         for name, parameter in self.named_parameters():
-            self.initialise_weight(name, parameter, generator=generator)
+            self.initialize_weight(name, parameter, generator=generator)
 
     @torch.no_grad()
-    def initialise_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
+    def initialize_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
         """Initialize one parameter by filling `out`; the parameter itself may be on the meta device.
 
         One after the other, in the order of `named_parameters`, they are those of `reset_parameters`.

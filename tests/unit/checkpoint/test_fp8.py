@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny_adapters import draw
 from tiny_weights import read
 
-from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise
+from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError
 
@@ -22,11 +22,11 @@ def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
-QUANTISED = draw(5, 6).to(E4M3)
+QUANTIZED = draw(5, 6).to(E4M3)
 PER_ROW = draw(5, seed=1)
 
 
-class TestDequantise:
+class TestDequantize:
     @pytest.mark.parametrize(
         ("name", "scale", "factor"),
         [
@@ -43,13 +43,13 @@ class TestDequantise:
     def test_all_names_of_scales_are_understood(self, name, scale, factor, dtype):
         entries = {
             "x.bias": LazyTensor.of(torch.ones(5)),
-            "x.weight": LazyTensor.of(QUANTISED),
+            "x.weight": LazyTensor.of(QUANTIZED),
             name: LazyTensor.of(scale),
         }
-        result = read(dequantise(entries, dtype))
+        result = read(dequantize(entries, dtype))
         assert list(result) == ["x.bias", "x.weight"]
         assert result["x.bias"].dtype == torch.float32
-        expected = (QUANTISED.float() * factor).to(dtype)
+        expected = (QUANTIZED.float() * factor).to(dtype)
         assert torch.equal(result["x.weight"], expected)
 
     def test_blocks(self):
@@ -59,35 +59,35 @@ class TestDequantise:
             for block in range(3):
                 part = slice(128 * block, 128 * (block + 1))
                 expected[row, part] = weight[row, part].float() * scale[row // 128, block]
-        result = dequantise(held(x__weight=weight, x__weight_scale_inv=scale), torch.float32)
+        result = dequantize(held(x__weight=weight, x__weight_scale_inv=scale), torch.float32)
         assert list(result) == ["x.weight"]
         assert torch.equal(result["x.weight"].read(), expected)
 
     def test_convolution_with_a_scale_for_each_row(self):
         weight = draw(5, 2, 3, 1).to(E5M2)
-        result = read(dequantise(held(x__weight=weight, x__weight_scale=PER_ROW), torch.float32))
+        result = read(dequantize(held(x__weight=weight, x__weight_scale=PER_ROW), torch.float32))
         assert torch.equal(result["x.weight"], weight.float() * PER_ROW[:, None, None, None])
 
     @pytest.mark.parametrize(("scales", "factor"), [({}, 1), ({"scale_weight": torch.tensor(2.0)}, 2)])
     def test_names_without_a_module_and_tensors_without_a_scale(self, scales, factor):
-        result = read(dequantise(held(weight=QUANTISED, step=torch.tensor(3), **scales), torch.float16))
+        result = read(dequantize(held(weight=QUANTIZED, step=torch.tensor(3), **scales), torch.float16))
         assert list(result) == ["weight", "step"]
-        assert torch.equal(result["weight"], QUANTISED.half() * factor)
+        assert torch.equal(result["weight"], QUANTIZED.half() * factor)
         assert result["step"].item() == 3
 
     def test_what_belongs_to_computing_in_8_bits_is_left_out(self):
         entries = held(
             scaled_fp8=torch.zeros(2, dtype=E4M3),
-            x__weight=QUANTISED,
+            x__weight=QUANTIZED,
             x__scale_weight=torch.tensor(2.0),
             x__scale_input=torch.tensor(2.0),
             y__scale_input=torch.tensor(5.0),
         )
-        assert list(dequantise(entries, torch.float32)) == ["x.weight", "y.scale_input"]
+        assert list(dequantize(entries, torch.float32)) == ["x.weight", "y.scale_input"]
 
     def test_scales_of_other_tensors_stay(self):
         entries = held(x__weight=draw(5, 6), x__weight_scale=torch.tensor(2.0))
-        assert dequantise(entries, torch.bfloat16) == entries
+        assert dequantize(entries, torch.bfloat16) == entries
 
     @pytest.mark.parametrize(
         "scale",
@@ -95,20 +95,20 @@ class TestDequantise:
     )
     def test_other_shapes_of_scales_are_refused(self, scale):
         with pytest.raises(CheckpointError, match=r"the scale of x\.weight \[5, 6\] is \w+ \["):
-            dequantise(held(x__weight=QUANTISED, x__weight_scale=scale), torch.float32)
+            dequantize(held(x__weight=QUANTIZED, x__weight_scale=scale), torch.float32)
 
     def test_two_scales_are_refused(self):
-        entries = held(x__weight=QUANTISED, x__weight_scale=torch.ones(1), x__scale_weight=torch.ones(1))
+        entries = held(x__weight=QUANTIZED, x__weight_scale=torch.ones(1), x__scale_weight=torch.ones(1))
         with pytest.raises(CheckpointError, match=r"more than one scale: x\.weight_scale, x\.scale_weight"):
-            dequantise(entries, torch.float32)
+            dequantize(entries, torch.float32)
 
 
-class TestQuantise:
+class TestQuantize:
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
     def test_values_are_the_nearest_of_8_bits(self, dtype):
         weight = draw(9, 11)
         weight[3, 4] = -6.0  # its magnitude is one of bfloat16: it must come back as it is
-        result = read(quantise(held(x__weight=weight), dtype))
+        result = read(quantize(held(x__weight=weight), dtype))
         assert list(result) == ["x.weight", "x.weight_scale"]
         values, scale = result["x.weight"], result["x.weight_scale"]
         assert (values.dtype, scale.dtype, scale.shape) == (dtype, torch.float32, ())
@@ -129,7 +129,7 @@ class TestQuantise:
             table__weight=torch.ones(3, 4, dtype=torch.int64),
             small__weight=draw(3, 4).to(E4M3),
         )
-        result = quantise(entries, E4M3)
+        result = quantize(entries, E4M3)
         changed = [name for name in result if name not in entries or result[name] is not entries[name]]
         assert changed == ["block.weight", "block.weight_scale"]
 
@@ -138,12 +138,12 @@ class TestQuantise:
         for dtype in (E4M3, E5M2):
             for exponent in (-30, 0, 30, 126):
                 weight = torch.tensor([[1.0, -1.0, 2.0 - 2**-20]]) * 2.0**exponent
-                values = quantise(held(x__weight=weight), dtype)["x.weight"].read().float()
+                values = quantize(held(x__weight=weight), dtype)["x.weight"].read().float()
                 assert values.abs().max() == torch.finfo(dtype).max
 
     @pytest.mark.parametrize("weight", [*(torch.full((2, 3), tiny) for tiny in (0.0, 1e-45, 1e-40)), torch.empty(0, 3)])
     def test_zeros_and_almost_zeros_and_nothing(self, weight):
-        result = read(quantise(held(x__weight=weight), E4M3))
+        result = read(quantize(held(x__weight=weight), E4M3))
         scale = result["x.weight_scale"].item()
         assert 0 < scale < float("inf")
         assert result["x.weight"].shape == weight.shape
@@ -153,14 +153,14 @@ class TestQuantise:
     def test_numbers_that_are_not_finite_are_refused(self, bad):
         weight = draw(30, 30, dtype=torch.bfloat16)
         weight[17, 3] = bad
-        entries = quantise(held(x__weight=weight), E4M3)
+        entries = quantize(held(x__weight=weight), E4M3)
         for name in ("x.weight", "x.weight_scale"):
             with pytest.raises(CheckpointError, match=r"^x\.weight has numbers that are not finite"):
                 entries[name].read()
 
     def test_a_taken_name_of_the_scale_is_refused(self):
         with pytest.raises(CheckpointError, match=r"x\.weight_scale already"):
-            quantise(held(x__weight=draw(2, 2), x__weight_scale=torch.ones(())), E4M3)
+            quantize(held(x__weight=draw(2, 2), x__weight_scale=torch.ones(())), E4M3)
 
 
 @settings(max_examples=60)
@@ -169,8 +169,8 @@ def test_back_and_forth_is_bit_equal(data, dtype, through):
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     magnitude = 2.0 ** data.draw(st.integers(-60, 60))
     weight = draw(rows, columns, seed=data.draw(st.integers(0, 1000))) * magnitude
-    once = quantise({"x.weight": LazyTensor.of(weight)}, dtype)
-    twice = quantise(dequantise(once, through), dtype)
+    once = quantize({"x.weight": LazyTensor.of(weight)}, dtype)
+    twice = quantize(dequantize(once, through), dtype)
     assert list(once) == list(twice)
     for name in once:
         assert torch.equal(bits(once[name].read()), bits(twice[name].read()))
@@ -179,9 +179,9 @@ def test_back_and_forth_is_bit_equal(data, dtype, through):
 def test_scales_of_all_bfloat16_magnitudes_come_back():
     for mantissa in range(128):
         weight = torch.tensor([[1 + mantissa / 128]])
-        once = quantise({"x.weight": LazyTensor.of(weight)}, E4M3)
+        once = quantize({"x.weight": LazyTensor.of(weight)}, E4M3)
         for through in (torch.bfloat16, torch.float32):
-            twice = quantise(dequantise(once, through), E4M3)
+            twice = quantize(dequantize(once, through), E4M3)
             assert torch.equal(once["x.weight_scale"].read(), twice["x.weight_scale"].read())
 
 
@@ -190,12 +190,12 @@ def test_every_8_bit_number_comes_back_through_bfloat16():
         numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
         numbers = numbers[numbers.float().isfinite()].reshape(1, -1)
         entries = {"x.weight": LazyTensor.of(numbers), "x.weight_scale": LazyTensor.of(torch.tensor(0.75 / 512))}
-        back = quantise(dequantise(entries, torch.bfloat16), dtype)["x.weight"].read()
+        back = quantize(dequantize(entries, torch.bfloat16), dtype)["x.weight"].read()
         assert torch.equal(bits(back), bits(numbers))
 
 
 @pytest.mark.parametrize("dtype", sorted(FP8_DTYPES, key=str))
 def test_all_numbers_of_all_8_bit_dtypes_are_read(dtype):
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
-    values = dequantise(held(x__weight=numbers), torch.float32)["x.weight"].read()
+    values = dequantize(held(x__weight=numbers), torch.float32)["x.weight"].read()
     assert torch.equal(bits(values), bits(numbers.float()))

@@ -111,9 +111,9 @@ def test_a_norm_of_chunks_is_that_of_the_clip():
     nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
     stored = StoredClip(clip.split([1, 4, 2], dim=2), store=CPU)
     assert stored.num_frames == 7
-    normalise = stored.group_norm(norm)
+    normalize = stored.group_norm(norm)
     with torch.no_grad():
-        normed = torch.cat([normalise(chunk) for chunk in stored.chunks()], dim=2)
+        normed = torch.cat([normalize(chunk) for chunk in stored.chunks()], dim=2)
         # A mean of 33 standard deviations costs fp32 some digits, here as there.
         assert_close(normed.double(), norm.double()(clip.double()), tolerance=1e-4)
     assert torch.equal(torch.cat(list(stored.drain()), dim=2), clip)

@@ -57,7 +57,7 @@ class TestMaskedLoss:
         return get_batch_loss(velocity, torch.zeros_like(velocity), masks).item()
 
     @pytest.mark.parametrize(
-        ("given", "learnt"),
+        ("given", "learned"),
         [
             ([0, 0, 0, 0], [1, 2, 3, 4]),
             ([1, 0, 0, 0], [2, 3, 4]),
@@ -70,8 +70,8 @@ class TestMaskedLoss:
             ([1, 0], [2]),
         ],
     )
-    def test_ends_are_left_out_unless_frames_between_are_given(self, given, learnt):
-        assert self.loss(given) == pytest.approx(sum(frame**2 for frame in learnt) / len(learnt))
+    def test_ends_are_left_out_unless_frames_between_are_given(self, given, learned):
+        assert self.loss(given) == pytest.approx(sum(frame**2 for frame in learned) / len(learned))
 
     def test_every_sample_counts_alike(self):
         alone = [self.loss(given) for given in ([1, 0, 0], [0, 0, 0])]

@@ -54,8 +54,8 @@ class PerceptualDistance(nn.Module):
         """Yield the output of each stage, with frames as the batch."""
         hidden_NCHW = pixels_BCTHW.transpose(1, 2).flatten(0, 1)
         shift_C11, scale_C11 = (
-            queued_copy(torch.tensor(colour, dtype=hidden_NCHW.dtype).view(3, 1, 1), hidden_NCHW.device)
-            for colour in (_SHIFT, _SCALE)
+            queued_copy(torch.tensor(color, dtype=hidden_NCHW.dtype).view(3, 1, 1), hidden_NCHW.device)
+            for color in (_SHIFT, _SCALE)
         )
         hidden_NCHW = (hidden_NCHW - shift_C11) / scale_C11
         convolutions = iter(self.features.values())
