@@ -94,7 +94,8 @@ def tried_settings(exact: GenerateSettings, changes: Changes, *, name: str = "")
     given = {key: Given(value, f"--try {name}") for key, value in changes.items()}
     try:
         tried = exact.replace(changes)
-        if tried.sampling.fast:
+        # What a fast exact run stands for is in its settings already.
+        if tried.sampling.fast and not exact.sampling.fast:
             few = few_evaluations(tried.sampling, without=exact.sampling.num_inference_steps)
             tried = tried.replace({key: value for key, value in few.items() if key not in changes})
     except ValidationError as error:

@@ -79,6 +79,13 @@ def test_a_fast_exact_run_cannot_change_fast(value: str) -> None:
         tried_settings(exact, {"sampling.fast": value}, name="a")
 
 
+def test_changes_of_a_fast_exact_run_keep_its_other_settings() -> None:
+    exact = load_preset("demo", prompt="sea").replace({"sampling.fast": True, "sampling.num_inference_steps": 20})
+    changes = {"sampling.solver": "euler", "sampling.step_cache": 0.3}
+    assert tried_settings(exact, changes) == exact.replace(changes)
+    assert tried_settings(exact, changes).sampling.num_inference_steps == 20
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
