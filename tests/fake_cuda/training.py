@@ -97,8 +97,8 @@ def rehearse(
         stack.enter_context(mock.patch.object(alone, "moved", partial(moved, leaves_frozen=True)))
         # One fake mode does not serve several threads.
         stack.enter_context(mock.patch.object(mmdit, "ThreadPoolExecutor", return_value=None))
-        rehearsed = partial(ranks.open_distribution, kind=_Rehearsed)
-        stack.enter_context(mock.patch.object(ranks, "open_distribution", rehearsed))
+        rehearsed = partial(ranks.distribution_of, kind=_Rehearsed)
+        stack.enter_context(mock.patch.object(ranks, "distribution_of", rehearsed))
         distribution = Distribution(turn.device)
         if world.size > 1:
             settings, distribution = stack.enter_context(ranks.joined_ranks(settings, turn.context))

@@ -39,9 +39,6 @@ _GIF_SIDE = 256
 
 Color = tuple[FiniteFloat, FiniteFloat, FiniteFloat]
 
-MakeClip = Callable[[int, int, int], torch.Tensor]
-"""Function from frames, side in pixels and number of a clip to its uint8 RGB (T, H, W, 3)."""
-
 
 class PreviewMap(BaseModel):
     """Colors of latents: bias + latents · weights, in [-1, 1]."""

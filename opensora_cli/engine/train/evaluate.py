@@ -23,8 +23,8 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import load_encoders
-from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
+from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
@@ -120,17 +120,8 @@ def open_validation(
     """
     if settings.validation.every is None:
         return None
-    held_out, cache = settings.held_out, None
-    if settings.target is TrainTarget.MMDIT:
-        cache = prepare_cache(
-            held_out,
-            device=distribution.device,
-            rank=distribution.rank,
-            ranks=distribution.ranks,
-            barrier=distribution.barrier,
-            reporter=reporter,
-            source=source,
-        )
+    held_out = settings.held_out
+    cache = open_clips_cache(held_out, distribution=distribution, reporter=reporter, source=source)
     source = source or open_table(held_out, fixed_starts=cache is not None)
     plan = source.plan_epoch(0)
     count = min(len(plan), settings.validation.batches)

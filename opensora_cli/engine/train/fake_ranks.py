@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution, training_exchange
+from opensora_cli.engine.train.ranks import distribution_of
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.settings.train import TrainSettings
@@ -44,15 +44,7 @@ def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        yield open_distribution(
-            settings.strategy,
-            settings.parallel,
-            device=device,
-            dtype=gathered_dtype(settings),
-            exchange=training_exchange(settings),
-            offload_states=settings.optimizer.offload_states,
-            kind=FakeDistribution,
-        )
+        yield distribution_of(settings, device=device, kind=FakeDistribution)
     finally:
         use_mesh(None)
         dist.destroy_process_group()

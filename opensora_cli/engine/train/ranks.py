@@ -51,14 +51,7 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
         with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
             yield (
                 settings,
-                open_distribution(
-                    settings.strategy,
-                    settings.parallel,
-                    device=device,
-                    dtype=gathered_dtype(settings),
-                    exchange=training_exchange(settings),
-                    offload_states=settings.optimizer.offload_states,
-                ),
+                distribution_of(settings, device=device),
             )
 
 
@@ -88,6 +81,24 @@ def training_device(settings: TrainSettings) -> torch.device:
 def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape:
     """Return the mesh of valid settings."""
     return MeshShape(**parallel.axes(strategy))
+
+
+def distribution_of(
+    settings: TrainSettings, *, device: torch.device, kind: type[Distribution] = Distribution
+) -> Distribution:
+    """Return the distribution of a run. All ranks call this after `dist.init_process_group`.
+
+    Raises RequestError if a setting of the exchange has no effect between these ranks, or is impossible.
+    """
+    return open_distribution(
+        settings.strategy,
+        settings.parallel,
+        device=device,
+        dtype=gathered_dtype(settings),
+        exchange=training_exchange(settings),
+        offload_states=settings.optimizer.offload_states,
+        kind=kind,
+    )
 
 
 def open_distribution(

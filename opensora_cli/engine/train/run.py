@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,13 @@ def train(
     _check_sources(settings, source, held_out)
     if token_weights is not None and settings.train_mmdit.masked_loss:
         raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
+    new_run = partial(_Run, source=source, held_out=held_out, token_weights=token_weights)
     if context is not None:
         refuse_lack_of_memory(settings_of_ranks(settings, context), rank=context.rank, reporter=reporter)
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
             plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite, has_source=source is not None)
-            return _Run(
-                plan, distribution, watched, source=source, held_out=held_out, token_weights=token_weights
-            ).run()
+            return new_run(plan, distribution, watched).run()
     plan = _checked_plan(settings, resume=resume, overwrite=overwrite, has_source=source is not None)
     if (ranks := settings.parallel.world_size) > 1:
         if source is not None or held_out is not None or token_weights is not None:
@@ -140,7 +140,7 @@ def train(
         return None
     refuse_lack_of_memory(settings, rank=0, reporter=reporter)
     distribution = Distribution(training_device(settings))
-    return _Run(plan, distribution, reporter, source=source, held_out=held_out, token_weights=token_weights).run()
+    return new_run(plan, distribution, reporter).run()
 
 
 def _check_sources(settings: TrainSettings, source: ClipSource | None, held_out: ClipSource | None) -> None:

@@ -74,16 +74,6 @@ def repeated_blocks(config: MMDiTConfig) -> tuple[RepeatedBlocks, ...]:
     )
 
 
-def linears_of_blocks(config: MMDiTConfig) -> tuple[str, ...]:
-    """Return the paths in the model of all linear layers of the sharding plans, in the order of the blocks."""
-    return tuple(
-        f"{stack.module_path}.{index}.{linear.path}"
-        for stack in repeated_blocks(config)
-        for index in range(stack.count)
-        for linear in stack.linears
-    )
-
-
 def modulation_layers(config: MMDiTConfig) -> tuple[str, ...]:
     """Return the paths in the model of all linear layers that depend on time and pooled prompt alone."""
     in_blocks = tuple(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_layers import linears_of_blocks
 from tiny_transformer import assert_same, gradients, inputs, transformer
 from torch import fx
 from torch._dynamo.utils import counters
@@ -23,7 +24,6 @@ from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.attention.math import math
 from opensora_cli.models.linears import LowRankLinear
-from opensora_cli.models.mmdit.blocks import linears_of_blocks
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from block_layers import linears_of_blocks
 from tiny_transformer import inputs, transformer
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
@@ -17,7 +18,7 @@ from opensora_cli.engine.components.linear_products import (
 from opensora_cli.memory import eight_bit_products
 from opensora_cli.memory.eight_bit_products import ProductError, ProductLinear
 from opensora_cli.models.linears import LowRankLinear
-from opensora_cli.models.mmdit.blocks import linears_of_blocks, repeated_blocks
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 INT8, FP8 = LinearProducts.INT8, LinearProducts.FP8
