@@ -29,7 +29,7 @@ from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.load import load_preset, read_request
 from opensora_cli.settings.tools import BenchCommSettings
 
-HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
+HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
 
 def modules_after(*commands: list[str]) -> list[set[str]]:
