@@ -16,7 +16,7 @@ from demo_world.source import SceneSource
 from demo_world.text_encoders import VOCABULARY_FILE, TextTask, sample_captions
 from demo_world.thing_weights import ThingWeights
 from opensora_cli.cli import errors
-from opensora_cli.cli.progress import ConsoleReporter
+from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import find_context

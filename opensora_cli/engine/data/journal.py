@@ -14,7 +14,7 @@ from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.regular_files import hint_for, open_regular
 from opensora_cli.media.containers import MediaFacts
 
-_FACTS = ("num_frames", "height", "width", "fps")
+_FACTS = ("num_frames", "height", "width", "fps", "is_uneven")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ class Finding:
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Finding":
         """Return the finding of a line of the journal."""
-        sizes, fps = [values[name] for name in _FACTS[:-1]], values["fps"]
+        sizes, fps = [values[name] for name in ("num_frames", "height", "width")], values["fps"]
         if not all(type(size) is int and 0 < size < 2**31 for size in sizes):
             raise ValueError("sizes are none")
         if fps is not None and not (type(fps) in (int, float) and 0 < fps < math.inf):
             raise ValueError("the rate is none")
-        if not isinstance(values["path"], str):
+        if not isinstance(values["path"], str) or not isinstance(values["is_uneven"], bool):
             raise ValueError("the path is none")
         facts = MediaFacts(**{name: values[name] for name in _FACTS})
         return cls(

@@ -16,7 +16,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.buckets import FILLED, NO_BUCKET, Samples, frame_intervals
 from opensora_cli.data.table import read_table
 from opensora_cli.engine.data.check import DataReport, check_data
-from opensora_cli.engine.data.scan import scan
+from opensora_cli.engine.data.scan import BrokenFile, scan
 from opensora_cli.engine.encode.datasets import make_buckets, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketSettings, BucketTable, ScanSettings
@@ -29,18 +29,21 @@ _MOST_LENGTHS = 6
 class NewRecipe(Document):
     """Description of the written recipe."""
 
-    SCHEMA = "osora.new-recipe/2"
+    SCHEMA = "osora.new-recipe/3"
 
     recipe: Path
     table: Path
     data: DataReport
     """Report on the data of the recipe."""
+    broken: tuple[BrokenFile, ...] = ()
+    """Files of the folder that cannot be read and are not in the table."""
 
     def lines(self) -> list[str]:
         """Return the recipe and its data for people."""
         return [
             f"recipe    {self.recipe}",
             *self.data.lines(),
+            *(f"broken    {file.reason}" for file in self.broken),
             *(f"problem   {problem}" for problem in self.data.problems),
             f"next      osora train --config {self.recipe}",
         ]
@@ -86,7 +89,7 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
         # Checked before the rename, because a base may have settings that contradict a table.
         written = load_train_settings(config=temporary, overrides={}, environment={})
         data = check_data(written, reporter=reporter)
-    return NewRecipe(recipe=_shown(recipe), table=scanned.table, data=data)
+    return NewRecipe(recipe=_shown(recipe), table=scanned.table, data=data, broken=scanned.broken)
 
 
 def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:

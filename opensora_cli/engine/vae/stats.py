@@ -226,7 +226,7 @@ def _files(named: Sequence[str], unread: Callable[[Path, str], None]) -> list[st
     """Return the named files, and the files in named folders. `unread` is passed to `media_files`."""
     found: list[str] = []
     for name in named:
-        found += map(str, media_files(Path(name), unread=unread)) if os.path.isdir(name) else [name]
+        found += map(str, media_files(Path(name), unread=unread)[0]) if os.path.isdir(name) else [name]
     return found
 
 
