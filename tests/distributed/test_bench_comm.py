@@ -27,10 +27,10 @@ from opensora_cli.engine.bench_comm.shapes import ModelShapes, ulysses
 from opensora_cli.engine.bench_comm.timing import Repeats
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import TwoStages, node_groups
+from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.divided_work import SharedBranches
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, stage_groups
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
@@ -54,7 +54,7 @@ def _place_of_two_machines() -> Place:
     place = _place()
     if place.ranks < 4:
         return place
-    return replace(place, two_stages=TwoStages(*node_groups(place.group, ranks_per_node=2)))
+    return replace(place, two_stages=TwoStages(*stage_groups([list(range(place.ranks))], inner=2)))
 
 
 def _all_operations() -> list[tuple[str, int, int, int]]:

@@ -23,7 +23,8 @@ from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
-from opensora_cli.parallel.all_to_all import TwoStages, node_groups
+from opensora_cli.parallel.all_to_all import TwoStages
+from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import BenchDevice, Collective
 from opensora_cli.settings.tools import BenchCommSettings
 
@@ -248,7 +249,7 @@ def _place(
         notes.append(f"hierarchical divides one machine as if it were two of {inner} ranks each")
     if inner == 1 or ranks % inner:
         return Place(group, device), [f"hierarchical is left out: {ranks} ranks are not equal parts of several each"]
-    return Place(group, device, TwoStages(*node_groups(group, ranks_per_node=inner))), notes
+    return Place(group, device, TwoStages(*stage_groups([dist.get_process_group_ranks(group)], inner=inner))), notes
 
 
 def affordable_bytes(place: Place) -> int:
