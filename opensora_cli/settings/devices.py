@@ -248,7 +248,7 @@ class PlacementSettings(Section):
     device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
     threads: Threads | None = Field(
-        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work, cores and load."
+        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores."
     )
 
 

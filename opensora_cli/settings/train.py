@@ -66,7 +66,7 @@ class TrainSettings(Section):
     init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
     weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
     device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto prefers cuda.")
-    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
+    threads: Threads | None = Field(default=None, description="CPU threads. None means by work and cores.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()

@@ -132,7 +132,7 @@ def test_a_resumed_run_has_the_threads_of_its_beginning_or_a_warning(run, monkey
         monkeypatch.delenv(name, raising=False)
     seen = []
     monkeypatch.setattr("opensora_cli.engine.train.run.Trainer.do_step", lambda self: seen.append(self) or _stop())
-    monkeypatch.setattr("opensora_cli.core.threads.read_cores", lambda with_load: Cores(allowed=1))
+    monkeypatch.setattr("opensora_cli.core.threads.read_cores", lambda: Cores(allowed=1))
     notes = Listener()
     with pytest.raises(KeyboardInterrupt):
         train(clips(run, **{"loop.steps": 3}), resume=Resume(), reporter=notes)
