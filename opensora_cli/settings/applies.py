@@ -50,7 +50,6 @@ PARALLEL = (
         lambda s: s.parallel.all_to_all == "hierarchical",
         "with parallel.all_to_all=direct: use hierarchical",
     ),
-    Applies("parallel.watch_limit_s", lambda s: s.parallel.watch, "without parallel.watch=true: set it, too"),
 )
 
 
@@ -181,8 +180,7 @@ SAME_FOR_ALL_RUNS = Applies(
     "prompt prompts_at negative_prompt refine prompt_suffix text loras model files video condition picture draft "
     "from_latents resume output sampling.seed sampling.num_samples sampling.stop_at "
     "runtime.weights runtime.model_choice runtime.device runtime.prompt_cache runtime.prompt_cache_limit "
-    "parallel.gpus parallel.devices parallel.nnodes parallel.data_parallel_degree parallel.watch "
-    "parallel.watch_limit_s",
+    "parallel.gpus parallel.devices parallel.nnodes parallel.data_parallel_degree",
     lambda s: False,
 )
 """Settings that `bench-generate --try` cannot change: what the video shows, and where it is made."""

@@ -50,7 +50,6 @@ _CONFLICTS = (
     Pair("draft.resolution", "video.extend", "a draft is for one clip, so drop one of them"),
     Pair("draft.resolution", "picture.first", "make the picture alone, and give it with --ref"),
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
-    Pair("parallel.watch", "compile", "nothing would be compiled, so use one of them"),
 )
 """Settings that do not go together."""
 

@@ -152,6 +152,8 @@ _REMOVED = {
     "sampling.batch_size": "drop it: every video is made alone",
     "parallel.node_rank": "drop it: torchrun and srun set it",
     "parallel.rdzv_endpoint": "drop it: torchrun and srun set it",
+    "parallel.watch": "drop it: a hung run names its rank, and TORCH_DISTRIBUTED_DEBUG=DETAIL checks calls",
+    "parallel.watch_limit_s": "drop it with parallel.watch",
     "precision.fp8_linears": "drop it: matrices are multiplied in precision.compute",
     "precision.initial_loss_scale": "drop it: precision.compute=bf16 needs no loss scale",
     "precision.loss_scale_window": "drop it: precision.compute=bf16 needs no loss scale",

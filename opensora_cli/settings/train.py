@@ -66,7 +66,7 @@ class TrainSettings(Section):
     init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
     weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
     device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto prefers cuda.")
-    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
+    threads: Threads | None = Field(default=None, description="CPU threads. None means by work and cores.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
@@ -220,7 +220,6 @@ _CONFLICTS = (
     Pair("parallel.devices", "device=cpu", "drop one of them"),
     Pair("parallel.dp_shard_degree>1", "strategy=ddp", "use zero1 to zero3"),
     Pair("parallel.compression=bf16", "precision.compute!=fp32", "use none, or precision.compute=fp32"),
-    Pair("parallel.watch", "compile", "use one of them, since nothing would be compiled"),
     Pair("optimizer.name=muon", "strategy!=ddp", "use adamw, or ddp: it needs whole matrices"),
     Pair("compile", "strategy=hybrid", "use zero3, or false: blocks of hybrid communicate"),
     Pair("lora.rank", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree or ring_degree instead"),

@@ -21,6 +21,7 @@ from fake_cuda.checks import (
 from fake_cuda.collectives import World
 from fake_cuda.generation import MAY_WAIT, rehearse
 from fake_cuda.weights import full_size_settings
+from opensora_cli.parallel.scheduling import CommunicationScheduler
 
 from opensora_cli.engine.generate import denoise as generate_denoise
 from opensora_cli.memory import host_weights
@@ -28,7 +29,6 @@ from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel import divided_work, ring, sequence
 from opensora_cli.parallel.collectives import Parts
-from opensora_cli.parallel.scheduling import CommunicationScheduler
 from opensora_cli.sampling import denoise as sampling_denoise
 
 SMALL = {

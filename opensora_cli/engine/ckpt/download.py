@@ -196,8 +196,8 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
         reporter.note(line)
     if plan.offline:  # nothing is fetched, and the folder may be read-only
         return _completed(plan, settings, reporter)
-    doing, hint = f"downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
-    with sole_run(plan.folder / ".osora-download.lock", doing=doing, hint=hint):
+    problem, hint = f"another run downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
+    with sole_run(plan.folder / ".osora-download.lock", problem=problem, hint=hint):
         # Files that another run fetched after this one was planned are not fetched again.
         files = (_planned(planned.file, planned.name, plan.folder) for planned in plan.files)
         return _completed(plan.with_files(files), settings, reporter)

@@ -138,8 +138,8 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
             writes it.
     """
     target = product.target
-    doing, hint = f"writes {target}", "wait until it ends, or write to another name"
-    with sole_run(lock_beside(target, target.name), doing=doing, hint=hint):
+    problem, hint = f"another run writes {target}", "wait until it ends, or write to another name"
+    with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
         return _write(product, reporter=reporter)
 
 

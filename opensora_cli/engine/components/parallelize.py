@@ -17,8 +17,9 @@ from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
-from opensora_cli.parallel.all_to_all import ExchangePlan, WireFormat
+from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.collectives import Parts
+from opensora_cli.parallel.compression import WireFormat
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares, span
 from opensora_cli.parallel.tensor import shard_linears

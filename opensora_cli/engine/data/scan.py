@@ -119,8 +119,8 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
     check_table_name(table)
     require_there(str(folder))
-    doing, hint = f"writes {table}", "wait until it ends, or use another --out"
-    with sole_run(lock_beside(table, table.name), doing=doing, hint=hint):
+    problem, hint = f"another run writes {table}", "wait until it ends, or use another --out"
+    with sole_run(lock_beside(table, table.name), problem=problem, hint=hint):
         return _scan(folder, table, settings, reporter=reporter or SilentReporter())
 
 

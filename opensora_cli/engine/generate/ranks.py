@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_link import beat, device_is_gpu
+from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
@@ -37,12 +37,11 @@ from opensora_cli.engine.launch.rank import (
 )
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
+from opensora_cli.parallel.all_to_all import ExchangePlan, open_stages
 from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
-from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
@@ -67,7 +66,7 @@ class Ranks:
         use_mesh(self.mesh)
         self.device = device
         self._exchange = exchange or ExchangePlan()
-        self._route = open_route(self.mesh, self._exchange)
+        self._stages = open_stages(self.mesh, self._exchange)
         self.machine_group = _machine_group()
 
     @property
@@ -94,7 +93,7 @@ class Ranks:
             return transformer
         lengths = SequenceLengths.of_mesh(self.mesh)
         attention = sequence_attention(
-            transformer.attention, self.mesh, lengths, plan=self._exchange, route=self._route
+            transformer.attention, self.mesh, lengths, plan=self._exchange, stages=self._stages
         )
         transformer.set_attention(attention)
         return SequenceParallel(
@@ -195,10 +194,7 @@ def joined_ranks(
     if context.is_main:
         settings = refined(settings, reporter=reporter)
     with joined(context, device_type=device_type(settings.runtime.device)) as device:
-        settings = agreed(with_mode(settings, reporter) if context.is_main else settings)
-        parallel = settings.parallel
-        with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
-            yield settings, device
+        yield agreed(with_mode(settings, reporter) if context.is_main else settings), device
 
 
 def chain_of_rank(settings: GenerateSettings, device: torch.device) -> Chain:
@@ -226,7 +222,6 @@ def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
     device = rank_device(context, device_type(settings.runtime.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        device_is_gpu()
     return str(device)
 
 

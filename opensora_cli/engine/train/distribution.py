@@ -13,7 +13,6 @@ from opensora_cli.engine.train.parallelize import ParallelTransformer, RankLinks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.scheduling import BandwidthMonitor
 from opensora_cli.settings.devices import Strategy
 
 
@@ -42,8 +41,6 @@ class Distribution:
     ) -> None:
         self.device = device
         self.mesh = mesh
-        self.monitor = BandwidthMonitor()
-        """Monitor of the bandwidth of exchanging tokens for heads."""
         self.rank = dist.get_rank() if mesh else 0
         self.ranks = mesh.shape.size if mesh else 1
         self.data_ranks = mesh.shape.replicate * mesh.shape.shard if mesh else 1
@@ -57,9 +54,7 @@ class Distribution:
         self._offload_states = offload_states
         self._links: RankLinks | None = None
         if mesh is not None and self.divides:
-            # Only the main rank's bandwidth is logged.
-            monitor = self.monitor if self.is_main else None
-            self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan(), monitor)
+            self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan())
         self._parallel: ParallelTransformer | None = None
         self._replicated: list[DistributedDataParallel] = []
 

@@ -54,7 +54,6 @@ class Metrics:
         self._total_steps = settings.loop.steps
         self._device = distribution.device
         self._mfu = _open_mfu(settings, distribution)
-        self._monitor = distribution.monitor
         self._output = output
         self._reporter = reporter
         self._log = JsonLog(output / LOG_FILE, reporter=reporter)
@@ -65,7 +64,6 @@ class Metrics:
         self._profile: profile | None = None
         self._window: list[StepReport] = []
         """Steps of the unfinished line."""
-        self._has_warned = False
 
     def start(self, step: int) -> None:
         """Continue after `step`, and count time from now on. Raises OutputError if events cannot be written."""
@@ -90,7 +88,7 @@ class Metrics:
         shown = cells(line)
         self._reporter.figures(shown)
         if report.step % self._every == 0:
-            self._write({**line, **self._exchange_figures()})
+            self._write(line)
             self._reporter.note("  ".join(f"{name} {value}" for name, value in shown.items()))
             self._window = []
         if self._profile_steps is not None and report.step == self._profile_steps[1]:
@@ -144,20 +142,6 @@ class Metrics:
         tokens = sum(report.tokens for report in self._window)
         mfu = {} if self._mfu is None else {"mfu": round(self._mfu(samples, tokens, seconds), 4)}
         return {"samples_per_s": round(samples / seconds, 3), "tokens_per_s": round(tokens / seconds, 1), **mfu}
-
-    def _exchange_figures(self) -> dict[str, object]:
-        rates, slow = self._monitor.take()
-        if slow and not self._has_warned:
-            self._has_warned = True
-            first = slow[0]
-            self._reporter.warn(
-                f"an exchange ({first.name}) took {first.seconds:.3g} s, which usually takes {first.usual_s:.3g} s: a "
-                "link or a rank is slow; the log counts further ones as slow_exchanges"
-            )
-        if not rates:
-            return {}
-        rounded = {name: round(rate / 1e9, 6) for name, rate in rates.items()}
-        return {"exchange_gb_per_s": rounded, "slow_exchanges": len(slow)}
 
     def _write(self, line: Mapping[str, object]) -> None:
         self._log.write(line)

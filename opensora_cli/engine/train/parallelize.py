@@ -24,10 +24,9 @@ from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, Route, open_route
+from opensora_cli.parallel.all_to_all import ExchangePlan, TwoStages, open_stages
 from opensora_cli.parallel.collectives import all_gather
 from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.scheduling import BandwidthMonitor
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths, span
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
@@ -48,12 +47,10 @@ class RankLinks:
     parts: dist.ProcessGroup
     """Group of the ranks that share one copy of the weights."""
     exchange: ExchangePlan
-    route: Route
+    stages: TwoStages | None
 
     @classmethod
-    def open(
-        cls, mesh: ParallelMesh, device_type: str, exchange: ExchangePlan, monitor: BandwidthMonitor | None
-    ) -> "RankLinks":
+    def open(cls, mesh: ParallelMesh, device_type: str, exchange: ExchangePlan) -> "RankLinks":
         """Create the groups of this rank."""
         rows = mesh.group(*WEIGHT_AXES)
         ranks = torch.tensor(sorted(dist.get_process_group_ranks(mesh.group("replicate", *WEIGHT_AXES))))
@@ -64,7 +61,7 @@ class RankLinks:
             names = ("replicate", "shard")
             fsdp = DeviceMesh.from_group(groups, device_type, mesh=ranks.view(shape), mesh_dim_names=names)
         parts = mesh.group(*WEIGHT_AXES, "tensor")
-        return cls(mesh=mesh, fsdp=fsdp, parts=parts, exchange=exchange, route=open_route(mesh, exchange, monitor))
+        return cls(mesh=mesh, fsdp=fsdp, parts=parts, exchange=exchange, stages=open_stages(mesh, exchange))
 
 
 def parallelize(
@@ -96,7 +93,7 @@ def parallelize(
     if mesh.shape.ring * mesh.shape.ulysses > 1:
         lengths = SequenceLengths.of_mesh(mesh)
         transformer.set_attention(
-            sequence_attention(transformer.attention, mesh, lengths, plan=links.exchange, route=links.route)
+            sequence_attention(transformer.attention, mesh, lengths, plan=links.exchange, stages=links.stages)
         )
         forward = SequenceParallel(
             transformer,

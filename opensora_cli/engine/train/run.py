@@ -17,7 +17,7 @@ from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfi
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.folder_lock import locked_folder
+from opensora_cli.core.folder_lock import LOCK_FILE, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import broadcast_json
@@ -253,7 +253,9 @@ class _Run:
         refusal = None
         if self._distribution.is_main:
             try:
-                stack.enter_context(locked_folder(self._output))
+                problem = f"{self._output} is in use by another run"
+                hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
+                stack.enter_context(sole_run(self._output / LOCK_FILE, problem=problem, hint=hint))
             except OutputError as error:
                 refusal = error.message, error.hint
         if self._distribution.ranks > 1:
