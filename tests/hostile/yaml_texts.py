@@ -80,48 +80,14 @@ _DOCUMENTS: Sequence[bytes] = (
         "原野: 1".encode("utf-16"),
     ),
 )
+_WORDS = """
+null ~ [] {} [1] true no 16:9 1e-4 .nan .inf -.inf 0x10 0o7 1_0 '0' *x 999999999999999999999999999999 -1 0 1e309
+!!python/name:os.system 2026-11-22 [[[[[[]]]]]] '
+"""
 _NODES: Sequence[str] = (
-    *(
-        "null",
-        "~",
-        "[]",
-        "{}",
-        "[1]",
-        "{a: 1}",
-        "true",
-        "no",
-        "16:9",
-        "1e-4",
-        ".nan",
-        ".inf",
-        "-.inf",
-        "0x10",
-        "0o7",
-        "1_0",
-    ),
-    *(
-        "'0'",
-        '"\\0"',
-        '"\\ud800"',
-        "!!str 1",
-        "!!float 1",
-        "!!int '1'",
-        "*x",
-        "&x 1",
-        "9" * 30,
-        "9" * 5000,
-        "-1",
-        "0",
-        "1e309",
-    ),
-    *(
-        "!!python/name:os.system",
-        "!!python/object/apply:os.system [touch pwned]",
-        "2026-11-22",
-        "[[[[[[]]]]]]",
-        "| \n",
-        "'",
-    ),
+    *_WORDS.split(),
+    *("{a: 1}", '"\\0"', '"\\ud800"', "!!str 1", "!!float 1", "!!int '1'", "&x 1", "9" * 5000),
+    *("!!python/object/apply:os.system [touch pwned]", "| \n"),
 )
 
 
