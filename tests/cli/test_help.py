@@ -55,6 +55,7 @@ def test_help_version_and_presets_import_nothing_heavy() -> None:
     assert [{"pydantic", "opensora_cli.cli.train"} & modules for modules in every[:2]] == [set()] * 2
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
     [modules] = modules_after(["generate", "raining, sea", "--model", "demo", "--dry-run", "--json"])
     assert {"torch", "opensora_cli.engine.generate.planning"} <= modules
