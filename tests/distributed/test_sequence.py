@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
-from golden.compare import TOLERANCE, golden_error
-from shared_models import Scheme, divided, golden
+from shared_models import Scheme, divided
 from shared_tokens import prompt_exchanges
 from tiny_transformer import inputs, transformer
 from torch import Tensor
@@ -25,34 +24,6 @@ Pool = Callable[[int], Any]
 TENSOR = [Scheme(tensor=2), Scheme(tensor=4), Scheme(ulysses=2, tensor=2), Scheme(ring=2, tensor=2)]
 SCHEMES = [Scheme(ulysses=2), Scheme(ring=2), Scheme(ulysses=4), Scheme(ring=4), Scheme(ring=2, ulysses=2)]
 SLOW = pytest.mark.slow
-
-
-def _golden_errors(scheme: Scheme, name: str) -> tuple[float, float]:
-    model, given, recorded = golden(name)
-    latents = given.pop("packed_latents_BND")
-    with torch.inference_mode():
-        expected = model(latents, **given)
-        velocity = divided(model, scheme.mesh())(latents, **given)
-    assert expected.any()
-    return relative_error(velocity, expected), golden_error(velocity, recorded)
-
-
-@pytest.mark.parametrize(  # models of two heads
-    ("scheme", "name"),
-    [
-        (Scheme(ulysses=2), "mmdit_video"),
-        (Scheme(ring=2), "mmdit_image"),
-        (Scheme(ring=2, ulysses=2), "mmdit_video"),
-        (Scheme(tensor=2), "mmdit_video"),
-        (Scheme(ring=2, tensor=2), "mmdit_image"),
-        pytest.param(Scheme(ring=4), "mmdit_video", marks=SLOW),
-    ],
-    ids=str,
-)
-def test_golden_velocity(pool: Pool, scheme: Scheme, name: str) -> None:
-    for error, error_to_recorded in pool(scheme.ranks).run(_golden_errors, scheme, name):
-        assert error < 1e-5
-        assert error_to_recorded <= TOLERANCE
 
 
 def _velocity_errors(scheme: Scheme, tokens: int, text: int, chunk: int | None) -> float:

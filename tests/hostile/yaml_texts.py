@@ -32,53 +32,14 @@ _BOMB = "\n".join(
     ]
 )
 _DOCUMENTS: Sequence[bytes] = (
-    *(
-        b"",
-        b"\0",
-        b"---",
-        b"--- \n---\n",
-        b"null",
-        b"[]",
-        b"7",
-        b"text",
-        b"- a\n- b",
-        b"\xef\xbb\xbf{}",
-        b"\xff\xfe\0",
-        b"\t",
-    ),
-    *(
-        b"{" * 3000,
-        b"[" * 10000,
-        b"a: " * 2000,
-        b"- " * 5000,
-        b"? " * 3000,
-        b"!!python/object/apply:os.system [touch pwned]",
-    ),
-    *(
-        _BOMB.encode(),
-        b"&a [*a]",
-        b"a: &a\n  b: *a",
-        b"<<: *x",
-        b"video: {<<: {width: 64}}",
-        b"? [a]\n: b",
-        b"1: 2",
-        b"~: 1",
-    ),
-    *(
-        b"video: {width: 64, width: 32}",
-        b"x: !!binary aGk=",
-        b"x: !!set {a}",
-        b"x: 2001-01-01",
-        b"%YAML 9.9\n---\na: b",
-    ),
-    *(b"extends: changed.yaml", b"extends: gone.yaml", b"extends: [a, b]", b"extends: /dev/zero", b"extends: fifo"),
-    *(
-        b"extends: denied/x.yaml",
-        b"extends: folder",
-        b"extends: ''",
-        b"a: |\n  " + b"x" * 10**6,
-        "原野: 1".encode("utf-16"),
-    ),
+    *(b"", b"\0", b"---", b"--- \n---\n", b"null", b"[]", b"7", b"text", b"- a\n- b", b"\xef\xbb\xbf{}"),
+    *(b"\xff\xfe\0", b"\t", b"{" * 3000, b"[" * 10000, b"a: " * 2000, b"- " * 5000, b"? " * 3000),
+    *(b"!!python/object/apply:os.system [touch pwned]", _BOMB.encode(), b"&a [*a]", b"a: &a\n  b: *a", b"<<: *x"),
+    *(b"video: {<<: {width: 64}}", b"? [a]\n: b", b"1: 2", b"~: 1", b"video: {width: 64, width: 32}"),
+    *(b"x: !!binary aGk=", b"x: !!set {a}", b"x: 2001-01-01", b"%YAML 9.9\n---\na: b", b"extends: changed.yaml"),
+    *(b"extends: gone.yaml", b"extends: [a, b]", b"extends: /dev/zero", b"extends: fifo"),
+    *(b"extends: denied/x.yaml", b"extends: folder", b"extends: ''", b"a: |\n  " + b"x" * 10**6),
+    "原野: 1".encode("utf-16"),
 )
 _WORDS = """
 null ~ [] {} [1] true no 16:9 1e-4 .nan .inf -.inf 0x10 0o7 1_0 '0' *x 999999999999999999999999999999 -1 0 1e309
