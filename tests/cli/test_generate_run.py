@@ -315,21 +315,6 @@ def test_a_file_from_elsewhere_describes_a_video_and_nothing_else(world, osora, 
     assert f"would send files to the server that {evil} names: --ref {world.picture}" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_decoding(world, osora, out, monkeypatch):
-    def interrupt(*_args, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("opensora_cli.engine.generate.decode.decode_latents", interrupt)
-    code, stdout, stderr = osora("sea")
-    latents = out / "sea_seed42.latents.safetensors"
-    assert (code, stdout) == (130, "")
-    [command] = re.findall(r"go on with: osora (.*)", stderr)
-    assert command == f"generate --from-latents {latents} --weights {world.released}"
-    monkeypatch.undo()
-    assert app.main(shlex.split(command.replace("--from-latents", "--from"))) == 0
-    assert (out / "sea_seed42.mp4").exists()
-
-
 def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
     denoise = denoising.denoise
 

@@ -73,6 +73,7 @@ def test_help_does_not_need_docstrings() -> None:
     assert without == with_docstrings
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
     [modules] = modules_after(["generate", "raining, sea", "--model", "demo", "--dry-run", "--json"])
     assert {"torch", "opensora_cli.engine.generate.planning"} <= modules

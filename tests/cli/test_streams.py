@@ -62,7 +62,6 @@ def run(place: Path, redirection: str, *args: str) -> tuple[int, str, str]:
     [
         pytest.param("2>/dev/full", marks=needs_full),
         "2>&- <&-",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("2>&-", "2> >(true)")),
     ],
 )
 def test_a_log_that_is_lost_ends_no_run(tmp_path: Path, redirection: str) -> None:
@@ -82,17 +81,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path) -> None:
 
 
 @needs_full
-@pytest.mark.parametrize(
-    "args",
-    [
-        (),
-        ("--help",),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (("--version",), ("generate", "--list-presets", "--json"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("args", [(), ("--help",)])
 def test_a_result_that_is_lost_is_reported(tmp_path: Path, args: tuple[str, ...]) -> None:
     code, _, err = run(tmp_path / "result", ">/dev/full", *args)
     assert (code, err.splitlines()[-1]) == (3, f"error: {FULL}")
