@@ -1,30 +1,18 @@
-"""The formats of weights, and the record of an opened checkpoint."""
+"""Record of an opened checkpoint."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 if TYPE_CHECKING:  # it needs torch, whose import would delay the refusal of a wrong request
     from opensora_cli.checkpoint.lazy import LazyTensor
+    from opensora_cli.checkpoint.shards import ShardIndex
 
 _SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
-
-
-class Format(StrEnum):
-    """A format of weights on disk."""
-
-    SAFETENSORS = "safetensors"
-    SAFETENSORS_SHARDS = "safetensors-shards"
-    TORCH = "torch"
-    TORCH_SHARDS = "torch-shards"
-    COLOSSALAI = "colossalai"
-    DCP = "dcp"
-    TRAINING = "training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +59,8 @@ class Checkpoint:
     """Text stored beside the tensors."""
     files: tuple[Path, ...]
     """Every file of `entries`, index files included."""
+    index: "ShardIndex | None" = None
+    """Index of the shards; None for other formats."""
 
     @property
     def form(self) -> str:

@@ -26,7 +26,8 @@ from torch import Tensor
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER, RUNNING_STATES_FILE, read_running_document
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.lazy import LazyTensor, write_all
-from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards, refuse_outside, sha256_of
+from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
+from opensora_cli.checkpoint.writing import INDEX_FILE, make_index, plan_shards
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import json_bytes, replace_folder
 from opensora_cli.core.rank_messages import all_gather_json
@@ -92,7 +93,7 @@ def write_share(share: Share, temporary: Path, target: Path) -> None:
     """
     try:
         model = {name: LazyTensor.of(tensor) for name, tensor in share.tensors.get(MODEL_FOLDER, {}).items()}
-        shards = name_shards(model) if MODEL_FOLDER in share.tensors else {}
+        shards = plan_shards(model) if MODEL_FOLDER in share.tensors else {}
         on_all(share.group, lambda: _write(share, shards, temporary))
         hashes = on_all(share.group, lambda: _hashes(share, temporary))
         on_all(share.group, lambda: _finish(share, shards, hashes, temporary, target))
@@ -223,7 +224,7 @@ def _finish(
         return
     hashes = {name: digest for each in hashed for name, digest in each.items()}
     if shards:
-        name = f"{MODEL_FOLDER}/{SAFETENSORS_FORM.index_name}"
+        name = f"{MODEL_FOLDER}/{INDEX_FILE}"
         sha256 = {shard: hashes[f"{MODEL_FOLDER}/{shard}"] for shard in shards}
         _write_bytes(temporary / name, json_bytes(make_index(shards, metadata=_METADATA, sha256=sha256)))
         hashes[name] = sha256_of(temporary / name)

@@ -1,4 +1,4 @@
-"""Reader of PEFT adapters: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Configuration of PEFT adapters."""
 
 import json
 import math
@@ -8,22 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import Adapter, LowRank
-from opensora_cli.checkpoint.readable import reading
-from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.core.exceptions import CheckpointError, RequestError, missing_library
 from opensora_cli.core.formatting import first_few, plain
-from opensora_cli.core.strict_json import parse_object, shown
+from opensora_cli.core.strict_json import shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_PICKLED_FILE = "adapter_model.bin"
-_PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<table>[AB]))", re.DOTALL)
-_MAX_CONFIG_BYTES = 1_000_000
 _MAX_NAME_LENGTH = 1000
 _MAX_NUMBER = 1_000_000
 
@@ -69,67 +60,6 @@ def adapter_files(path: Path) -> tuple[Path, Path]:
     return weights.parent / CONFIG_FILE, weights
 
 
-def open_peft(path: Path) -> Adapter:
-    """Open an adapter in PEFT's format, from its folder or its tensor file.
-
-    Raises:
-        CheckpointError: a file is missing or broken, or the two do not fit each other.
-        RequestError: the adapter is no LoRA, or has a part that cannot be merged.
-    """
-    config_file, weights = adapter_files(path)
-    config = PeftConfig.read(config_file)
-    if not weights.exists() and (path / _PICKLED_FILE).exists():
-        raise CheckpointError(
-            f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",
-            hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
-        )
-    entries, metadata = open_safetensors(_regular_file(weights))
-    factors: dict[tuple[str, bool], dict[str, LazyTensor]] = {}
-    replacements: dict[str, LazyTensor] = {}
-    for key, entry in entries.items():
-        name = key.removeprefix(_PREFIX)
-        match = _FACTOR.fullmatch(name)
-        if match is not None:
-            pair = factors.setdefault((match["module"], match["table"] is not None), {})
-            pair[match["linear"] or match["table"]] = entry
-        elif ".lora_" in name:
-            raise RequestError(f"{weights} has {shown(key)}: this kind of LoRA cannot be merged")
-        else:
-            replacements[name.replace(".base_layer.", ".")] = entry
-    config.check({module for module, _ in factors})
-    if not factors:
-        raise CheckpointError(f"{weights} has no lora_A and lora_B", hint="is it an adapter?")
-    if replacements and not config.trains_more:
-        raise CheckpointError(f"{weights} has tensors that are not of LoRA: {first_few(list(replacements))}")
-    updates = {
-        f"{module}.weight": (_update(weights, module, pair, config, is_table=is_table),)
-        for (module, is_table), pair in factors.items()
-    }
-    return Adapter(
-        path=path,
-        files=(config_file, weights),
-        style="PEFT",
-        metadata=metadata,
-        updates=updates,
-        replacements=replacements,
-    )
-
-
-def _update(
-    path: Path, module: str, pair: Mapping[str, LazyTensor], config: "PeftConfig", *, is_table: bool
-) -> LowRank:
-    if len(pair) != 2:
-        raise CheckpointError(f"{path}: {shown(module)} has one of lora_A and lora_B and not the other")
-    a, b = pair["A"], pair["B"]
-    rank = config.rank(module)
-    if min(len(a.shape), len(b.shape)) < 2 or a.shape[0] != rank or b.shape[1] != rank:
-        raise CheckpointError(
-            f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
-            f"which are not of rank {rank} as in {CONFIG_FILE}"
-        )
-    return LowRank(a=a, b=b, scale=config.scale(module), transposed=is_table or config.fan_in_fan_out)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
     """Fields of `adapter_config.json` that affect the result, under PEFT's names."""
@@ -145,13 +75,8 @@ class PeftConfig:
     alphas: "_ValuesByName"
 
     @classmethod
-    def read(cls, path: Path) -> "PeftConfig":
-        """Read a file. Raises CheckpointError and RequestError for the reasons of `open_peft`."""
-        return cls.of(path, _read_json(path))
-
-    @classmethod
     def of(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
-        """Parse the fields of the file `path`. Raises CheckpointError and RequestError like `open_peft`."""
+        """Parse the fields of the file `path`. Raises CheckpointError and RequestError like `open_adapter`."""
         kind = config.get("peft_type")
         if kind != "LORA":
             raise RequestError(f"{path}: peft_type={_quoted(kind)} is no LoRA, and cannot be merged")
@@ -194,26 +119,6 @@ class PeftConfig:
         """Return alpha divided by the rank, or by the square root of the rank."""
         rank = self.rank(module)
         return self.alphas.get(module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def _regular_file(path: Path) -> Path:
-    """Return a file of an adapter, after checking that it is a regular file in the adapter's folder."""
-    with reading(path):
-        if not refuse_outside(path, path.parent).is_file():
-            hint = None if path.exists() else "an adapter is the folder that PEFT saved"
-            raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'does not exist'}", hint=hint)
-    return path
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with reading(path), _regular_file(path).open("rb") as file:
-        content = file.read(_MAX_CONFIG_BYTES + 1)
-    if len(content) > _MAX_CONFIG_BYTES:
-        raise CheckpointError(f"{path} is too long to be the configuration of an adapter")
-    try:
-        return parse_object(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is broken: {error}") from error
 
 
 def _by_name(

@@ -8,20 +8,19 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint import lazy
 from opensora_cli.checkpoint.formats.lora_file import DOTTED_PREFIXES, KOHYA_PREFIXES, open_adapter
 from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor, rounded
 from opensora_cli.checkpoint.lora import Adapter, LowRank
-from opensora_cli.checkpoint.shards import sha256_of
+from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain
@@ -35,9 +34,9 @@ from opensora_cli.models.mmdit.layout import (
     HeadSizes,
     Shape,
     find_rotary,
-    head_order,
     plan_layout,
     planned_shapes,
+    reorder_heads,
 )
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.mmdit.names import Named, Span, linear_names
@@ -303,17 +302,25 @@ class _Model:
     def _part(self, span: Span, update: LowRank, *, reorders: bool) -> tuple[str, LowRank]:
         """Return the weight that has the rows of `span`, and the part of an update for it."""
         assert self.sizes is not None, "layers of other models have only their own names"
-        b: LazyTensor = lazy.rows(update.b, span.source, span.source + span.count)
+        first, head_dim, rotary = span.source, self.sizes.head_dim, self.rotary
+        b = update.b.map(lambda whole: whole[first : first + span.count])
         if reorders:
-            b = lazy.reordered(b, head_order(self.sizes.head_dim, self.rotary))
+            b = b.map(lambda rows: reorder_heads(rows, head_dim=head_dim, rotary=rotary))
         layer, start = span.layer, span.start
         if f"{self.prefix}{layer}{_WEIGHT}" not in self.shapes:
             layer, offset = self.fused[layer]
             start += offset
         weight = f"{self.prefix}{layer}{_WEIGHT}"
         if (rows := self.shapes[weight][0]) != span.count:
-            b = lazy.padded(b, start=start, rows=rows)
+            b = b.map(partial(_padded, start=start, rows=rows))
         return weight, replace(update, b=b)
+
+
+def _padded(own: Tensor, *, start: int, rows: int) -> Tensor:
+    """Return a tensor of `rows` rows, zero except for those of `own`, which begin at `start`."""
+    whole = own.new_zeros(rows, *own.shape[1:])
+    whole[start : start + len(own)] = own
+    return whole
 
 
 def _first_of(prefixes: tuple[str, ...], name: str) -> str:

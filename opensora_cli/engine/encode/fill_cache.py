@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.checkpoint.shards import sha256_of
+from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, MediaError

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import warn_of_missing
@@ -22,7 +22,7 @@ class Resume:
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     """Return the checkpoints that a run may resume from, newest first.
-    Raises CheckpointError if there is none, or if an earlier version of osora wrote the folder.
+    Raises CheckpointError if there is none.
     """
     folders = all_epoch_folders(output) if output.is_dir() else []
     if resume.folder is not None:
@@ -30,12 +30,6 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
             raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
         # Use the path within the run's folder, so that it compares equal to its entry there.
         return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
-    if not folders and (output / TRAINING_FILE).is_file():
-        raise CheckpointError(
-            f"{output / TRAINING_FILE} is of an earlier version of osora, which cannot be resumed from",
-            hint=f"start from its weights: osora ckpt convert {output / TRAINING_FILE} weights.safetensors, and then "
-            "train with --set init=weights.safetensors --set output=FOLDER",
-        )
     if not folders:
         raise CheckpointError(
             f"{output} has no checkpoint to resume from", hint="start again with --overwrite in place of --resume"
@@ -72,14 +66,13 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
-    for name in (TRAINING_FILE, LOG_FILE):
-        if (output / name).is_dir():
-            raise OutputError(f"{output / name} is a folder, where a run keeps a file", hint="move it elsewhere")
+    if (output / LOG_FILE).is_dir():
+        raise OutputError(f"{output / LOG_FILE} is a folder, where a run keeps a file", hint="move it elsewhere")
     if resume is not None:
         checkpoints_to_try(output, resume)
         return
     checkpoints = [folder.name for folder in all_epoch_folders(output)[:1]] if output.is_dir() else []
-    others = [name for name in (TRAINING_FILE, LOG_FILE, *exports(settings)) if (output / name).exists()]
+    others = [name for name in (LOG_FILE, *exports(settings)) if (output / name).exists()]
     found = [*checkpoints, *others]
     if found and not overwrite:
         go_on = "continue it with --resume, " if checkpoints else ""

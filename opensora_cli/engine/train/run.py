@@ -10,7 +10,6 @@ import torch
 
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
-    TRAINING_FILE,
     all_epoch_folders,
 )
 from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished
@@ -339,7 +338,6 @@ class _Run:
             elif self._plan.overwrite:
                 for each in all_epoch_folders(self._output) if self._output.is_dir() else ():
                     remove_checkpoint(each)
-                (self._output / TRAINING_FILE).unlink(missing_ok=True)
                 remove_records(self._output)
             write_json_atomic(self._output / SETTINGS_FILE, self._settings.model_dump(mode="json"))
         self._distribution.barrier()

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +18,7 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.batch_stream import BatchStream
 from opensora_cli.data.batches import ClipRequest, EpochPlan
-from opensora_cli.engine.ckpt.hub import HubFile, HubRepo
-from opensora_cli.engine.ckpt.hub_records import read_listing
+from opensora_cli.engine.ckpt.hub_records import HubFile, HubRepo, read_listing
 from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
@@ -129,7 +127,7 @@ def _sampler(path: Path) -> None:
 def _listing(folder: Path) -> dict[str, Any]:
     file = HubFile(repo="a/b", commit="c", name="x.bin", size=1, digest=HASH)
     repo = HubRepo(name="a/b", commit="c", licence=None, is_gated=False, files={"x.bin": file})
-    return {"a/b": asdict(repo)}
+    return {"a/b": repo.to_json()}
 
 
 CLIPS: dict[str, Any] = {"k": {"names": ["b"], "file": [1, 2]}}

@@ -366,13 +366,6 @@ class TestChoose:
             self.choose(run, allow_older=True)
         assert caught.value.hint == "start again with --overwrite in place of --resume"
 
-    def test_one_of_an_earlier_version_is_refused(self, tmp_path):
-        (tmp_path / "checkpoint.pt").touch()
-        with pytest.raises(CheckpointError, match=r"checkpoint\.pt is of an earlier version") as caught:
-            self.choose(tmp_path)
-        assert "osora ckpt convert" in caught.value.hint
-        assert "--set init=" in caught.value.hint
-
     def test_newer_ones_are_renamed(self, tmp_path):
         run = self.run_folder(tmp_path)
         (run / ".saving-ab12-epoch0-global_step4").mkdir()
