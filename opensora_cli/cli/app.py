@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
@@ -135,4 +135,4 @@ def main(args: Sequence[str] | None = None) -> int:
     name_eager_cache(os.environ)
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    return errors.run(lambda: _root().main(args=args, prog_name="osora", standalone_mode=False))
+    return errors.run(partial(_root().main, args=args, prog_name="osora", standalone_mode=False))

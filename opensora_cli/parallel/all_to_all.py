@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from opensora_cli.parallel.collectives import (
     exchange_with_gradient,
 )
 from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.rendezvous import group_with
-from opensora_cli.parallel.scheduling import BandwidthMonitor
+
+if TYPE_CHECKING:
+    from opensora_cli.parallel.scheduling import BandwidthMonitor
 
 WireFormat = Literal["bf16", "fp8"]
 """Format of elements on the wire: `bf16` has two bytes each; `fp8` has one (e4m3), and four per row for a scale."""
@@ -68,7 +69,7 @@ class Direct:
     """Route in which every rank of a group sends to every other."""
 
     group: dist.ProcessGroup
-    monitor: BandwidthMonitor | None = None
+    monitor: "BandwidthMonitor | None" = None
 
     def __call__(self, sent: Tensor, parts: Parts, /) -> Tensor:
         """Return what came."""
@@ -98,7 +99,7 @@ class TwoStages:
 
     local_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
-    monitor: BandwidthMonitor | None = None
+    monitor: "BandwidthMonitor | None" = None
 
     def __call__(self, sent: Tensor, parts: Parts, /) -> Tensor:
         """Return what came."""
@@ -137,7 +138,7 @@ class TwoStages:
 
 
 def _measured(
-    monitor: BandwidthMonitor | None, sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup
+    monitor: "BandwidthMonitor | None", sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     stays = lengths[dist.get_rank(group)]
     nbytes = (sent.numel() - stays) * sent.itemsize
@@ -230,6 +231,8 @@ def node_groups(group: dist.ProcessGroup, *, ranks_per_node: int) -> tuple[dist.
         ValueError: The machines have different numbers of ranks.
         AbsentRanks: Some ranks did not call this.
     """
+    from opensora_cli.parallel.rendezvous import group_with
+
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) % ranks_per_node:
         raise ValueError(f"{len(ranks)} ranks are not machines of {ranks_per_node} each")
@@ -238,7 +241,7 @@ def node_groups(group: dist.ProcessGroup, *, ranks_per_node: int) -> tuple[dist.
     return local, group_with(ranks[place::ranks_per_node])
 
 
-def open_route(mesh: ParallelMesh, plan: ExchangePlan, monitor: BandwidthMonitor | None = None) -> Route:
+def open_route(mesh: ParallelMesh, plan: ExchangePlan, monitor: "BandwidthMonitor | None" = None) -> Route:
     """Return the route between the Ulysses ranks of a mesh. With two stages, all ranks of the run must call this.
 
     `monitor` gets the time of every exchange, or of each of its two stages, under the name of its group.
