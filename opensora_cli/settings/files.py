@@ -55,16 +55,12 @@ def describe_preset(kind: str, name: str) -> str:
 
 
 def settings_path(name: Path, *kinds: str) -> Path:
-    """Return the file `name`, or the preset of that name. Errors are those of `preset_path`."""
+    """Return the file `name`, or the preset of that name."""
     return name if name.suffix or name.is_file() else preset_path(str(name), *kinds)
 
 
 def preset_path(name: str, *kinds: str) -> Path:
-    """Return the file of the preset `name` in the first of `kinds` that has it.
-
-    Raises:
-        RequestError: There is no such preset. The hint has the nearest name.
-    """
+    """Return the file of the preset `name` in the first of `kinds` that has it."""
     names = {preset: kind for kind in reversed(kinds) for preset in list_presets(kind)}
     if name not in names:
         close = nearest(name, names)
@@ -117,9 +113,6 @@ def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:
 
     A relative `extends` starts from the folder of its file. `train/NAME` and `hardware/NAME` are packaged presets.
     `chain` has the files that extend this one.
-
-    Raises:
-        FileProblem: A file is missing, unreadable, not YAML or not a mapping, or extends itself.
     """
     with reading(path):
         here = Path(os.path.realpath(path))
@@ -150,11 +143,7 @@ def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:
 
 
 def read_python_config(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the assignments of a file, merged over those of its bases. `chain` has the files that name it as a base.
-
-    Raises:
-        FileProblem: A file is missing or unreadable, has a line that assigns no name, or is its own base.
-    """
+    """Return the assignments of a file, merged over those of its bases. `chain` has the files that build on it."""
     with reading(path):
         here = Path(os.path.realpath(path))
     if here in chain:
@@ -228,12 +217,7 @@ class ConfigFile(NamedTuple):
 
 
 def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:
-    """Return a file of settings, or the preset of that name of the first of `kinds` that has it.
-
-    Raises:
-        RequestError: There is no such preset.
-        FileProblem: The file is missing or broken.
-    """
+    """Return a file of settings, or the preset of that name of the first of `kinds` that has it."""
     if isinstance(name, ConfigFile):
         return name
     path = settings_path(name, *kinds)

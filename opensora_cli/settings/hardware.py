@@ -114,12 +114,7 @@ class PlannedMachine:
 
 
 def read_machine(text: str) -> PlannedMachine:
-    """Return the machine of `--on`: `H100`, `8xH100`, or a YAML file as in `rig.yaml` or `2xrig.yaml`.
-
-    Raises:
-        RequestError: There is no such hardware, or a number of devices or a figure in the file is wrong.
-        FileProblem: The file is missing, or not YAML.
-    """
+    """Return the machine of `--on`: `H100`, `8xH100`, or a YAML file as in `rig.yaml` or `2xrig.yaml`."""
     # The name of a file may have an x.
     if Path(text).is_file():
         return PlannedMachine(gpu=_read_gpu(text), count=None, given=text)

@@ -15,7 +15,7 @@ from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.section import FileName, Section, rule_error
 from opensora_cli.models.registry import ARCHITECTURES
-from opensora_cli.settings.applies import TRAIN, refuse_without_effect
+from opensora_cli.settings.applies import TRAIN, Pair, pair_problems, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, channel_problems, settings_of
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import (
@@ -29,7 +29,6 @@ from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import ConfigFile, list_presets, open_config
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
-from opensora_cli.settings.pairs import Pair, pair_problems
 from opensora_cli.settings.reference import read_reference_training, read_settings
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,

@@ -14,7 +14,7 @@ from opensora_cli.engine.generate import request as generate_request
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
     for package, name, attribute, replacement in (
-        (opensora_cli.engine.generate, "run", "generate_or_launch", fake.generate_or_launch),
+        (opensora_cli.engine.generate, "run", "generate", fake.generate),
         (opensora_cli.engine.generate, "dry_run", "plan_generation", fake.plan_generation),
     ):
         module = ModuleType(f"{package.__name__}.{name}")

@@ -19,7 +19,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate import run as generation_run
-from opensora_cli.engine.generate.decode import SampleFrames
+from opensora_cli.engine.generate.decode import Clip
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
@@ -150,6 +150,6 @@ def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
     return (embeds,) * len(plan.settings.segment_prompts)
 
 
-def _watched(decoding: SampleFrames) -> int:
+def _watched(clip: Clip) -> int:
     """Take the frames of a video, and return how many there are."""
-    return sum(len(piece_THWC) for piece_THWC in decoding.pieces())
+    return sum(len(piece_THWC) for piece_THWC in clip.pieces())

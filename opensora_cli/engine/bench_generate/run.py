@@ -65,20 +65,11 @@ def bench_generate(
     settings that differ in more than sampling. For several devices, ranks are started, and rank 0 prints the report.
 
     Args:
-        settings: complete settings of the exact run.
         tries: changed settings by name. None means the standard set, without settings that the request does not allow
             or that need no fewer evaluations.
         options: number of timed runs of each row, and a file for a chart.
-        reporter: shows progress.
         context: set in one of several ranks, which all call this; only rank 0 gets a report.
         rank_flags: options of the command line for ranks that are started here.
-
-    Raises:
-        RequestError: the settings contradict themselves.
-        FileProblem: a reference or weights are missing or broken.
-        OutputError: the chart cannot be written.
-        HardwareError: there is no such device, not enough memory, or no matplotlib for the chart.
-        KeyboardInterrupt: its argument says how many runs were finished.
     """
     if options.plot is not None:  # report a missing library, or a file with this name, before the work
         new_figure()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +18,6 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.previews import Previews, preview_map
-from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import save_latents, segment_path
@@ -30,6 +29,10 @@ from opensora_cli.sampling.packing import pack_conditioning, pack_latents, posit
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.sampling.step_cache import Phase
 
+if TYPE_CHECKING:
+    from opensora_cli.engine.generate.previews import Previews
+    from opensora_cli.engine.generate.ranks import Ranks
+
 OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
 """Called after each step with the number of steps done and a function that returns the predicted latents_CTHW."""
 
@@ -39,18 +42,13 @@ def denoise_samples(
     embeds: Sequence[PromptEmbeds],
     models: LoadedModels,
     events: Events,
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
 ) -> None:
     """Denoise every sample of one job that has no complete latents.
 
     Complete latents are saved if the plan asks for that. If the run ends early, the state of the last step is saved.
     `embeds` has the embeddings of the prompt, and may be empty if all samples have complete latents. With `ranks`,
     which share the work, rank 0 owns the files.
-
-    Raises:
-        CheckpointError: weights are broken or do not fit the settings.
-        OutputError: latents cannot be written.
-        HardwareError: out of memory.
     """
     missing = unfinished(samples)
     if not missing:
@@ -62,8 +60,11 @@ def denoise_samples(
         drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None] if is_main else None
         for sample, draft_CTHW in zip(fresh, broadcast_tensors(drafts, device=ranks.device), strict=True):
             sample.draft_CTHW = draft_CTHW
-    colors = preview_map(plan, models, events) if is_main and plan.settings.output.makes_previews else None
-    previews = Previews(plan, colors, events)
+    previews: Previews | None = None
+    if is_main and plan.settings.output.makes_previews:
+        from opensora_cli.engine.generate import previews as own
+
+        previews = own.Previews(plan, own.preview_map(plan, models, events), events)
 
     def attempt(plan: Plan) -> None:
         left = unfinished(samples)
@@ -89,7 +90,7 @@ def denoise_samples(
                             ranks=ranks,
                             on_evaluation=progress.advance,
                             on_step=saver.step,
-                            on_predicted=partial(previews.step, sample.files),
+                            on_predicted=None if previews is None else partial(previews.step, sample.files),
                         ).cpu()
                     sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
                     if plan.settings.sampling.stop_at is None:
@@ -99,7 +100,7 @@ def denoise_samples(
     retried(attempt, plan, DENOISE, models, events)
 
 
-def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None) -> None:
+def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: "Ranks | None") -> None:
     """Encode the references of some samples, on rank 0. Shared references are encoded once."""
     encoded: dict[int, Sequence[torch.Tensor] | None] = {}
     for sample in samples:
@@ -115,7 +116,7 @@ def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: 
 class _Saver:
     """Saver of the latents of a sample, complete or after a step from which a later run continues."""
 
-    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks | None, finishing: ExitStack) -> None:
+    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: "Ranks | None", finishing: ExitStack) -> None:
         self._sample, self._plan, self._events = sample, plan, events
         self._finishing = finishing
         """Holds back Ctrl-C from the last step until the complete latents are saved."""
@@ -205,10 +206,10 @@ def sample_latents(
     begun: DenoisedSample | None = None,
     draft_CTHW: torch.Tensor | None = None,
     steps_done: int = 0,
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
     on_evaluation: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda step: None,
-    on_predicted: OnPredicted = lambda steps, latents_CTHW: None,
+    on_predicted: OnPredicted | None = None,
 ) -> torch.Tensor:
     """Return latents_CTHW of one sample with given frames restored, or the prediction after `sampling.stop_at`.
 
@@ -284,7 +285,8 @@ def sample_latents(
             t = plan.timesteps[step.steps_done]
             return finished(euler_step(step.packed_latents_BND, step.velocity_BND, t=t, t_next=0.0))
 
-        on_predicted(step.steps_done, prediction)
+        if on_predicted is not None:
+            on_predicted(step.steps_done, prediction)
         if step.steps_done == stop:
             predicted.append(prediction())
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,13 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, prompt_readers, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan, gib_or_less
-from opensora_cli.memory.eight_bit_products import ProductError
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
+
+if TYPE_CHECKING:
+    from opensora_cli.memory.eight_bit_products import ProductError
 
 T = TypeVar("T")
 
@@ -238,12 +240,7 @@ class LoadedModels:
         *,
         reuse: Callable[[T], object] = lambda model: None,
     ) -> Iterator[T]:
-        """Provide a model, loaded if it is missing or has another form; `reuse` is called with a model that stays.
-
-        Raises:
-            CheckpointError: its weights are missing or broken, or do not fit the settings.
-            OutOfMemoryError: there is no room for it.
-        """
+        """Provide a model, loaded if it is missing or has another form; `reuse` is called with a model that stays."""
         key = _model_key(plan, name)
         try:
             if name in self._held and self._held[name].key != key:
@@ -315,10 +312,6 @@ def with_room(plan: Plan, stage: str, models: LoadedModels, events: Events, *, t
     because `retried` handles a failed allocation.
 
     Args:
-        plan: plan of the whole run.
-        stage: stage that begins now.
-        models: loaded models; all are released if there is no room otherwise.
-        events: shows a warning if the plan changes.
         together: all ranks begin the stage now, and share the memory of their machine.
 
     Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -13,13 +13,11 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, hold, write_video
+from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples, save_state
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.extend import ExtendedVideo
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
-from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import segment_path
@@ -27,6 +25,9 @@ from opensora_cli.engine.generate.sidecar import picture_files
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
+
+if TYPE_CHECKING:
+    from opensora_cli.engine.generate.ranks import Ranks
 
 V = TypeVar("V")
 
@@ -54,8 +55,8 @@ def make(
     models: LoadedModels,
     events: Events,
     *,
-    finish: Callable[[SampleFrames], V] | None,
-    ranks: Ranks | None = None,
+    finish: Callable[[Clip], V] | None,
+    ranks: "Ranks | None" = None,
 ) -> tuple[V, ...]:
     """Run every job of a chain for some samples, inside `computing`; return the result of `finish` for each sample.
 
@@ -63,10 +64,6 @@ def make(
     made one by one.
 
     Args:
-        chain: jobs of the request.
-        samples: samples of the video, with their references and saved latents.
-        models: loaded models.
-        events: shows and times the stages, and cancels the run.
         finish: function of a decoded sample, such as `save`; None to denoise without decoding.
         ranks: processes that share the work; None for a single process. Rank 0 alone returns results.
 
@@ -93,7 +90,7 @@ def make(
 
 
 def _make_pictures(
-    chain: Chain, samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None
+    chain: Chain, samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: "Ranks | None"
 ) -> None:
     """Make the picture of each sample, which becomes its reference, on rank 0 alone.
 
@@ -108,10 +105,10 @@ def _make_pictures(
     made_before = made_before if ranks is None else broadcast_json(made_before)
     missing = [Sample(alone(plan), plan, each) for each, is_made in zip(files, made_before, strict=True) if not is_made]
 
-    def finish(decoding: SampleFrames) -> torch.Tensor:
-        picture_1HWC = torch.cat([*decoding.pieces()])
+    def finish(clip: Clip) -> torch.Tensor:
+        picture_1HWC = torch.cat([*clip.pieces()])
         if keeps:
-            write_video([picture_1HWC], decoding.chain, decoding.sample, decoding.figures)
+            write_video([picture_1HWC], clip.chain, clip.files, clip.figures)
         return picture_1HWC
 
     pictures: list[torch.Tensor] = []
@@ -140,7 +137,7 @@ def _make_drafts(
     embeds: Sequence[PromptEmbeds],
     models: LoadedModels,
     events: Events,
-    ranks: Ranks | None,
+    ranks: "Ranks | None",
 ) -> None:
     """Make the draft of each sample, and encode it in the size of the video, on rank 0 alone."""
     plan, video = chain.find(DRAFT), chain.video
@@ -169,9 +166,11 @@ def _make_segments(
     embeds: Sequence[PromptEmbeds],
     models: LoadedModels,
     events: Events,
-    ranks: Ranks | None,
-) -> ExtendedVideo:
+    ranks: "Ranks | None",
+) -> Clip:
     """Make an extended video, segment by segment. Each segment gets the last frames of the one before."""
+    from opensora_cli.engine.generate.extend import ExtendedVideo
+
     plans, files = chain.segments, sample.files
     is_main = ranks is None or ranks.is_main
     video, given, sharing = ExtendedVideo(chain, files, events), sample.references, ranks
@@ -198,11 +197,11 @@ def _make_segments(
             given = references_to(plans[-1], video.last_frames())
         if ranks is not None:
             models.release()  # as in `_make_pictures`
-    return video
+    return video.clip()
 
 
-def _sharing(plan: Plan, video: Plan, ranks: Ranks | None) -> Ranks | None:
+def _sharing(plan: Plan, video: Plan, ranks: "Ranks | None") -> "Ranks | None":
     """Return the ranks that share the work of another job."""
     if ranks is None or (plan.mesh, plan.exchange) == (video.mesh, video.exchange):
         return ranks
-    return Ranks(plan.mesh, ranks.device, plan.exchange)
+    return type(ranks)(plan.mesh, ranks.device, plan.exchange)

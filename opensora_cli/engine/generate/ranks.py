@@ -53,13 +53,7 @@ _LONGEST = timedelta(days=30)
 
 
 class Ranks:
-    """All processes of a run. Only rank 0 reads references, prints and writes files.
-
-    Args:
-        shape: sizes of the mesh.
-        device: device of this process.
-        exchange: plan of the exchange of tokens for heads.
-    """
+    """All processes of a run. Only rank 0 reads references, prints and writes files."""
 
     def __init__(self, shape: MeshShape, device: torch.device, exchange: ExchangePlan | None = None) -> None:
         self.mesh = ParallelMesh(shape, device_type=device.type)
@@ -129,7 +123,7 @@ def start_ranks(
 ) -> None:
     """Run a command in ranks on this machine, and return when all are done. Rank 0 prints.
 
-    With `gives_settings` the ranks read these settings from a file. Errors are those of `launch`.
+    With `gives_settings` the ranks read these settings from a file.
     """
     with log_folder(command) as log_dir:
         request = _launch_request(settings, log_dir)
@@ -184,12 +178,7 @@ def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = N
 def joined_ranks(
     settings: GenerateSettings, context: RankContext, reporter: Reporter
 ) -> Iterator[tuple[GenerateSettings, torch.device]]:
-    """Join the other ranks, and yield the settings of rank 0 and this rank's device.
-
-    Raises:
-        RequestError: the settings ask for another number of ranks, or contradict themselves.
-        HardwareError: there is no such device, or the ranks do not find each other.
-    """
+    """Join the other ranks, and yield the settings of rank 0 and this rank's device."""
     settings = settings_of_ranks(settings, context)
     if context.is_main:
         settings = refined(settings, reporter=reporter)
@@ -200,7 +189,7 @@ def joined_ranks(
 def chain_of_rank(settings: GenerateSettings, device: torch.device) -> Chain:
     """Return the jobs of a request for this rank's device, planned for the GPU with the least free memory.
 
-    All ranks call it. Errors are those of `make_chain`.
+    All ranks call it.
     """
     hardware = rank_hardware(settings, device=str(device))
     return make_chain(settings, hardware=replace(hardware, free_bytes=min(all_gather_json(hardware.free_bytes))))
@@ -217,7 +206,7 @@ def joined_for_rows(context: RankContext) -> Iterator[dist.ProcessGroup]:
 
 
 def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
-    """Return the device for a rank's own rows, and make it the current device. Errors are those of `joined`."""
+    """Return the device for a rank's own rows, and make it the current device."""
     settings = settings_of_ranks(settings, context)
     device = rank_device(context, device_type(settings.runtime.device))
     if device.type == "cuda":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +11,11 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.rank_messages import broadcast_tensors
 from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Chain, Plan
-from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.saved_latents import open_latents, segment_path
+
+if TYPE_CHECKING:
+    from opensora_cli.engine.generate.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +71,10 @@ def unfinished(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.denoised is None]
 
 
-def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[DenoisedSample, ...]:
+def read_saved(chain: Chain, files: SampleFiles, ranks: "Ranks | None") -> tuple[DenoisedSample, ...]:
     """Return the saved latents of each begun segment of a sample; empty without a file.
 
     Rank 0 reads the files.
-
-    Raises:
-        RequestError: the latents have another shape, or are past `sampling.stop_at`.
-        CheckpointError: a file is missing or broken, or was saved after a step that the request does not have.
     """
     if files.saved is None:
         return ()

@@ -56,12 +56,7 @@ def _texts_of(settings: GenerateSettings) -> list[str]:
 
 
 def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[PromptEmbeds, ...]:
-    """Return the embeddings of the prompt of each segment, inside `computing`, from the cache or from the encoders.
-
-    Raises:
-        CheckpointError: encoders are broken, or do not fit the transformer.
-        HardwareError: out of memory.
-    """
+    """Return the embeddings of the prompt of each segment, inside `computing`, from the cache or from the encoders."""
     known = _cached_embeds(plan, models, events.reporter)
     if known.keys() >= {*_texts_of(plan.settings)}:
         with events.stage(TEXT):

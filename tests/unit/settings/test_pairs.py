@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from opensora_cli.core.section import Section, nested
 from opensora_cli.settings import generate, train
+from opensora_cli.settings.applies import Pair
 from opensora_cli.settings.explain import explain
-from opensora_cli.settings.pairs import Pair
 
 SET: dict[str, Any] = {
     "init": "demo",

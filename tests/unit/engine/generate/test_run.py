@@ -17,9 +17,7 @@ from opensora_cli.engine.generate import decode, denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.generate.run import (
-    generate,
-)
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.tags import read_tags
 from opensora_cli.settings.explain import Given
