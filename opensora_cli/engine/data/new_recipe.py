@@ -21,7 +21,7 @@ from opensora_cli.engine.encode.datasets import make_buckets, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketSettings, BucketTable, ScanSettings
 from opensora_cli.settings.files import EXTENDS, settings_path
-from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _MOST_LENGTHS = 6
 
@@ -217,7 +217,7 @@ def _recipe_text(
             lines.append(f"      {length}: [1.0, {bucket.batch_size}]  # {count:,} {what}{'' if count == 1 else 's'}")
     if suggestion.unfit:
         lines.append(f"  # Left out, too small or too short for any: {suggestion.unfit:,}.")
-    if settings.target is TrainTarget.MMDIT:
+    if settings.trains_transformer:
         lines += _transformer_lines(settings, suggestion, name=name)
     return "\n".join(lines) + "\n"
 

@@ -38,7 +38,7 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
 from opensora_cli.settings.tools import MemProfileSettings
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 _RANDOM = "random weights of the model's sizes, since memory does not depend on their values"
 
@@ -136,7 +136,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
     if settings.compare:
         techniques = compare_training(what, hardware, reporter=reporter)
         profile = profile.model_copy(update={"techniques": techniques})
-        if what.target is TrainTarget.MMDIT:
+        if what.trains_transformer:
             attention = attention_costs(hardware, what.model, reporter=reporter)
             profile = profile.model_copy(update={"attention": attention})
     if settings.adaptive_batch:

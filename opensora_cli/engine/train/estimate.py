@@ -18,7 +18,6 @@ from opensora_cli.engine.train.activations import (
     plan_activations,
     saved_activations,
 )
-from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
@@ -34,13 +33,13 @@ from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.stand_ins import bare_task, fresh_task, largest_batches
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
 OFFLOADED = "offloaded"
@@ -114,7 +113,7 @@ def estimate_training(
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     """Return the numbers of the steps whose memory is measured or estimated."""
     chosen, last_phase = settings.train_vae, 0
-    if settings.target is TrainTarget.VAE:
+    if not settings.trains_transformer:
         opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
         whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
         last_phase = max(opposed_from, whole_from)
@@ -190,7 +189,7 @@ def _steps(
     counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
     trainer = _trainer(settings, _MarkingTask(task, counter), distribution)
     steps = measured_steps(settings)
-    if is_fake and settings.target is TrainTarget.MMDIT:
+    if is_fake and settings.trains_transformer:
         _make_moments(trainer)
         steps = steps[-1:]
     # Copies between fake tensors would take no memory.

@@ -17,16 +17,16 @@ from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import BatchShape, largest_batch_shape
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask
+from opensora_cli.engine.train.objectives.reconstruction import build_vae_task
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
-from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 
 def fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
@@ -38,12 +38,10 @@ def fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
 
 def bare_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
     """Return the task and its frozen parts, without the weights of any file."""
-    match settings.target:
-        case TrainTarget.VAE:
-            without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
-            return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
-        case TrainTarget.MMDIT:
-            return _mmdit_task(settings)
+    if settings.trains_transformer:
+        return _mmdit_task(settings)
+    without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
+    return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
 
 
 def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
@@ -134,7 +132,7 @@ def largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
 
     def make(rng: SampleRng, number: int) -> Any:
         shape = largest_batch_shape(settings)
-        if settings.target is TrainTarget.MMDIT and settings.train_mmdit.cache is not None:
+        if settings.trains_transformer and settings.train_mmdit.cache is not None:
             clips = tuple(_CachedBlackClip(settings, shape) for _ in range(shape.batch_size))
             return replace(shape.zeros(), pixels_BTHWC=None, cached=clips)
         return shape.zeros()
