@@ -36,6 +36,7 @@ from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import FakeDistribution
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
 from opensora_cli.engine.train.objectives import flow_matching as mmdit
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.trainer import Trainer, _Done
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -108,7 +109,7 @@ def rehearse(
         module = trainer.task.module
         stack.enter_context(streamed_weights(module, frozen, settings, device=turn.device, reporter=reporter))
         with saved_activations(module, activations), reporter.stage(STEP):
-            trainer.step = estimate.measured_steps(settings)[-1]
+            trainer.step = find_objective(settings).measured_steps(settings)[-1]
             trainer.do_step()
             reporter.advance()
         return Turn(turn, settings)

@@ -66,6 +66,14 @@ class Objective(ABC):
     def width(self, settings: TrainSettings) -> int:
         """Return the number of values in a layer for each position."""
 
+    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
+        """Return the steps with the memory of all others: the first allocates the optimizers' moments."""
+        return (0, 1)
+
+    @abstractmethod
+    def stand_in(self, settings: TrainSettings) -> "tuple[Task[Any], list[nn.Module]]":
+        """Return the task with random weights and its frozen parts, without any file, to measure or estimate a step."""
+
     @abstractmethod
     def outline(self, settings: TrainSettings) -> "nn.Module":
         """Return the trained module on the meta device; frozen weights need no gradient.
@@ -109,6 +117,11 @@ class TransformerObjective(Objective):
 
     def width(self, settings: TrainSettings) -> int:
         return settings.model.hidden_size
+
+    def stand_in(self, settings: TrainSettings) -> "tuple[Task[Any], list[nn.Module]]":
+        from opensora_cli.engine.train.stand_ins import transformer_task
+
+        return transformer_task(settings)
 
     def outline(self, settings: TrainSettings) -> "nn.Module":
         from opensora_cli.engine.train.transformer import empty_transformer

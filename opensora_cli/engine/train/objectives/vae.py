@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.train.objectives.base import VAE_FILE, Objective
 from opensora_cli.settings.train import TrainSettings
 
@@ -36,6 +36,21 @@ class Reconstruction(Objective):
 
     def width(self, settings: TrainSettings) -> int:
         return settings.vae.sizes.pixel_width
+
+    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
+        chosen = settings.train_vae
+        opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
+        whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
+        last_phase = max(opposed_from, whole_from)
+        return (0, 0, last_phase) if last_phase else (0, 1)
+
+    def stand_in(self, settings: TrainSettings) -> "tuple[Task[Any], list[nn.Module]]":
+        import torch
+
+        from opensora_cli.engine.train.objectives.reconstruction import build_vae_task
+
+        without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
+        return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
 
     def outline(self, settings: TrainSettings) -> "nn.Module":
         from opensora_cli.engine.components.autoencoders import autoencoder_on_meta

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import opensora_cli
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train import objectives
 from opensora_cli.engine.train.early import Resume
+from opensora_cli.engine.train.plan import plan_training, with_memory
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings import train as train_settings
 
@@ -35,6 +37,11 @@ class Colors(Objective):
 
     def width(self, settings):
         return 3
+
+    def stand_in(self, settings):
+        import torch
+
+        return Task(torch.nn.Linear(1, 3)), []
 
     def outline(self, settings):
         import torch
@@ -79,6 +86,8 @@ def test_an_objective_is_added_in_one_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
     monkeypatch.setitem(train_settings.TARGETS, "colors", train_settings.TARGETS["vae"])
     settings = tiny_training.vae_settings(tmp_path / "run").replace({"target": "colors"})
+    plan = with_memory(plan_training(settings), reporter=SilentReporter())
+    assert (plan.parameters, plan.memory[0].gradients_bytes) == (6, 24)
     with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
         train(settings, reporter=tiny_training.StopAfter(2))
     result = train(settings, resume=Resume())
