@@ -190,11 +190,16 @@ SAME_FOR_ALL_RUNS = Applies(
 TRAIN = (
     *PARALLEL,
     *VAE,
-    _typed("train_vae", lambda s: s.target == "vae", "with target={s.target}: use target=vae"),
+    _typed("train_vae", lambda s: not s.trains_transformer, "with target={s.target}: use target=vae"),
     _typed(
         "weights model text train_mmdit lora memory compile samples watching.peak_tflops",
-        lambda s: s.target == "mmdit",
+        attrgetter("trains_transformer"),
         "with target={s.target}: use target=mmdit",
+    ),
+    Applies(
+        "strategy compile lora.rank",
+        attrgetter("trains_transformer"),
+        "with target={s.target}, which trains no transformer: drop it",
     ),
     _needs("data.table", "data.fps_max data.fit"),
     _needs("data.workers", "data.prefetch"),
@@ -204,17 +209,17 @@ TRAIN = (
     _needs("samples.every", "samples", but="every"),
     Applies(
         "train_vae.perceptual_files",
-        lambda s: s.target != "vae" or s.train_vae.perceptual_weight,
+        lambda s: s.trains_transformer or s.train_vae.perceptual_weight,
         "with train_vae.perceptual_weight=0: use 0.5, or no files",
     ),
     Applies(
         "train_vae.kl_weight",
-        lambda s: s.target != "vae" or not s.train_vae.decoder_only,
+        lambda s: s.trains_transformer or not s.train_vae.decoder_only,
         "with train_vae.decoder_only=true: use 0",
     ),
     Applies(
         "train_vae.kl_weight",
-        lambda s: s.target != "vae" or s.vae.kind != "dc_ae",
+        lambda s: s.trains_transformer or s.vae.kind != "dc_ae",
         "with vae.kind=dc_ae, which has no posterior: use 0",
     ),
     Applies("lora", lambda s: s.lora.rank, "without lora.rank: set it, as in lora.rank=16", but="rank"),

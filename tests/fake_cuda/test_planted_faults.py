@@ -20,7 +20,6 @@ from fake_cuda.checks import (
 from fake_cuda.collectives import World
 from fake_cuda.generation import MAY_WAIT, rehearse
 from fake_cuda.weights import full_size_settings
-from opensora_cli.parallel.scheduling import CommunicationScheduler
 
 from opensora_cli.engine.generate import denoise as generate_denoise
 from opensora_cli.memory import host_weights

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 
 from opensora_cli.core.documents import Document
@@ -154,7 +155,7 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
         read=read,
         broken=tuple(broken),
         closed_folders=tuple(closed),
-        uneven=tuple(Path(each.path) for each in findings if each.facts.is_uneven),
+        uneven=tuple(Path(each.path) for each in findings if each.is_uneven),
         other_files=Counter(file.suffix.lower() for file in others if file not in own),
     )
 
@@ -167,7 +168,7 @@ def _find(
     unread: list[Path] = []
     for file in files:
         known = _known(file, journal)
-        if known is None or (settings.deep and not known.is_deep):
+        if known is None or (settings.deep and not known.deep):
             unread.append(file)
         else:
             found[file] = known
@@ -206,13 +207,8 @@ def _look_into(file: Path, *, deep: bool) -> Finding | BrokenFile:
         with reading(file):
             # The time before reading: a file that changes during the scan is read again by the next scan.
             status = file.stat()
-            return Finding(
-                path=str(file),
-                size=status.st_size,
-                mtime_ns=status.st_mtime_ns,
-                facts=probe(file, deep=deep),
-                is_deep=deep,
-            )
+            facts = asdict(probe(file, deep=deep))
+            return Finding(path=str(file), size=status.st_size, mtime_ns=status.st_mtime_ns, deep=deep, **facts)
     except OsoraError as error:
         return BrokenFile(path=str(file), reason=error.message)
 
@@ -229,11 +225,10 @@ def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], 
         except FileProblem as error:
             broken.append(BrokenFile(path=each.path, reason=error.message))
             continue
-        facts = each.facts
-        height, width = facts.height, facts.width
-        fps = None if facts.fps is None else round(facts.fps, 6)
+        height, width = each.height, each.width
+        fps = None if each.fps is None else round(each.fps, 6)
         shape = round(height / width, 6)
-        rows.append((each.path, caption, facts.num_frames, height, width, shape, height * width, fps))
+        rows.append((each.path, caption, each.num_frames, height, width, shape, height * width, fps))
     return rows, broken
 
 
