@@ -258,9 +258,9 @@ class TestPrompts:
         assert (tags["prompt"], tags["seed"]) == (prompt, "42")
 
     def test_unknown_words_of_the_demo(self, world, tmp_path, reporter):
-        generate(demo_settings(world, tmp_path, prompt="a dragon, Reining, Zebra"), reporter=reporter)
+        generate(demo_settings(world, tmp_path, prompt="a dragon, tea, Reining, Zebra"), reporter=reporter)
         assert reporter.warnings == [
-            'the demo model does not know "dragon", "Reining" (nearest: "raining"), "Zebra"; '
+            'the demo model does not know "dragon", "tea", "Reining" (nearest: "raining"), "Zebra"; '
             "it knows places: sea, desert; weathers: raining"
         ]
 
