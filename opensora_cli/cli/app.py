@@ -136,6 +136,8 @@ def main(args: Sequence[str] | None = None) -> int:
         _wait_without_spinning(os.environ)
     # Threads of tokenizers gain nothing on a few texts, and tokenizers aborts if none can be started (`ulimit -u`).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if os.environ.get("HF_ENDPOINT") == "":  # as docker compose sets it; huggingface_hub would ask no address
+        del os.environ["HF_ENDPOINT"]
     name_eager_cache(os.environ)
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
     warnings.filterwarnings("ignore", module=r"PIL\.")
