@@ -36,10 +36,6 @@ class Extent:
     offset: int
     length: int
 
-    def part(self, start: int, stop: int) -> "Extent":
-        """Return bytes `start` to `stop` of the run."""
-        return Extent(self.path, self.offset + start, stop - start)
-
     def read(self) -> Tensor:
         """Return the bytes as a tensor (length,), uint8.
 
@@ -70,8 +66,6 @@ class LazyTensor:
     read: Callable[[], Tensor]
     extent: Extent | None = None
     """Bytes of a file with the values: row by row, little-endian. None for other tensors."""
-    data: object = None
-    """Identity of the values, if several tensors of a file may share them."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "LazyTensor":
@@ -108,16 +102,9 @@ class LazyTensor:
             CheckpointError: the values cannot be read.
             OSError: `file` cannot be written.
         """
-        if self.extent is None:
-            content = bytes_of(self.read())
-            for start in range(0, len(content), _PIECE_BYTES):
-                piece = content[start : start + _PIECE_BYTES]
-                write_all(file, piece)
-                if advance is not None:
-                    advance(len(piece))
-            return
-        for start in range(0, self.extent.length, _PIECE_BYTES):
-            piece = self.extent.part(start, min(start + _PIECE_BYTES, self.extent.length)).read().numpy().data
+        content = bytes_of(self.read())
+        for start in range(0, len(content), _PIECE_BYTES):
+            piece = content[start : start + _PIECE_BYTES]
             write_all(file, piece)
             if advance is not None:
                 advance(len(piece))

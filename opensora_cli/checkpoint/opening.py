@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from opensora_cli.checkpoint.contents import Checkpoint, ShardName
+from opensora_cli.checkpoint.contents import Checkpoint, shard_of
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
     all_epoch_folders,
@@ -177,7 +177,7 @@ def find_file(folder: Path) -> Path:
     kinds = {path: _sniff(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in (Format.SAFETENSORS, Format.TORCH)]
     chosen = [path for path in weights if kinds[path] is Format.SAFETENSORS] or weights
-    if shards := [name for path in chosen if (name := ShardName.of(path.name))]:
+    if shards := [shard for path in chosen if (shard := shard_of(path.name))]:
         raise _without_index(folder, shards)
     if len(chosen) > 1:
         raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
@@ -194,16 +194,16 @@ def find_file(folder: Path) -> Path:
     )
 
 
-def _without_index(folder: Path, shards: Sequence[ShardName]) -> CheckpointError:
+def _without_index(folder: Path, shards: Sequence[tuple[str, int, int]]) -> CheckpointError:
     """Return the error for a folder of shards without an index, about the first of several checkpoints."""
-    first = shards[0]
-    there = {shard.number for shard in shards if (shard.index_name, shard.count) == (first.index_name, first.count)}
+    index, _, count = shards[0]
+    there = {number for other, number, others in shards if (other, others) == (index, count)}
     # A name may claim a million shards: the list is bounded.
-    missing = list(islice((str(each) for each in range(1, first.count + 1) if each not in there), _LISTED + 1))
+    missing = list(islice((str(each) for each in range(1, count + 1) if each not in there), _LISTED + 1))
     numbers = ", ".join(missing[:_LISTED]) + (", ..." if len(missing) > _LISTED else "")
-    others = f" and, of shards 1 to {first.count}: {numbers}" if missing else ""
+    others = f" and, of shards 1 to {count}: {numbers}" if missing else ""
     return CheckpointError(
-        f"{folder} holds shards without their index: it lacks {plain(first.index_name)}{others}",
+        f"{folder} holds shards without their index: it lacks {plain(index)}{others}",
         hint="fetch what is missing; the index maps each tensor to its shard",
     )
 

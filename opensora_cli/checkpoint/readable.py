@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,11 @@ def refuse_outside(path: Path, folder: Path) -> Path:
     if real.is_relative_to(real_folder) or real.parent == _blobs_of(real_folder):
         return path
     raise CheckpointError(f"{path} is a link out of its folder", hint="put the file itself there")
+
+
+def is_sha256(text: object) -> bool:
+    """Return whether a value is a SHA-256 in lowercase hexadecimal digits."""
+    return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{64}", text) is not None
 
 
 def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> str:

@@ -12,7 +12,6 @@ format is a pickle, its shards depend on the number of ranks, and other programs
 """
 
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER, RUNNING_STATES_FILE, read_running_document
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.lazy import LazyTensor, write_all
-from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
+from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
 from opensora_cli.checkpoint.writing import INDEX_FILE, make_index, plan_shards
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import json_bytes, replace_folder
@@ -38,7 +37,6 @@ from opensora_cli.core.strict_json import shown
 SHA256 = "sha256"
 """Key of the hashes in `running_states.json`."""
 
-_HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 _READ_SUFFIXES = (".safetensors", ".pt", ".bin", ".json")
 
 _PREFIX = ".saving-"
@@ -168,7 +166,7 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
     for name, digest in hashes.items():
         if not stays_inside(name):
             raise CheckpointError(f"{path} is broken: {shown(name)} is no file of its folder")
-        if not isinstance(digest, str) or not _HEX_SHA256.fullmatch(digest):
+        if not is_sha256(digest):
             raise CheckpointError(f"{path} is broken: {shown(str(digest))} is no hash of {shown(name)}")
     return {refuse_outside(folder / name, folder): digest for name, digest in sorted(hashes.items())}
 

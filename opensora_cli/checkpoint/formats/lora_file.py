@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
@@ -89,17 +90,17 @@ def open_adapter(path: Path) -> Adapter:
     if is_folder and (path / _DIFFUSERS_FILE).is_file() and not (path / CONFIG_FILE).exists():
         path = path / _DIFFUSERS_FILE
     config_file, weights = adapter_files(path)
-    config = _read_config(config_file) if path.is_dir() or path.name == WEIGHTS_FILE else None
-    if config is not None and not weights.exists() and (path / _PICKLED_FILE).exists():
+    fields = _read_fields(config_file) if path.is_dir() or path.name == WEIGHTS_FILE else None
+    if fields is not None and not weights.exists() and (path / _PICKLED_FILE).exists():
         raise CheckpointError(
             f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",
             hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
         )
-    entries, metadata = open_safetensors(weights if config is None else _regular_file(weights))
-    style = "PEFT" if config is not None else style_of(entries)
+    entries, metadata = open_safetensors(weights if fields is None else _regular_file(weights))
+    style = "PEFT" if fields is not None else style_of(entries)
     if style == "PEFT":
-        config = config or _read_config(config_file)
-        return _open_peft(path, weights, entries, metadata, config)
+        named = {key.removeprefix(_PEFT_PREFIX): entry for key, entry in entries.items()}
+        return _open_peft(path, weights, named, metadata, fields or _read_fields(config_file))
     _refuse_other_kinds(weights, entries)
     if style is None:
         raise CheckpointError(
@@ -121,13 +122,17 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def _open_peft(
-    path: Path, weights: Path, entries: Mapping[str, LazyTensor], metadata: Mapping[str, str], config: PeftConfig
+    path: Path,
+    weights: Path,
+    entries: Mapping[str, LazyTensor],
+    metadata: Mapping[str, str],
+    fields: Mapping[str, Any],
 ) -> Adapter:
-    factors, others = _factors({key.removeprefix(_PEFT_PREFIX): entry for key, entry in entries.items()})
+    factors, others = _factors(entries)
     for key in others:
         if ".lora_" in key:
             raise RequestError(f"{weights} has {shown(key)}: this kind of LoRA cannot be merged")
-    config.check(factors.keys())
+    config = PeftConfig.of(weights.parent / CONFIG_FILE, fields, factors)
     if not factors:
         raise CheckpointError(f"{weights} has no lora_A and lora_B", hint="is it an adapter?")
     if others and not config.trains_more:
@@ -135,13 +140,13 @@ def _open_peft(
     updates = {}
     for module, pair in factors.items():
         a, b = _matrices(weights, module, pair)
-        if a.shape[0] != config.rank(module):
+        if a.shape[0] != config.ranks[module]:
             raise CheckpointError(
                 f"{weights}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
-                f"which are not of rank {config.rank(module)} as in {CONFIG_FILE}"
+                f"which are not of rank {config.ranks[module]} as in {CONFIG_FILE}"
             )
         is_transposed = _IS_TABLE in pair or config.fan_in_fan_out
-        updates[f"{module}.weight"] = (LowRank(a=a, b=b, scale=config.scale(module), transposed=is_transposed),)
+        updates[f"{module}.weight"] = (LowRank(a=a, b=b, scale=config.scales[module], transposed=is_transposed),)
     return Adapter(
         path=path,
         files=(config.path, weights),
@@ -169,10 +174,10 @@ def _factors(entries: Mapping[str, LazyTensor]) -> tuple[dict[str, dict[str, Laz
     return factors, others
 
 
-def _read_config(path: Path) -> PeftConfig:
+def _read_fields(path: Path) -> dict[str, Any]:
     content = read_bytes(_regular_file(path), max_bytes=_MAX_CONFIG_BYTES, problem=CheckpointError)
     try:
-        return PeftConfig.of(path, parse_object(content))
+        return parse_object(content)
     except ValueError as error:
         raise CheckpointError(f"{path} is broken: {error}") from error
 
@@ -235,7 +240,6 @@ def _stated_scales(path: Path, metadata: Mapping[str, str], modules: Iterable[st
     own = {key.removeprefix("transformer."): value for key, value in fields.items()}
     if "lora_alpha" not in own:
         return {}
-    config = PeftConfig.of(path, {"peft_type": "LORA", **own})
     names = {module: module.removeprefix("transformer.") for module in modules}
-    config.check(set(names.values()))
-    return {module: config.scale(name) for module, name in names.items()}
+    scales = PeftConfig.of(path, {"peft_type": "LORA", **own}, set(names.values())).scales
+    return {module: scales[name] for module, name in names.items()}

@@ -28,20 +28,13 @@ SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
 _MAX_KEY_LENGTH = 100
 _NEWEST_PROTOCOL = 5
 
-STORAGE_NAMES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex128: "ComplexDoubleStorage",
-    torch.complex64: "ComplexFloatStorage",
+STORAGE_NAMES: dict[torch.dtype, str] = {
+    dtype: name
+    for dtype, name in torch.storage._dtype_to_storage_type_map().items()
+    if not name.startswith("Q")  # quantized tensors are more than a storage
 }
+"""Storage class of each dtype that has one."""
+
 _UNTYPED_DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),

@@ -1,4 +1,7 @@
-"""Files of `torch.save`: mapped by `torch.load(weights_only=True)`, and written tensor by tensor.
+"""Files of `torch.save`: opened by `torch.load(weights_only=True)`, and written tensor by tensor.
+
+On the meta device torch reads no data of an archive, and tells their place in the file. torch 2.10 would read them, so
+it maps the archive instead.
 
 `weights_only` runs no code, but a small file can make it take any amount of time and memory. So a file is checked
 first: its records must be stored uncompressed, and its pickle is run by `unpickle`, with stand-ins for all tensors.
@@ -11,10 +14,9 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -34,7 +36,7 @@ from opensora_cli.checkpoint.formats.pickles import (
     Unused,
     unpickle,
 )
-from opensora_cli.checkpoint.lazy import LazyTensor, bytes_of, is_possible
+from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, is_possible
 from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.checkpoint.state_dicts import find_weights
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -52,6 +54,8 @@ _PICKLE, _METADATA, _BYTE_ORDER, _CODE = "data.pkl", "metadata.json", "byteorder
 _ROOT = "archive"
 _OLD_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=WEIGHTS_ONLY_PROTOCOL)
 _OLD_PICKLES = 5
+
+_META_HAS_OFFSETS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 _MAX_PICKLE_BYTES = 2**26
 _MAX_METADATA_BYTES = 2**23
@@ -74,21 +78,37 @@ class _Storage(NamedTuple):
     key: str
     numel: int
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
 
 def _make_unused(_: object) -> Unused:
     return Unused()
 
 
-def _rebuild_from_type(arguments: Any) -> Unused:
-    if arguments[0] is not _make_unused:
-        raise ValueError("it makes a tensor from something else than a tensor's parts")
+def _check_view(arguments: Any) -> Unused:
+    """Stand in for torch's functions that make a tensor as a view of a storage."""
+    storage, offset, shape, stride = arguments[:4]
+    dtype = arguments[6] if len(arguments) > 6 and isinstance(arguments[6], torch.dtype) else storage.dtype
+    span = 0 if 0 in shape else 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+    if offset < 0 or (offset + span) * dtype.itemsize > storage.nbytes:
+        raise ValueError("a tensor is longer than its data")
     return Unused()
+
+
+def _rebuild_from_type(arguments: Any) -> Unused:
+    function, _, parts = arguments[:3]
+    if function not in (_check_view, _make_unused):
+        raise ValueError("it makes a tensor from something else than a tensor's parts")
+    return Unused() if function is _make_unused else _check_view(parts)
 
 
 _NAMES: StandIns = {
     **PLAIN_NAMES,
     **{f"torch.{name}": dtype for dtype, name in STORAGE_NAMES.items()},
-    **{f"torch._utils._rebuild_{name}": _make_unused for name in ("tensor", "tensor_v2", "tensor_v3")},
+    **{f"torch._utils._rebuild_{name}": _check_view for name in ("tensor", "tensor_v2", "tensor_v3")},
     **{f"torch._utils._rebuild_{name}": _make_unused for name in ("parameter", "parameter_with_state")},
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch.storage.UntypedStorage": torch.uint8,
@@ -107,7 +127,7 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
         CheckpointError: the file is missing or broken, or cannot be read without trusting it.
         RequestError: the file lacks the selected weights.
     """
-    tree, metadata = _open(path, mmap=True)
+    tree, metadata = _open(path, lazily=True)
     weights = find_weights(tree, Tensor, path=path, select=select)
     return Checkpoint(
         format=Format.TORCH,
@@ -126,7 +146,7 @@ def check_torch(path: Path) -> None:
     Raises:
         CheckpointError: the file is missing or broken, or cannot be read without trusting it.
     """
-    _open(path, mmap=True)
+    _open(path, lazily=True)
 
 
 def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
@@ -142,7 +162,7 @@ def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
         raise CheckpointError(
             f"{path} is refused: it has {size:,} bytes, and a state of its kind at most {max_bytes:,}"
         )
-    return _open(path, mmap=False)[0]
+    return _open(path, lazily=False)[0]
 
 
 def torch_bytes(state: object, *, name: str) -> bytes:
@@ -164,8 +184,11 @@ def load_tensor(content: memoryview, path: Path) -> Tensor:
     return _entry(path, "in it", tensor).read()
 
 
-def _open(path: Path, *, mmap: bool) -> tuple[Any, dict[str, str]]:
-    """Return the object in a file and the file's metadata, after checking that loading takes bounded resources."""
+def _open(path: Path, *, lazily: bool) -> tuple[Any, dict[str, str]]:
+    """Return the object in a file and the file's metadata, after checking that loading takes bounded resources.
+
+    With `lazily` the tensors of an archive are on the meta device, or mapped by torch 2.10.
+    """
     with reading_file(path), path.open("rb") as file:
         start = file.read(len(_OLD_START))
         if start.startswith(PICKLE_MAGIC):
@@ -173,23 +196,22 @@ def _open(path: Path, *, mmap: bool) -> tuple[Any, dict[str, str]]:
                 raise CheckpointError(f"{path} is a pickle, but not of torch.save")
             content = io.BytesIO(start + file.read(_MAX_PICKLE_BYTES))
             claimed = [_check_pickle(content, path) for _ in range(_OLD_PICKLES)]
-            if sum(each.numel * each.dtype.itemsize for storages in claimed for each in storages) > file.seek(0, 2):
+            if sum(each.nbytes for storages in claimed for each in storages) > file.seek(0, 2):
                 raise CheckpointError(f"{path} is truncated: its tensors are longer than the file", hint=FETCH_AGAIN)
             return _load(file, path), {}
         if not start.startswith(MAGIC):
             raise CheckpointError(f"{path} is nothing that torch.save wrote")
         with _sound_archive(path):
             metadata = _check_archive(file, path)
-        # By this ending of a path torch loads another format; a file object cannot be mapped.
-        mmap = mmap and path.suffix != ".safetensors"
-        return _load(path if mmap else file, path, mmap=mmap), metadata
+        return _load(file, path, lazily=lazily), metadata
 
 
-def _load(file: BinaryIO | Path, path: Path, *, mmap: bool = False) -> Any:
-    if not isinstance(file, Path):
-        file.seek(0)
+def _load(file: BinaryIO, path: Path, *, lazily: bool = False) -> Any:
+    file.seek(0)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        if lazily and not _META_HAS_OFFSETS:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(file, map_location="meta" if lazily else "cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:
@@ -209,12 +231,22 @@ def _entry(path: Path, name: str, tensor: Tensor) -> LazyTensor:
         raise CheckpointError(f"{path} is refused: tensor {shown(name)} is not dense")
     if not is_possible(tuple(tensor.shape), tensor.dtype):
         raise CheckpointError(f"{path} is broken: tensor {shown(name)} has an impossible shape")
-    if tensor.nbytes > max(tensor.untyped_storage().nbytes(), path.stat().st_size):
+    shape, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+    if tensor.nbytes > path.stat().st_size:
         raise CheckpointError(
             f"{path} is refused: tensor {shown(name)} repeats its data until it is larger than the file"
         )
-    data = (tensor.data_ptr(), tensor.shape, tensor.stride())
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.contiguous, data=data)
+    if not tensor.is_meta:
+        return LazyTensor(shape, dtype, tensor.contiguous)
+    if not tensor.numel():
+        return LazyTensor.of(torch.empty(shape, dtype=dtype))
+    span = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+    start = tensor.untyped_storage()._checkpoint_offset + int(tensor.storage_offset()) * dtype.itemsize
+    extent = Extent(path, start, span * dtype.itemsize)
+    if tensor.is_contiguous():
+        return LazyTensor.stored(shape, dtype, extent)
+    reached = LazyTensor.stored((span,), dtype, extent)
+    return LazyTensor(shape, dtype, lambda: reached.read().as_strided(shape, stride).contiguous())
 
 
 @contextmanager
@@ -260,21 +292,22 @@ def _check_archive(file: BinaryIO, path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
     for storage in _check_pickle(io.BytesIO(content[_PICKLE]), path):
         record = records.get(f"{root}data/{storage.key}")
-        if record is None or storage.numel * storage.dtype.itemsize > record.file_size:
+        if record is None or storage.nbytes > record.file_size:
             raise CheckpointError(f"{path} is broken: a tensor is longer than its data", hint=FETCH_AGAIN)
     metadata = parse_object(content[_METADATA] or b"{}")
     return {key: text for key, text in metadata.items() if isinstance(text, str)}
 
 
 def _check_pickle(content: io.BytesIO, path: Path) -> list[_Storage]:
-    """Check the next pickle, and return the storages that it needs."""
-    storages = {}
+    """Check the next pickle, and return the storages that it needs, each with its largest claim."""
+    storages: dict[str, _Storage] = {}
 
     def add(persistent_id: Any) -> _Storage:
         kind, dtype, key, _, numel, *_ = persistent_id
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(numel) is not int or numel < 0:
             raise ValueError("it has a storage of an unknown kind")
-        storages[key] = storage = _Storage(dtype, key, numel)
+        storage = _Storage(dtype, key, numel)
+        storages[key] = max(storage, storages.get(key, storage), key=lambda each: each.nbytes)
         return storage
 
     unpickle(
@@ -334,21 +367,26 @@ def write_torch(
     content = io.BytesIO()
     _Pickler(content, protocol=WEIGHTS_ONLY_PROTOCOL).dump(tree)
     described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
-    _write_archive(
-        path,
-        chain(
-            [(_PICKLE, [content.getvalue()]), (_BYTE_ORDER, [b"little"])],
-            ((f"data/{each.key}", _content(each.entry, advance)) for each in tree.values()),
-            [("version", [b"3\n"])],
-            [(_METADATA, [described.encode()])] if metadata else [],
-        ),
-    )
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        _write_record(archive, _PICKLE, content.getvalue(), file.tell())
+        _write_record(archive, _BYTE_ORDER, b"little", file.tell())
+        for each in tree.values():
+            _write_record(archive, f"data/{each.key}", bytes_of(each.entry.read()), file.tell())
+            if advance is not None:
+                advance(each.entry.nbytes)
+        _write_record(archive, "version", b"3\n", file.tell())
+        if metadata:
+            _write_record(archive, _METADATA, described.encode(), file.tell())
 
 
-def _content(entry: LazyTensor, advance: Callable[[int], None] | None) -> Iterator[memoryview]:
-    yield bytes_of(entry.read())
-    if advance is not None:
-        advance(entry.nbytes)
+def _write_record(archive: zipfile.ZipFile, name: str, content: bytes | memoryview, position: int) -> None:
+    """Write a record. Like in torch, its data begins at a multiple of 64 bytes, so that it can be mapped."""
+    info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+    start = position + _LOCAL_HEADER_BYTES + len(info.filename) + _ZIP64_FIELD_BYTES
+    length = -(start + _PADDING_FIELD.size) % _ALIGNMENT
+    info.extra = _PADDING_FIELD.pack(b"FB", length) + b"Z" * length
+    with archive.open(info, "w", force_zip64=True) as record:
+        record.write(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,16 +416,3 @@ class _Pickler(pickle.Pickler):
             return torch._utils._rebuild_tensor_v2, (storage, 0, shape, stride, False, hooks)
         storage = _Storage(torch.uint8, obj.key, obj.entry.nbytes)
         return torch._utils._rebuild_tensor_v3, (storage, 0, shape, stride, False, hooks, dtype)
-
-
-def _write_archive(path: Path, records: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
-    """Write records. Like in torch, their data begins at multiples of 64 bytes, so that it can be mapped."""
-    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
-        for name, pieces in records:
-            info = zipfile.ZipInfo(f"{_ROOT}/{name}")
-            start = file.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + _ZIP64_FIELD_BYTES
-            length = -(start + _PADDING_FIELD.size) % _ALIGNMENT
-            info.extra = _PADDING_FIELD.pack(b"FB", length) + b"Z" * length
-            with archive.open(info, "w", force_zip64=True) as record:
-                for piece in pieces:
-                    record.write(piece)

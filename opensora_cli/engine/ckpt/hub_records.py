@@ -5,7 +5,6 @@ the time of writing. A listing of the complete download serves machines that are
 """
 
 import json
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Annotated, Self
 
 from pydantic import Field, TypeAdapter, model_validator
 
+from opensora_cli.checkpoint.readable import is_sha256
 from opensora_cli.core.documents import Document
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 
 _FOLDER = Path(".cache", "huggingface", "download")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 # Times of file systems are coarser than those of clocks.
 _SLACK_S = 1.0
 _MAX_LISTING_BYTES = 10_000_000
@@ -93,11 +92,6 @@ def downloaded_sha256(path: Path) -> str | None:
         if digest is not None:
             return digest if is_sha256(digest) else None
     return None
-
-
-def is_sha256(text: str) -> bool:
-    """Return whether a text is a SHA-256 in lowercase hexadecimal digits."""
-    return _SHA256.fullmatch(text) is not None
 
 
 def write_listing(folder: Path, name: str, repos: Sequence[HubRepo]) -> None:

@@ -69,8 +69,8 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     if settings.unmerge:
         total = sum(base.entries[name].nbytes for name in adapter.updates)
         with freed_at_once(), reporter.stage("measure", total=total, unit=BYTES) as progress:
-            found = unmerge_error(base.entries, adapter, scale=settings.scale, advance=progress.advance)
-        error = MergeError(bound=found.bound if math.isfinite(found.bound) else None, tensor=found.tensor)
+            bound, tensor = unmerge_error(base.entries, adapter, scale=settings.scale, advance=progress.advance)
+        error = MergeError(bound=bound if math.isfinite(bound) else None, tensor=tensor)
     sha256, files = write(product, reporter=reporter)
     changed = len(adapter.updates) + len(adapter.replacements)
     return MergeResult.of(product, source_sha256=sha256, files=files, changed=changed, error=error)

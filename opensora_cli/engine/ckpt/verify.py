@@ -11,7 +11,7 @@ from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_S
 from opensora_cli.checkpoint.formats.torch import check_torch
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
+from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
 from opensora_cli.checkpoint.shards import ShardIndex
 from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
 from opensora_cli.core.documents import Document
@@ -21,7 +21,7 @@ from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.strict_json import shown
 from opensora_cli.core.weight_choices import Format, Selection
-from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
+from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.statistics import measure
 from opensora_cli.settings.ckpt import VerifySettings
@@ -155,7 +155,7 @@ def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint],
 def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
     entries = checkpoint.entries
     # Tensors of a torch file may share data. Some programs count shared data once, others each time.
-    once: dict[object, int] = {entry.data or name: entry.nbytes for name, entry in entries.items()}
+    once: dict[object, int] = {entry.extent or name: entry.nbytes for name, entry in entries.items()}
     found = sum(entry.nbytes for entry in entries.values())
     if index.total_size is not None and index.total_size not in (found, sum(once.values())):
         yield f"{index.path} gives {plain(str(index.total_size))} bytes for the tensors, and they have {found}"

@@ -206,12 +206,10 @@ class TestBrokenFolders:
         change(folder, lambda metadata: setattr(metadata, "planner_data", {"long": keys}))
         refused(lambda: open_dcp(folder))
 
-    @pytest.mark.parametrize("name", payloads(None))
-    def test_no_payload_is_run(self, tmp_path, folder, name):
-        content = payloads(tmp_path / "canary")[name]
+    def test_no_payload_is_run(self, tmp_path, folder):
+        content = payloads(tmp_path / "canary")["os.system"]
         (folder / METADATA_FILE).write_bytes(content)
-        reason = refused(lambda: open_dcp(folder))
-        assert "is refused: it imports" in reason
+        assert "is refused: it imports" in refused(lambda: open_dcp(folder))
         assert not (tmp_path / "canary").exists()
 
 

@@ -221,7 +221,8 @@ class TestWriting:
         for tensor in of_all_kinds().values():
             content = io.BytesIO()
             torch.save(tensor, content)
-            assert bit_equal({"x": load_tensor(content.getbuffer(), tmp_path)}, {"x": tensor})
+            (tmp_path / "a").write_bytes(content.getvalue())
+            assert bit_equal({"x": load_tensor(content.getbuffer(), tmp_path / "a")}, {"x": tensor})
 
 
 def _repeated():
@@ -262,6 +263,12 @@ class TestBrokenFiles:
     def test_tensors_that_cannot_be(self, tmp_path, claim, reason):
         path = with_pickle(tmp_path / "a", tensor_pickle(**claim), **{"data/0": bytes(16)})
         assert reason in refused(lambda: open_torch(path))
+
+    def test_a_storage_with_two_claims_has_the_larger_one(self, tmp_path):
+        parts = [tensor_pickle(numel=numel)[9:-2] for numel in (10**12, 4)]
+        program = b"\x80\x02](" + b"".join(parts) + b"e."
+        path = with_pickle(tmp_path / "a", program, **{"data/0": bytes(16)})
+        assert "longer than its data" in refused(lambda: open_torch(path))
 
     @pytest.mark.parametrize(
         ("program", "reason"),
