@@ -21,7 +21,6 @@ from fake_cuda.checks import (
 from fake_cuda.collectives import World
 from fake_cuda.generation import MAY_WAIT, rehearse
 from fake_cuda.weights import full_size_settings
-from opensora_cli.parallel.scheduling import CommunicationScheduler
 
 from opensora_cli.engine.generate import denoise as generate_denoise
 from opensora_cli.memory import host_weights
@@ -29,6 +28,7 @@ from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel import divided_work, ring, sequence
 from opensora_cli.parallel.collectives import Parts
+from opensora_cli.parallel.ulysses import _Running
 from opensora_cli.sampling import denoise as sampling_denoise
 
 SMALL = {
@@ -186,14 +186,12 @@ def ring_does_not_wait():
 def exchange_does_not_wait():
     """Heads are attended to while they are still coming."""
 
-    def finish(self, queued):
-        while queued.work is None:
-            self._issue()
+    def wait(self):
         with torch.cuda.stream(torch.cuda.Stream()):
-            queued.work.wait()
-        return queued.result
+            self._work.wait()
+        return self._layout.unpack(self._received)
 
-    return mock.patch.object(CommunicationScheduler, "finish", finish)
+    return mock.patch.object(_Running, "wait", wait)
 
 
 def split_wrongly(by: tuple[int, int]):
