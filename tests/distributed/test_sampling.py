@@ -7,10 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from adapter_styles import fused_factors, write_styles
 from closeness import assert_close
 from mapped_memory import NO_FILE, mapped_files
 from shared_models import plan_without_estimate
 from shared_tokens import prompt_exchanges
+from storage_sizes import storage_bytes
+from tiny_adapters import write_lora
 from torch._dynamo.utils import counters
 from wire_formulas import StepSizes, step_traffic
 
@@ -18,6 +21,7 @@ from opensora_cli.cli.app import main
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
+from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import loading
@@ -26,6 +30,7 @@ from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.settings.load import load_preset
 
 STEPS = 2
@@ -243,3 +248,49 @@ def test_ranks_share_one_copy_of_the_weights(pool, tmp_path, dtype, changes):
     for also_size, also_files, own_bytes in answers:
         assert (also_size, also_files) == (size, files)
         assert own_bytes < 0.05 * size
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Return one of all layers, a stronger one of the layers that osora trains, and a file as diffusers has it."""
+    folder = tmp_path_factory.mktemp("loras")
+    transformer = transformer_on_meta(plan_of().settings.model)
+    in_blocks = r".*_blocks\..*(proj|v_mlp|linear2|mlp\.\d)"
+    hidden, mlp = transformer.config.hidden_size, transformer.config.mlp_hidden_size
+    fused = fused_factors({"single_blocks.1.linear1.weight": torch.empty(3 * hidden + mlp, hidden)}, size=0.1)
+    return (
+        str(write_styles(folder, fused, hidden=hidden)["diffusers"]),
+        str(write_lora(folder / "all", transformer, rank=3)),
+        f"{write_lora(folder / 'blocks', transformer, like=in_blocks, rank=4, seed=500)}:-0.5",
+    )
+
+
+def drawn_with_adapters(plan):
+    """Return the latents, the adapters' bytes on this rank, and how many there are."""
+    layers = [module for module in on_this_rank(plan)[1].modules() if isinstance(module, LowRankLinear)]
+    held = storage_bytes(part for layer in layers for part in (layer.lora_a, layer.lora_b))
+    return drawn(plan)[0], held, len(layers)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "fp8_storage", "tolerance"),
+    [
+        ({"tensor_parallel": 2}, False, 1e-3),
+        # Halves of a row have scales of their own.
+        pytest.param({"tensor_parallel": 2}, True, 0.05, marks=pytest.mark.slow),
+        ({"ulysses": 2}, False, 1e-3),
+    ],
+    ids=str,
+)
+def test_ranks_divide_adapters_with_their_layers(pool, adapters, degrees, fp8_storage, tolerance):
+    alone, shared = (
+        plan_of("t2v", each, frames=5, loras=adapters, **{"memory.fp8_storage": fp8_storage}) for each in ({}, degrees)
+    )
+    expected, whole_bytes, whole = drawn_with_adapters(alone)
+    for latents, held, count in pool(2).run(drawn_with_adapters, shared):
+        assert count == whole == 77
+        assert torch.linalg.vector_norm(latents - expected) <= tolerance * torch.linalg.vector_norm(expected)
+        if "tensor_parallel" in degrees:
+            assert 0.4 * whole_bytes < held < 0.8 * whole_bytes
+        else:
+            assert held == whole_bytes
