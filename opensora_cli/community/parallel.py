@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from opensora_cli.community import refused
-from opensora_cli.community.communication import BandwidthMonitor as BandwidthMonitor
-from opensora_cli.community.communication import CommunicationScheduler as CommunicationScheduler
-from opensora_cli.community.communication import RobustCommunication as RobustCommunication
-from opensora_cli.community.communication import Scheduled as Scheduled
+from opensora_cli.community._communication import BandwidthMonitor as BandwidthMonitor
+from opensora_cli.community._communication import CommunicationScheduler as CommunicationScheduler
+from opensora_cli.community._communication import RobustCommunication as RobustCommunication
+from opensora_cli.community._communication import Scheduled as Scheduled
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.text.t5 import FusedRMSNorm
 from opensora_cli.parallel import collectives

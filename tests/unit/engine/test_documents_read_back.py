@@ -143,7 +143,7 @@ RUNNING = {
     "sampler": {"handed_out": 1},
     "sha256": {"model/a.safetensors": HASH},
 }
-FINDING = Finding(path="a.mp4", size=1, mtime_ns=2, num_frames=1, height=8, width=8, fps=1.0)
+FINDING = Finding(path="a.mp4", size=1, mtime_ns=2, num_frames=1, height=8, width=8, fps=1.0, is_uneven=False)
 SIDECAR = {
     "schema": SIDECAR_SCHEMA,
     "file": "a.png",
