@@ -23,8 +23,9 @@ _SHOW_CURSOR = "\x1b[?25h"
 class RankProcess:
     """Process of a rank, started and watched by the launcher.
 
-    Signs of work are progress reports and used processor time of the main thread. Processor time counts because a rank
-    that is still importing, or is in a library that blocks other threads, cannot send messages.
+    Signs of work are progress reports, used processor time of the main thread, and bytes read and written. Processor
+    time counts because a rank that is still importing, or is in a library that blocks other threads, cannot send
+    messages.
 
     Rank 0 inherits stdout and stderr, so that its progress bars work. The other ranks print to their logs, which are
     overwritten and also get tracebacks. `environment` is complete. With `on_gpu`, processor time does not count in
@@ -102,7 +103,7 @@ class RankProcess:
     def look(self, now: float) -> None:
         """Receive messages, and look for signs of work."""
         self.listen()
-        moves, work = self.state.moves, None if self._on_gpu and self.state.on_device else self._processor_time()
+        moves, work = self.state.moves, None if self._on_gpu and self.state.on_device else self._work()
         if moves != self._signs[0]:
             self._moved_at = now
         if (moves, work) != self._signs:
@@ -170,14 +171,18 @@ class RankProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _processor_time(self) -> object:
-        """Return the processor time of the main thread, and its major faults, by which mapped files are read."""
+    def _work(self) -> object:
+        """Return the processor time and major faults of the main thread, and what all threads read and wrote."""
         try:
+            process = psutil.Process(self.pid)
             if sys.platform != "linux":
-                return psutil.Process(self.pid).cpu_times()[:2]
+                # Of all threads: whole seconds hide the little that heartbeats use.
+                return int(sum(process.cpu_times()[:2]))
             # The name of the program, in parentheses, may have spaces and parentheses too.
             fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
-            return fields[9], fields[11], fields[12]
+            disk = process.io_counters()
+            # Mapped files are read by major faults.
+            return fields[9], fields[11], fields[12], disk.read_bytes, disk.write_bytes
         except (OSError, IndexError, psutil.Error):
             return None
 

@@ -118,7 +118,7 @@ def test_a_rank_that_works_is_late_after_three_times_the_time_of_an_idle_one(mac
 def test_processor_time_is_work_except_where_it_polls_a_gpu(machine):
     working, polling = machine.ranks
     for rank in machine.ranks:
-        rank._processor_time = iter(range(10**6)).__next__
+        rank._work = iter(range(10**6)).__next__
         rank.state = Heartbeat(stage="denoise", on_device=True)
     polling._on_gpu = True
     for _ in range(700):
