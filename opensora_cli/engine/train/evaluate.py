@@ -247,10 +247,14 @@ class SampleVideos:
             packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=model.patch_size
         ).to(_HOST)
 
+    @torch.no_grad()
     def _write(self, step: int, index: int, latents_1CTHW: Tensor) -> None:
-        chosen = self._settings.samples
+        chosen, dtype = self._settings.samples, next(self._autoencoder.parameters()).dtype
+        pieces = self._autoencoder.decode_pieces(
+            latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
+        )
         write_media(
-            self._frames(latents_1CTHW),
+            (to_uint8(piece_1CTHW[0]) for piece_1CTHW in pieces),
             self._folder / f"step{step}" / f"{index}.mp4",
             fps=chosen.fps or self._settings.data.fps_max,
             format=MediaFormat.MP4,
@@ -261,15 +265,6 @@ class SampleVideos:
                 "software": f"osora {opensora_cli.__version__}",
             },
         )
-
-    @torch.no_grad()
-    def _frames(self, latents_1CTHW: Tensor) -> Iterator[Tensor]:
-        dtype = next(self._autoencoder.parameters()).dtype
-        pieces = self._autoencoder.decode_pieces(
-            latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
-        )
-        for piece_1CTHW in pieces:
-            yield to_uint8(piece_1CTHW[0])
 
 
 def open_samples(

@@ -1,15 +1,19 @@
-"""Checkpoint that a run resumes from: its choice, its record, and its effects on settings."""
+"""Folder of a run: the checkpoint to resume from, its effects on settings, and files that do not belong to the run."""
 
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
-from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
+from opensora_cli.checkpoint.formats.colossal import SETTINGS_FILE, TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.train.checkpoints import remove_old
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
+from opensora_cli.engine.train.metrics import remove_records, truncate_records
+from opensora_cli.engine.train.plan import TrainPlan
 from opensora_cli.engine.train.state import read_running_states
 from opensora_cli.settings.train import TrainSettings
 
@@ -36,6 +40,27 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
             raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
         reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
     raise AssertionError("there is at least one folder")
+
+
+def prepare_output(
+    plan: TrainPlan, settings: TrainSettings, folder: Path | None, *, step: int, reporter: Reporter
+) -> None:
+    """Remove or rename files in the run's folder that do not belong to a run from `step` on; write its settings.
+
+    `folder` is the checkpoint that the run resumes from. Raises FileProblem if this is not possible.
+    """
+    remove_unfinished(plan.output)
+    if folder is not None:
+        set_aside_newer(plan.output, folder, reporter=reporter)
+        truncate_records(plan.output, step=step)
+        # An earlier run may have ended before it removed old checkpoints.
+        remove_old(plan.output, settings.checkpoints)
+    elif plan.overwrite:
+        for each in all_epoch_folders(plan.output) if plan.output.is_dir() else ():
+            remove_checkpoint(each)
+        (plan.output / TRAINING_FILE).unlink(missing_ok=True)
+        remove_records(plan.output)
+    write_json_atomic(plan.output / SETTINGS_FILE, settings.model_dump(mode="json"))
 
 
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:

@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.formats.colossal import SETTINGS_FILE, all_epoch_folders
-from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished
+from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
-from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.folder_lock import LOCK_FILE, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import broadcast_json
@@ -26,12 +23,12 @@ from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
-from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
-from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_records
+from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
@@ -40,7 +37,7 @@ from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.resuming import (
     choose_checkpoint,
-    set_aside_newer,
+    prepare_output,
     with_recorded_micro_batches,
     with_recorded_threads,
 )
@@ -222,7 +219,9 @@ class _Run:
             if folder is not None:
                 self._resume(trainer, folder)
             first_step = trainer.step
-            self._prepare_output(folder, first_step)
+            if distribution.is_main:
+                prepare_output(plan, self._settings, folder, step=first_step, reporter=reporter)
+            distribution.barrier()
             # Only after the copy of the average, which needs no activations.
             module = trainer.task.module
             stack.enter_context(
@@ -326,22 +325,6 @@ class _Run:
             )
         if folder.parent == self._output:
             self._saved, self._saved_step = folder, trainer.step
-
-    def _prepare_output(self, folder: Path | None, first_step: int) -> None:
-        """Remove or rename files in the run's folder that do not belong to this run."""
-        if self._distribution.is_main:
-            remove_unfinished(self._output)
-            if folder is not None:
-                set_aside_newer(self._output, folder, reporter=self._reporter)
-                truncate_records(self._output, step=first_step)
-                # An earlier run may have ended before it removed old checkpoints.
-                remove_old(self._output, self._settings.checkpoints)
-            elif self._plan.overwrite:
-                for each in all_epoch_folders(self._output) if self._output.is_dir() else ():
-                    remove_checkpoint(each)
-                remove_records(self._output)
-            write_json_atomic(self._output / SETTINGS_FILE, self._settings.model_dump(mode="json"))
-        self._distribution.barrier()
 
     def _report_start(self, first_step: int) -> None:
         settings, reporter = self._settings, self._reporter
