@@ -17,6 +17,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import LowRankLinear
@@ -53,7 +54,7 @@ def _drawn(plan: Plan) -> tuple[Tensor, int, int]:
     )
     with torch.inference_mode():
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, embeds, None, seed=3, ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, None, seed=3, ranks=ranks or ALONE)
     return latents, held, len(adapters)
 
 
