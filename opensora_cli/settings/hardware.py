@@ -15,7 +15,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.section import ByteSize, FileName, Section
 from opensora_cli.settings.explain import Given, nearest
-from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_yaml
+from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_settings_file
 from opensora_cli.settings.layers import all_keys, read_sections, validate
 
 PRODUCT_EFFICIENCY = 0.489
@@ -150,7 +150,7 @@ def _read_gpu(name: str) -> GpuSettings:
         close = parts[0] if parts else nearest(name, known.values(), cutoff=0.5)
         hint = f"did you mean {close}?" if close else "or name a YAML file of your own, as configs/hardware/ has them"
         raise RequestError(f"hardware {name!r} is not one of {', '.join(sorted(known.values()))}", hint=hint)
-    given = read_sections(GpuSettings, read_yaml(path), source=str(path))
+    given = read_sections(GpuSettings, read_settings_file(path), source=str(path))
     fields = GpuSettings.model_fields
     required = (key for key in all_keys(GpuSettings) if fields[key.partition(".")[0]].is_required())
     if missing := [key for key in required if key not in given]:

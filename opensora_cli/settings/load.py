@@ -24,7 +24,7 @@ from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import settings_of
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_yaml
+from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
@@ -241,7 +241,7 @@ def _entry(model: str) -> Layer:
 @cache
 def _preset(name: str) -> Layer:
     path = preset_path(name, "generate")
-    values = read_sections(GenerateSettings, read_yaml(path), source=str(path))
+    values = read_sections(GenerateSettings, read_settings_file(path), source=str(path))
     return {**_entry(str(values["model.name"].value)), **values}
 
 

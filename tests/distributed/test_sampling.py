@@ -27,6 +27,7 @@ from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import loading
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.sdpa import sdpa
@@ -91,7 +92,7 @@ def drawn(plan):
     ]
     with torch.inference_mode(), counted_bytes() as sent:
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks or ALONE)
     return latents, sent.num_bytes, STEPS * step_bytes(plan, transformer.config)
 
 

@@ -26,6 +26,7 @@ from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import SEGMENT, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.ranks import Ranks, chain_of_rank, joined_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.sample import Sample
@@ -117,7 +118,7 @@ def rehearse(
             stack.enter_context(mock.patch.object(pipeline, "text_embeds", _text_embeds))
         # There are no numbers to write.
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
-        ranks: Ranks | None = None
+        ranks: OneProcess = ALONE
         if world.size == 1:
             chain = generation_run.plan_here(settings, LoadedModels(), reporter=reporter)
         else:
@@ -134,13 +135,13 @@ def _planned(settings: GenerateSettings, **options: Any) -> Chain:
         return make_chain(settings, **options | {"tries_device": False}).with_threads()
 
 
-def _make(chain: Chain, ranks: Ranks | None, reporter: LoggedReporter, *, decodes: bool) -> None:
+def _make(chain: Chain, ranks: OneProcess, reporter: LoggedReporter, *, decodes: bool) -> None:
     files = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
     with _disable_current_modes():
-        references = references_of(chain.video, reporter) if ranks is None or ranks.is_main else []
-    with computing(chain.video, reporter), LoadedModels() if ranks is None else ranks.models() as models:
+        references = references_of(chain.video, reporter) if ranks.is_main else []
+    with computing(chain.video, reporter), LoadedModels(ranks=ranks) as models:
         samples = [Sample(chain, chain.video, each, references) for each in files]
-        make(chain, samples, models, Events(reporter), finish=_watched if decodes else None, ranks=ranks)
+        make(chain, samples, models, Events(reporter), finish=_watched if decodes else None)
 
 
 def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:

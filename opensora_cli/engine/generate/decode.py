@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -27,9 +27,6 @@ from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, si
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-
-if TYPE_CHECKING:
-    from opensora_cli.engine.generate.ranks import Ranks
 
 V = TypeVar("V")
 
@@ -196,17 +193,17 @@ def decode_samples(
     events: Events,
     *,
     finish: Callable[[Clip], V],
-    ranks: "Ranks | None" = None,
 ) -> tuple[V, ...]:
     """Decode every sample of one plan, one after the other, and return the result of `finish` for each.
 
-    `finish` is a function such as `save`. `ranks` share the tiles: rank 0 calls `finish`, and the others return
+    `finish` is a function such as `save`. Several ranks share the tiles: rank 0 calls `finish`, and the others return
     nothing.
     """
     plan = samples[0].plan
+    ranks = models.ranks.of(plan)
     results: list[V] = []
     with ExitStack() as shared:
-        if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
+        if ranks.count > 1 and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
             from opensora_cli.parallel.divided_work import shared_tiles
 
             models.make_room(plan, DECODE)
@@ -220,7 +217,7 @@ def decode_samples(
                         deque(_pieces(plan, autoencoder, sample.denoised.latents_CTHW), maxlen=0)
                         progress.advance()
                 decoder.wait()
-        if ranks is not None and not ranks.is_main:
+        if not ranks.is_main:
             return ()
         for sample in samples:
 

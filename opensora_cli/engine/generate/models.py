@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
@@ -30,6 +29,7 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, prompt_readers, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan, gib_or_less
+from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -71,25 +71,14 @@ class LoadedModels:
 
     Args:
         stay: whether models stay loaded after the run if there is room.
-        text_group: ranks that share the layers of T5; None for a single process.
-        tensor_group: ranks that share each block's heads and features; None if each rank has all of them.
-        machine_group: ranks of this machine, which share one copy of the weights that are offloaded to the CPU.
+        ranks: processes of the run, each of which loads its part of T5 and of the transformer.
     """
 
-    def __init__(
-        self,
-        *,
-        stay: bool = False,
-        text_group: dist.ProcessGroup | None = None,
-        tensor_group: dist.ProcessGroup | None = None,
-        machine_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, *, stay: bool = False, ranks: OneProcess = ALONE) -> None:
+        self.ranks = ranks
         self.prompts = PromptCache.of_user()
         """Cache of prompt embeddings from earlier runs."""
-        self.text_group = text_group
         self._stay = stay
-        self._tensor_group = tensor_group
-        self._machine_group = machine_group
         self._held: dict[str, _Held] = {}
         self._products: LinearProductsReport | None = None
         """Errors of 8-bit products in the transformer that was loaded last."""
@@ -100,11 +89,6 @@ class LoadedModels:
 
     def __exit__(self, *reason: object) -> None:
         self.release()
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is a single process or rank 0."""
-        return self.text_group is None or dist.get_rank() == 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -164,7 +148,7 @@ class LoadedModels:
 
         def load(ends: ExitStack) -> TextEncoders:
             with events.stage("load", total=2, unit="encoders") as progress:
-                t5 = load_t5(plan, group=self.text_group)
+                t5 = load_t5(plan, group=self.ranks.text_group)
                 progress.advance()
                 clip = text_encoders.load_clip(
                     plan.weights.path(Component.CLIP),
@@ -187,8 +171,8 @@ class LoadedModels:
             with _loading(plan, Component.TRANSFORMER, events) as advance:
                 transformer = load_transformer(
                     plan,
-                    group=self._tensor_group,
-                    machine_group=self._machine_group,
+                    group=self.ranks.tensor_group,
+                    machine_group=self.ranks.machine_group,
                     advance=advance,
                     measured=errors.append,
                 )

@@ -15,14 +15,14 @@ from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain, rank_hardware
+from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
@@ -52,34 +52,40 @@ _LONGEST = timedelta(days=30)
 """Longest time that a finished rank waits for the others."""
 
 
-class Ranks:
-    """All processes of a run. Only rank 0 reads references, prints and writes files."""
+class Ranks(OneProcess):
+    """All processes of a run on a mesh, whose ranks exchange tokens for heads by the plan `exchange`."""
 
     def __init__(self, shape: MeshShape, device: torch.device, exchange: ExchangePlan | None = None) -> None:
+        self.count = dist.get_world_size()
+        self.text_group = dist.group.WORLD
         self.mesh = ParallelMesh(shape, device_type=device.type)
         use_mesh(self.mesh)
         self.device = device
         self._exchange = exchange or ExchangePlan()
         self._stages = open_stages(self.mesh, self._exchange)
         self.machine_group = _machine_group()
+        self.tensor_group = self.mesh.group("tensor") if shape.tensor > 1 else None
+        self._meshes = {(shape, self._exchange): self}
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return dist.get_rank() == 0
 
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """Ranks that share each block's heads and features; None if each rank has all of them."""
-        return self.mesh.group("tensor") if self.mesh.shape.tensor > 1 else None
+    def of(self, plan: Plan) -> "Ranks":
+        """Return the same processes on the mesh of a plan; all ranks call it."""
+        key = plan.mesh, plan.exchange
+        if key not in self._meshes:
+            self._meshes[key] = Ranks(plan.mesh, self.device, plan.exchange)
+        return self._meshes[key]
 
-    def models(self) -> LoadedModels:
-        """Return models that the ranks load together: each rank loads its part of T5 and of the transformer."""
-        return LoadedModels(
-            text_group=dist.group.WORLD,
-            tensor_group=self.tensor_group,
-            machine_group=self.machine_group,
-        )
+    def same(self, value: Json) -> Json:
+        """Return the value of rank 0; tuples arrive as lists on the others."""
+        return broadcast_json(value)
+
+    def same_tensors(self, tensors: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """Return the tensors of rank 0, on the device of each rank."""
+        return broadcast_tensors(tensors, device=self.device)
 
     def share_tokens(self, transformer: MMDiT) -> Callable[..., Tensor]:
         """Return a function like the transformer that computes this rank's share of the tokens."""

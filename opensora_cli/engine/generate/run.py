@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -12,7 +12,6 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
@@ -32,6 +31,7 @@ from opensora_cli.engine.generate.planning import (
     require_room,
     require_weights,
 )
+from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.sample import Sample, read_saved
@@ -42,9 +42,6 @@ from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
-
-if TYPE_CHECKING:
-    from opensora_cli.engine.generate.ranks import Ranks
 
 
 class GenerateResult(Document):
@@ -125,7 +122,6 @@ def generate(
     if context is None and rank_flags is not None and settings.parallel.world_size > 1:
         return _generate_in_ranks(settings, reporter, rank_flags)
     with ExitStack() as stack:
-        ranks: Ranks | None = None
         if context is None:
             models = models or stack.enter_context(LoadedModels())
             chain = plan_here(settings, models, reporter=reporter, device=device)
@@ -135,9 +131,9 @@ def generate(
             reporter = shared.watched(reporter)
             settings, own_device = stack.enter_context(shared.joined_ranks(settings, context, reporter))
             chain = shared.chain_of_rank(settings, own_device)
-            ranks = shared.Ranks(chain.video.mesh, own_device, chain.video.exchange)
-            models = stack.enter_context(ranks.models())
-        is_main = ranks is None or ranks.is_main
+            together = shared.Ranks(chain.video.mesh, own_device, chain.video.exchange)
+            models = stack.enter_context(LoadedModels(ranks=together))
+        ranks, is_main = models.ranks, models.ranks.is_main
         require_weights(chain, reporter)
         chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain))
         if all(sample.made_before for sample in chosen):
@@ -165,7 +161,7 @@ def generate(
             stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
         if output.explore:
             samples = [sample for sample in samples if not is_explored(sample.files)]
-        videos = make(chain, samples, models, events, finish=None if output.explore else save, ranks=ranks)
+        videos = make(chain, samples, models, events, finish=None if output.explore else save)
         kept = [GeneratedVideo.of_earlier_run(chain, sample) for sample in chosen if sample.made_before]
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
@@ -239,13 +235,11 @@ def _generate_in_ranks(
 
 
 def _on_all_ranks(
-    chain: Chain, ranks: "Ranks | None", choose: Callable[[], tuple[SampleFiles, ...]]
+    chain: Chain, ranks: OneProcess, choose: Callable[[], tuple[SampleFiles, ...]]
 ) -> tuple[SampleFiles, ...]:
     """Return the files that rank 0 chooses, on all ranks."""
-    if ranks is None:
-        return choose()
     chosen = choose() if ranks.is_main else ()
-    rows = broadcast_json(
+    rows = ranks.same(
         [
             (sample.number, sample.made_before, sample.saved and str(sample.saved), sample.saved_steps)
             for sample in chosen
@@ -302,15 +296,13 @@ def _note_made(sample: SampleFiles, reporter: Reporter, advice: str = "") -> Non
         reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
 
 
-def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: "Ranks | None") -> Chain:
+def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: OneProcess) -> Chain:
     """Return the chain with the attention backend of the first unfinished latents, which rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
     plan, attention = chain.video, chain.video.attention
     if not begun or attention is None or chain.settings.runtime.attention is not AttentionChoice.AUTO:
         return chain
-    backend = open_latents(begun[0]).attention if ranks is None or ranks.is_main else None
-    if ranks is not None:
-        backend = broadcast_json(backend)
+    backend = ranks.same(open_latents(begun[0]).attention if ranks.is_main else None)
     kept = keep_attention(attention, backend, attention_use(chain.settings, plan.hardware, plan.mesh))
     return chain.change(lambda each: replace(each, attention=kept), only=VIDEO)
 
@@ -330,7 +322,7 @@ def hold_from_request(
     references = references_of(chain.video, reporter)
     hashes = request_hashes(chain)
     files = replace(sample_files(chain.settings, 0), latents=None)
-    saved = read_saved(chain, files, None)
+    saved = read_saved(chain, files, models.ranks)
     chain = chain.with_threads()
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
