@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats.colossal import SETTINGS_FILE, TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import SETTINGS_FILE, all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import write_json_atomic
@@ -58,7 +58,6 @@ def prepare_output(
     elif plan.overwrite:
         for each in all_epoch_folders(plan.output) if plan.output.is_dir() else ():
             remove_checkpoint(each)
-        (plan.output / TRAINING_FILE).unlink(missing_ok=True)
         remove_records(plan.output)
     write_json_atomic(plan.output / SETTINGS_FILE, settings.model_dump(mode="json"))
 
