@@ -5,7 +5,7 @@ W + scale · B·A. This module computes the sum once, in fp32, and rounds it onc
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,12 @@ class LowRank:
         """Compute B·A as a matrix of the weight's rows, without the scale."""
         a, b = self.a.read().to(dtype).flatten(1), self.b.read().to(dtype).flatten(1)
         return a.T @ b.T if self.transposed else b @ a
+
+
+def described_scales(updates: Iterable[LowRank]) -> str:
+    """Return the lowest and the highest scale of updates: `alpha / rank 0.5 to 1`."""
+    scales = [update.scale for update in updates]
+    return "alpha / rank " + " to ".join(dict.fromkeys(f"{scale:g}" for scale in (min(scales), max(scales))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Adapters: PEFT's folders, and files with tensor names of diffusers, ComfyUI or kohya.
 
 `X.lora_A.weight` and `X.lora_down.weight` are A, `X.lora_B.weight` and `X.lora_up.weight` are B; an optional `X.alpha`
-is divided by the rank. X is the layer's path after the prefix of the style; kohya writes `_` for its dots.
+is divided by the rank. X is the layer's path after the prefix of the style; kohya writes `_` for its dots. Some
+programs write alpha into the metadata of the file alone.
 """
 
 import math
@@ -30,6 +31,10 @@ DOTTED_PREFIXES = (_PEFT_PREFIX, _COMFYUI_PREFIX, "transformer.", "model.")
 _PICKLED_FILE = "adapter_model.bin"
 _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_METADATA = "lora_adapter_metadata"
+_METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha", "transformer.lora_alpha", "ss_network_alpha")
+"""Names of alpha in the metadata of files: LightX2V, PEFT in one file, SimpleTuner, kohya."""
+_SAME_SCALE = 0.01
+"""Relative difference of one scale in two places; a tensor of 16 bits may round it."""
 _MAX_ALPHA = 1_000_000
 _MAX_CONFIG_BYTES = 1_000_000
 
@@ -112,11 +117,18 @@ def open_adapter(path: Path) -> Adapter:
     unknown = [*others, *(f"{module}{_ALPHA}" for module in alphas if module not in factors)]
     if unknown:
         raise CheckpointError(f"{weights} has {len(unknown)} tensors that are not of LoRA: {first_few(unknown)}")
-    stated = _stated_scales(weights, metadata, factors)
+    stated, common = _stated_scales(weights, metadata, factors), _metadata_alpha(weights, metadata)
     updates = {}
     for module, pair in factors.items():
         a, b = _matrices(weights, module, pair)
-        scale = _alpha(weights, module, alphas[module]) / a.shape[0] if module in alphas else stated.get(module, 1.0)
+        scales = {}
+        if module in alphas:
+            scales[f"tensor {module}{_ALPHA}"] = _alpha(weights, module, alphas[module]) / a.shape[0]
+        if module in stated:
+            scales[f"metadata {_DIFFUSERS_METADATA}"] = stated[module]
+        if common is not None:
+            scales[f"metadata {common[0]}"] = common[1] / a.shape[0]
+        scale = _agreed_scale(weights, scales)
         updates[f"{module}.weight"] = (LowRank(a=a, b=b, scale=scale, transposed=_IS_TABLE in pair),)
     return Adapter(path=weights, files=(weights,), style=style, metadata=metadata, updates=updates, replacements={})
 
@@ -227,6 +239,40 @@ def _alpha(path: Path, module: str, entry: LazyTensor) -> float:
     if not math.isfinite(alpha) or abs(alpha) > _MAX_ALPHA:
         raise CheckpointError(f"{path}: {shown(module + _ALPHA)} must be a number up to {_MAX_ALPHA:,}, and is {alpha}")
     return alpha
+
+
+def _metadata_alpha(path: Path, metadata: Mapping[str, str]) -> tuple[str, float] | None:
+    """Return the name and value of alpha in a file's metadata, which holds for all layers; None without one.
+
+    Raises CheckpointError if it is not a number, or if two names contradict each other.
+    """
+    found = {name: metadata[name] for name in _METADATA_ALPHAS if metadata.get(name, "None") != "None"}
+    numbers = {}
+    for name, text in found.items():
+        try:
+            numbers[name] = float(text)
+        except ValueError:
+            numbers[name] = math.nan
+        if not abs(numbers[name]) <= _MAX_ALPHA:
+            raise CheckpointError(f"{path}: metadata {name}={shown(text)} must be a number up to {_MAX_ALPHA:,}")
+    if len(set(numbers.values())) > 1:
+        stated = " and ".join(f"{name}={number:g}" for name, number in numbers.items())
+        raise CheckpointError(f"{path} contradicts itself: its metadata have {stated}")
+    return next(iter(numbers.items()), None)
+
+
+def _agreed_scale(path: Path, scales: Mapping[str, float]) -> float:
+    """Return the first of the scales of a layer by their places; 1 without one.
+
+    Raises CheckpointError if two differ. kohya's metadata do not count beside others: its alpha is that of most layers.
+    """
+    scale = next(iter(scales.values()), 1.0)
+    for place, other in scales.items():
+        if not math.isclose(scale, other, rel_tol=_SAME_SCALE) and "ss_network" not in place:
+            raise CheckpointError(
+                f"{path} contradicts itself: {next(iter(scales))} scales by {scale:g}, {place} by {other:g}"
+            )
+    return scale
 
 
 def _stated_scales(path: Path, metadata: Mapping[str, str], modules: Iterable[str]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
-from opensora_cli.checkpoint.lora import merge, unmerge, unmerge_error
+from opensora_cli.checkpoint.lora import described_scales, merge, unmerge, unmerge_error
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.documents import Document
 from opensora_cli.core.private_memory import freed_at_once
@@ -61,6 +61,9 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     shapes = {name: entry.shape for name, entry in base.entries.items()}
     adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
     require_finite(adapter.files)
+    if adapter.updates:
+        scales = described_scales(each for updates in adapter.updates.values() for each in updates)
+        reporter.note(f"adapter {adapter.path}: {scales}, times --scale {settings.scale:g}")
     combine = unmerge if settings.unmerge else merge
     entries = combine(base.entries, adapter, scale=settings.scale)
     product = Product(source=base, entries=entries, metadata=base.metadata, settings=settings)

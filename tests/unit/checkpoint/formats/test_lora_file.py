@@ -54,6 +54,27 @@ class TestScales:
         return update.scale
 
     @pytest.mark.parametrize(
+        "name", ["alpha", "lora_alpha", "network_alpha", "transformer.lora_alpha", "ss_network_alpha"]
+    )
+    def test_alpha_of_the_metadata_is_divided_by_the_rank(self, tmp_path, name):
+        assert self.scale(written(tmp_path, dotted(PAIR, alpha=None), **{name: "8"})) == 4.0
+        assert self.scale(written(tmp_path, dotted(PAIR, alpha=None), **{name: "None"})) == 1.0
+
+    @pytest.mark.parametrize("text", ["many", "nan", "1e9", ""])
+    def test_alpha_of_the_metadata_that_is_not_a_number(self, tmp_path, text):
+        with pytest.raises(CheckpointError, match=r"metadata lora_alpha=.* must be a number up to"):
+            open_adapter(written(tmp_path, dotted(PAIR, alpha=None), lora_alpha=text))
+
+    def test_places_of_alpha_that_contradict_each_other(self, tmp_path):
+        assert self.scale(written(tmp_path, dotted(PAIR, alpha=8.0), alpha="8", lora_alpha="8.0")) == 4.0
+        with pytest.raises(CheckpointError, match=r"its metadata have alpha=8 and lora_alpha=2"):
+            open_adapter(written(tmp_path, dotted(PAIR, alpha=None), alpha="8", lora_alpha="2"))
+        with pytest.raises(CheckpointError, match=r"tensor .*block\.proj\.alpha scales by 4, metadata alpha by 1$"):
+            open_adapter(written(tmp_path, dotted(PAIR, alpha=8.0), alpha="2"))
+        # kohya's layers may have alphas of their own.
+        assert self.scale(written(tmp_path, dotted(PAIR, alpha=8.0), ss_network_alpha="2")) == 4.0
+
+    @pytest.mark.parametrize(
         ("alpha", "scale"), [(None, 1.0), (2, 1.0), (8.0, 4.0), (torch.tensor([1.0]).bfloat16(), 0.5), (0, 0.0)]
     )
     def test_alpha_is_divided_by_the_rank(self, tmp_path, alpha, scale):
@@ -74,9 +95,10 @@ class TestScales:
         tensors = dotted(PAIR, prefix="transformer.", alpha=None)
         assert self.scale(written(tmp_path, tensors, lora_adapter_metadata=json.dumps(config))) == scale
 
-    def test_a_tensor_goes_above_the_metadata(self, tmp_path):
+    def test_diffusers_metadata_that_contradict_a_tensor(self, tmp_path):
         config = json.dumps({"r": 2, "lora_alpha": 100})
-        assert self.scale(written(tmp_path, dotted(PAIR, alpha=3.0), lora_adapter_metadata=config)) == 1.5
+        with pytest.raises(CheckpointError, match=r"scales by 1\.5, metadata lora_adapter_metadata by 50$"):
+            open_adapter(written(tmp_path, dotted(PAIR, alpha=3.0), lora_adapter_metadata=config))
 
 
 class TestPlaces:
