@@ -25,6 +25,8 @@ ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Converts a file's tensors to a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
 
 Shape = tuple[int, ...]
+_WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "_orig_mod.", "module.", "model.")
+"""Prefixes of names from ComfyUI, `torch.compile`, DDP and trainers. No model of ours has a part of these names."""
 _NUMBER = re.compile(r"\d+")
 _CHECKED_DEPTH = 2
 """Depth of the modules that check their mapped files before they compute: blocks do, and layers in them do not."""
@@ -49,7 +51,7 @@ def plan_tensors(
 
     `dtype` and `convert` are its arguments. Raises CheckpointError for a file that is missing or broken.
     """
-    tensors = OpenTensors(dequantize(open_checkpoint(Path(path)).entries, dtype), meta=True)
+    tensors = OpenTensors(dequantize(_without_wrappers(open_checkpoint(Path(path)).entries), dtype), meta=True)
     return tuple(
         PlannedTensor(key, tensor.numel(), tensor.dtype, tensors.is_view(tensor))
         for key, tensor in (convert or _as_is)(tensors)
@@ -185,7 +187,7 @@ def fill_module(
             f"{checkpoint.path} has interleaved rotary pairs, which its names don't imply",
             hint="osora ckpt convert --rotary half converts them to the order that models expect",
         )
-    entries = dequantize(checkpoint.entries, torch.get_default_dtype())
+    entries = dequantize(_without_wrappers(checkpoint.entries), torch.get_default_dtype())
     expected = module.state_dict()
     shapes = {key: tuple(entry.shape) for key, entry in entries.items()}
     problems = differences(shapes, {key: tuple(tensor.shape) for key, tensor in expected.items()})
@@ -219,7 +221,7 @@ def _read(
     tensors of a module follow one another.
     """
     expected = module.state_dict()
-    entries = dequantize(open_checkpoint(Path(path)).entries, dtype)
+    entries = dequantize(_without_wrappers(open_checkpoint(Path(path)).entries), dtype)
     if in_order:
         entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(_padded, named[0])))
     read = convert or _as_is
@@ -234,6 +236,15 @@ def _read(
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
     mapped = OpenTensors(entries)
     return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
+
+
+def _without_wrappers(entries: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
+    """Return the tensors without the prefixes that all names have from programs around the model."""
+    while entries and (
+        prefix := next((each for each in _WRAPPERS if all(key.startswith(each) for key in entries)), "")
+    ):
+        entries = {key.removeprefix(prefix): entry for key, entry in entries.items()}
+    return entries
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:

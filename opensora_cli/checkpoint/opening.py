@@ -28,6 +28,7 @@ _LISTED = 10
 _START_BYTES = 512
 _SHOWN_BYTES = 16
 _TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
+_GGUF_MAGIC = b"GGUF"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WEB_PAGES = (b"<!doctype", b"<html", b"<?xml")
 
@@ -52,6 +53,10 @@ def _sniff(path: Path) -> Format | CheckpointError:
         return Format.SAFETENSORS_SHARDS
     if not start:
         return CheckpointError(f"{path} is empty", hint="fetch it again")
+    if start.startswith(_GGUF_MAGIC):
+        return CheckpointError(
+            f"{path} is a GGUF file, which osora does not read", hint="get the safetensors file of this model"
+        )
     if start.startswith(_LFS_POINTER):
         return CheckpointError(
             f"{path} is a pointer that Git LFS left in place of the file",

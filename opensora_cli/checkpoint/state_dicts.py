@@ -12,12 +12,14 @@ from opensora_cli.core.weight_choices import Selection
 LeafT = TypeVar("LeafT")
 
 _KEYS = {
-    Selection.MODEL: ("model", "state_dict", "module", "model_state_dict"),
-    Selection.EMA: ("ema", "ema_state_dict", "model_ema"),
+    Selection.MODEL: ("model", "state_dict", "module", "model_state_dict", "generator"),
+    Selection.EMA: ("ema", "ema_state_dict", "model_ema", "generator_ema"),
     Selection.MASTER: ("master",),
 }
 """Usual names of the weights in a dictionary that holds more than them."""
 
+_NAMELESS = "shadow_params"
+"""Name of an average's list of tensors in diffusers."""
 _MAX_DEPTH = 32
 _MAX_TOTAL_NAME_LENGTH = 2**26
 
@@ -47,6 +49,11 @@ def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection 
     chosen = parts[selection or Selection.MODEL] if parts else tree
     for _ in range(_MAX_DEPTH):
         chosen = _parts(chosen, leaf).get(Selection.MODEL, chosen)
+    if isinstance(chosen, dict) and isinstance(dict.get(chosen, _NAMELESS), list | tuple):
+        raise CheckpointError(
+            f"{path}: its {selection} weights are a list ({_NAMELESS}) without names",
+            hint="save them from the program that made them: ema.copy_to(model.parameters()), then model.state_dict()",
+        )
     leaves: dict[str, LeafT] = {}
     for name, found in find_leaves(chosen, leaf, path):
         if name in leaves:

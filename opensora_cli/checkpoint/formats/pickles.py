@@ -23,6 +23,10 @@ WEIGHTS_ONLY_PROTOCOL = 2
 
 FETCH_AGAIN = "fetch it again"
 SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
+_TRUSTED = (
+    "if you trust who made it, load it with weights_only=False, and torch.save its state_dict() or the dictionary of "
+    "its weights, as in torch.save(torch.load(FILE, weights_only=False)['model'], NEW)"
+)
 """Hint for files that cannot be read without trusting them."""
 
 _MAX_KEY_LENGTH = 100
@@ -147,7 +151,7 @@ def _run(
     def find(name: str) -> Any:
         if name not in names:
             reason = f"it imports {shown(name)}, which no weights need and which could run any code"
-            raise CheckpointError(f"{path} is refused: {reason}", hint=SAVE_STATE_DICT)
+            raise CheckpointError(f"{path} is refused: {reason}", hint=_TRUSTED)
         return names[name]
 
     operation: pickletools.OpcodeInfo

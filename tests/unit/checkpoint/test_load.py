@@ -59,6 +59,19 @@ def test_weights_and_buffers_are_the_files(file, weights):
     assert all(torch.equal(loaded[key], weights[key]) for key in weights)
 
 
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "_orig_mod.", "module.", "module._orig_mod."])
+def test_prefixes_of_programs_around_the_model_are_taken_off(tmp_path, weights, prefix):
+    path = tmp_path / "wrapped.safetensors"
+    save_file({f"{prefix}{name}": tensor for name, tensor in weights.items()}, path)
+    model = on_meta()
+    load_into_module(model, path, device="cpu", dtype=torch.float32)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    # Of some names only, it is a part of the name.
+    save_file({f"{prefix}{name}" if "inner" in name else name: tensor for name, tensor in weights.items()}, path)
+    with pytest.raises(CheckpointError, match="missing"):
+        load_into_module(on_meta(), path, device="cpu", dtype=torch.float32)
+
+
 def test_requires_grad_is_kept(file):
     model = load(on_meta(), str(file))
     assert isinstance(model.first.bias, nn.Parameter)

@@ -81,6 +81,7 @@ def test_what_has_one_set_of_weights_has_no_average(tmp_path, write):
     ("content", "reason", "hint"),
     [
         (b"", "is empty", "fetch it again"),
+        (b"GGUF\3\0\0\0" + bytes(64), "is a GGUF file, which osora does not read", "get the safetensors file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer that Git LFS left", "git lfs pull"),
         (b"\n<!DOCTYPE html>\n<html><body>Sign in</body></html>", "a web page", "logged in"),
         (b"<html>", "a web page", "logged in"),
