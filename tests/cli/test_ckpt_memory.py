@@ -86,6 +86,7 @@ def test_convert(dtype: str, form: str, large: Path, tmp_path: Path) -> None:
     dtypes = json.loads(run("inspect", str(tmp_path / "small"), "--json"))["dtypes"]
     name = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}[dtype]
     assert dtypes[name]["tensors"] == TENSORS
+    assert "sound    all numbers are finite" in run("verify", str(tmp_path / "small"))
 
 
 def test_merge_lora(large: Path, tmp_path: Path) -> None:

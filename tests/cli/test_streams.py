@@ -9,6 +9,7 @@ import pytest
 PROGRAM = """
 import sys
 from opensora_cli.cli import app, generate, output
+from opensora_cli.cli.command import make_command
 
 def work(*args, **kwargs):
     reporter = output.make_reporter(quiet=False)
@@ -23,7 +24,7 @@ def work(*args, **kwargs):
 
 if sys.argv[2:]:
     sys.exit(app.main(sys.argv[2:]))
-generate._run = work
+generate.COMMAND = make_command("generate", work, {"PROMPT": generate.ROWS["PROMPT"]}, about="Work.")
 sys.exit(app.main(["generate", "x"]))
 """
 FULL = "cannot write to standard output: No space left on device"
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its shell has n
 LIBRARY = """
 import sys, types, warnings
 from opensora_cli.cli import app, call, generate
+from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import OsoraWarning
 
 def work(*args, **kwargs):
@@ -45,7 +47,7 @@ def work(*args, **kwargs):
     warnings.warn(OsoraWarning("a.png may be lost"))
     raise AssertionError("a bug" + chr(27))
 
-generate._run = work
+generate.COMMAND = make_command("generate", work, {"PROMPT": generate.ROWS["PROMPT"]}, about="Work.")
 sys.exit(app.main(["generate", "x"]))
 """
 

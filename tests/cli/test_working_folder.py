@@ -62,3 +62,13 @@ def test_none_runs_where_the_allocator_is_tried(planted: Path) -> None:
     # It comes as far as the limit of memory, which a CPU has not.
     assert "its process failed: " in str(allocator_use._in_a_process(settings, None))
     assert not planted.exists(), planted.read_text()
+
+
+@pytest.mark.parametrize("arguments", [["generate", "sea", "--dry-run"], ["env-check"]])
+def test_a_deleted_working_folder_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})\n{SCRIPT}"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0] == "error: the working folder no longer exists"

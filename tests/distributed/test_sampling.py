@@ -27,6 +27,7 @@ from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import loading
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.sdpa import sdpa
@@ -91,7 +92,7 @@ def drawn(plan):
     ]
     with torch.inference_mode(), counted_bytes() as sent:
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks or ALONE)
     return latents, sent.num_bytes, STEPS * step_bytes(plan, transformer.config)
 
 
@@ -265,8 +266,9 @@ def adapters(tmp_path_factory):
     )
 
 
-def drawn_with_adapters(plan):
+def drawn_with_adapters(degrees, changes):
     """Return the latents, the adapters' bytes on this rank, and how many there are."""
+    plan = plan_of("t2v", degrees, frames=5, **changes)
     layers = [module for module in on_this_rank(plan)[1].modules() if isinstance(module, LowRankLinear)]
     held = storage_bytes(part for layer in layers for part in (layer.lora_a, layer.lora_b))
     return drawn(plan)[0], held, len(layers)
@@ -283,11 +285,9 @@ def drawn_with_adapters(plan):
     ids=str,
 )
 def test_ranks_divide_adapters_with_their_layers(pool, adapters, degrees, fp8_storage, tolerance):
-    alone, shared = (
-        plan_of("t2v", each, frames=5, loras=adapters, **{"memory.fp8_storage": fp8_storage}) for each in ({}, degrees)
-    )
-    expected, whole_bytes, whole = drawn_with_adapters(alone)
-    for latents, held, count in pool(2).run(drawn_with_adapters, shared):
+    changes = {"loras": adapters, "memory.fp8_storage": fp8_storage}
+    expected, whole_bytes, whole = drawn_with_adapters({}, changes)
+    for latents, held, count in pool(2).run(drawn_with_adapters, degrees, changes):
         assert count == whole == 77
         assert torch.linalg.vector_norm(latents - expected) <= tolerance * torch.linalg.vector_norm(expected)
         if "tensor_parallel" in degrees:

@@ -18,6 +18,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.loading import load_transformer
 from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.parallelize import local
@@ -70,7 +71,7 @@ def _sampled(plan: Plan) -> Tensor:
     reference_CTHW = torch.randn(channels, 1, rows, columns, generator=generator)
     with torch.inference_mode():
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        return sample_latents(plan, evaluate, embeds, [reference_CTHW], seed=3, ranks=ranks)
+        return sample_latents(plan, evaluate, embeds, [reference_CTHW], seed=3, ranks=ranks or ALONE)
 
 
 def _absent() -> None:

@@ -19,7 +19,7 @@ from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
-from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
 from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
@@ -156,7 +156,7 @@ def _choose(run: str, allow_older: bool) -> str:
 
 def test_a_broken_file_is_found_whichever_rank_reads_it(pool, tmp_path):
     folder = Path(pool(2).run(_first_half, str(tmp_path))[0])
-    for name in ("ema.safetensors", "optimizer/updates.json"):
+    for name in ("ema.safetensors", "optimizer/moments.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         for message in pool(2).run(_choose, str(tmp_path), False):
@@ -311,7 +311,7 @@ def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path, processes, no_
 def test_a_folder_that_another_run_is_in_is_refused_to_all_ranks(tmp_path, processes, no_ranks_around):
     run = tmp_path / "run"
     command = _command(_settings(run), tmp_path, "--gpus", "2", "--device", "cpu")
-    with locked_folder(run):
+    with locked_file(run / LOCK_FILE):
         code, _, err = processes.program(tmp_path, _osora, command).end(120)
         assert [each.name for each in run.iterdir()] == [LOCK_FILE]
     assert code == 3, err

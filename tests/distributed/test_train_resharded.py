@@ -13,11 +13,10 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.state import restore
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, OptimizerSettings
 
 Pool = Callable[[int], Any]
