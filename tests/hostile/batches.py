@@ -7,7 +7,7 @@ import pytest
 _TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
 
 
-def batches(count: int, *, size: int = 50) -> pytest.MarkDecorator:
+def batches(count: int, *, size: int = 25) -> pytest.MarkDecorator:
     """Try the cases from 0 to `count`, or HOSTILE_TIMES as many, in batches.
 
     Cases of one batch run in one test, so that setting up and reporting a test takes no time of them.
