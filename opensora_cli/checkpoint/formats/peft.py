@@ -175,7 +175,7 @@ def values_by_name(values: Mapping[str, _Number], names: Collection[str]) -> dic
             raise ValueError("there are too many regular expressions for so many modules")
     found = {}
     for name in names:
-        ends = [name]
+        ends: list[str] = [name]
         while "." in ends[-1]:
             ends.append(ends[-1].partition(".")[2])
         matches = [plain_names[key] for key in (f"^{name}", *ends) if key in plain_names]

@@ -241,9 +241,9 @@ def _entry(path: Path, name: str, tensor: Tensor) -> LazyTensor:
     if not tensor.numel():
         return LazyTensor.of(torch.empty(shape, dtype=dtype))
     span = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
-    first = tensor.untyped_storage()._checkpoint_offset
-    assert first is not None, "torch.load notes it on the meta device"
-    start = first + int(tensor.storage_offset()) * dtype.itemsize
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None, "torch.load notes it for the meta device"
+    start = offset + int(tensor.storage_offset()) * dtype.itemsize
     extent = Extent(path, start, span * dtype.itemsize)
     if tensor.is_contiguous():
         return LazyTensor.stored(shape, dtype, extent)

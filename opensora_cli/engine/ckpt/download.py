@@ -193,9 +193,9 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
     plan = plan_download(settings)
     for line in plan.lines():
         reporter.note(line)
-    doing, hint = f"downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
+    problem, hint = f"another run downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
     # Offline nothing is fetched, and the folder may be read-only.
-    with nullcontext() if plan.offline else sole_run(plan.folder / ".osora-download.lock", doing=doing, hint=hint):
+    with nullcontext() if plan.offline else sole_run(plan.folder / ".osora-download.lock", problem=problem, hint=hint):
         files = _checked(plan, reporter)
         others = [str(plan.folder / planned.name) for planned in files if planned.state is State.OTHER]
         if others and not settings.overwrite:

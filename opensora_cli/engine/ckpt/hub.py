@@ -27,7 +27,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 )
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain, without_credentials
 from opensora_cli.core.regular_files import hint_for, open_regular
 from opensora_cli.core.strict_json import MAX_JSON_BYTES, is_too_large
@@ -39,6 +39,8 @@ _MAX_REDIRECTS = 10
 _CHUNK_BYTES = 2**20
 _PART_SUFFIX = ".part"
 _CHECK = "check HF_ENDPOINT if it is set"
+_PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "http_proxy", "HTTP_PROXY")
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 # Base of all errors of the HTTP library, httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -160,6 +162,36 @@ def _metadata(repo: str, url: str) -> bytes:
     return bytes(content)
 
 
+def _session() -> Any:
+    """Return the HTTP session, which reads proxies and certificates from the environment.
+
+    Raises RequestError if one of these variables is wrong, and HardwareError for a SOCKS proxy without its library.
+    """
+    try:
+        return get_session()
+    except ImportError as error:
+        raise HardwareError(
+            f"{_variable(_PROXIES)} is a SOCKS proxy, which needs socksio",
+            hint="pip install socksio, or unset the variable",
+        ) from error
+    except OSError as error:
+        raise RequestError(
+            f"{_variable(_CERTIFICATES)} has no certificates that can be read",
+            hint="unset it, or name a file of certificates in PEM format",
+        ) from error
+    except (ValueError, _InvalidURL) as error:
+        raise RequestError(
+            f"{_variable(_PROXIES)} is not the address of a proxy", hint="unset it, or set it to http://HOST:PORT"
+        ) from error
+
+
+def _variable(names: tuple[str, ...]) -> str:
+    """Return the first of these variables that is set, with its value."""
+    found = ((name, os.environ[name]) for name in names if os.environ.get(name))
+    name, value = next(found, (" or ".join(names), ""))
+    return f"{name}={plain(without_credentials(value))}"
+
+
 @contextmanager
 def _answer(repo: str, url: str, *, timeout: float, headers: Mapping[str, str] = MappingProxyType({})) -> Iterator[Any]:
     """Open the Hub's answer to a GET request: an uncompressed `httpx.Response` whose content has not been read.
@@ -169,7 +201,7 @@ def _answer(repo: str, url: str, *, timeout: float, headers: Mapping[str, str] =
 
     Raises the errors of huggingface_hub, which `_explained` knows, and CheckpointError for a compressed answer.
     """
-    session = get_session()
+    session = _session()
     # A compressed stream has neither the length nor the positions of the file.
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", **headers}
     request = session.build_request("GET", url, headers=headers, timeout=timeout)

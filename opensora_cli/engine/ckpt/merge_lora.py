@@ -11,7 +11,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_product, write
-from opensora_cli.engine.components.loras import fit_to_model, require_finite
+from opensora_cli.engine.components.lora_files import fit_to_model, require_finite
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
 

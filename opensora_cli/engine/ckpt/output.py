@@ -128,8 +128,8 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
     """
     settings, source = product.settings, product.source
     target, format = Path(settings.target), settings.resolved_format
-    doing, hint = f"writes {target}", "wait until it ends, or write to another name"
-    with sole_run(lock_beside(target, target.name), doing=doing, hint=hint):
+    problem, hint = f"another run writes {target}", "wait until it ends, or write to another name"
+    with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
         for line in product.lines():
             reporter.note(line)
         if source.caveat:

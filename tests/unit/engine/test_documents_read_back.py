@@ -25,8 +25,6 @@ from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.train.metrics import truncate_records
 from opensora_cli.engine.train.resuming import read_running_states
-from opensora_cli.engine.train.state import read_update_counts
-from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.files import missing_files
@@ -40,7 +38,7 @@ from opensora_cli.settings.load import (
     load_generate_settings,
     read_sidecar,
 )
-from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _PLACE = "@replaced@"
 VALUES = [
@@ -145,9 +143,7 @@ RUNNING = {
     "sampler": {"handed_out": 1},
     "sha256": {"model/a.safetensors": HASH},
 }
-FINDING = Finding(
-    path="a.mp4", size=1, mtime_ns=2, facts=MediaFacts(num_frames=1, height=8, width=8, fps=1.0), is_deep=False
-)
+FINDING = Finding(path="a.mp4", size=1, mtime_ns=2, num_frames=1, height=8, width=8, fps=1.0, is_uneven=False)
 SIDECAR = {
     "schema": SIDECAR_SCHEMA,
     "file": "a.png",
@@ -159,11 +155,10 @@ LATENTS = {"schema": "osora.latents/1", "settings": {"prompt": "sea"}, "request_
 KINDS = {
     "running states": Kind(RUNNING, lambda path: read_running_states(path.parent), "running_states.json"),
     "recorded hashes": Kind(RUNNING, lambda path: recorded_hashes(path.parent), "running_states.json"),
-    "counts of updates": Kind({"model": {"a": 1}}, read_update_counts, "updates.json"),
     "sampler": Kind({"epoch": 0, "position": 0, "number": 0, "data": "a"}, _sampler, "sampler.json"),
     "log": Kind({"step": 1}, lambda path: truncate_records(path.parent, step=1), "log.jsonl"),
     "settings of a run": Kind(
-        TrainSettings(output="a", target=TrainTarget.VAE).model_dump(mode="json"),
+        TrainSettings(output="a", target="vae").model_dump(mode="json"),
         lambda path: load_train_settings(
             config=None, overrides={"output": Given("a", "--set")}, saved=path, environment={}
         ),
