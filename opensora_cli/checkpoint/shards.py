@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.readable import reading_file, refuse_outside
+from opensora_cli.checkpoint.readable import refuse_outside
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.core.reading import stays_inside
-from opensora_cli.core.strict_json import MAX_JSON_BYTES, parse_object, shown
+from opensora_cli.core.reading import read_json_object, stays_inside
+from opensora_cli.core.strict_json import shown
 
 OpenShard = Callable[[Path], tuple[dict[str, LazyTensor], dict[str, str]]]
 """Opens one shard: path -> (tensors, metadata)."""
@@ -53,15 +53,7 @@ def read_index(path: Path) -> ShardIndex:
     Raises:
         CheckpointError: the file is missing, or is no index.
     """
-    refuse_outside(path, path.parent)
-    with reading_file(path):
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is no index of shards: it is too long")
-        content = path.read_bytes()
-    try:
-        document = parse_object(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no index of shards: {error}") from None
+    document = read_json_object(refuse_outside(path, path.parent), problem=CheckpointError)
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
     if not _is_text_by_text(weight_map) or not isinstance(metadata, dict):
         raise CheckpointError(f"{path} is no index of shards: it has no weight_map of tensor to file name")

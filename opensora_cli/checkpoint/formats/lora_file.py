@@ -18,7 +18,7 @@ from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.readable import reading, refuse_outside
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.core.reading import read_bytes
+from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.strict_json import parse_object, shown
 
 KOHYA_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
@@ -36,7 +36,6 @@ _METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha", "transformer.lora_al
 _SAME_SCALE = 0.01
 """Relative difference of one scale in two places; a tensor of 16 bits may round it."""
 _MAX_ALPHA = 1_000_000
-_MAX_CONFIG_BYTES = 1_000_000
 
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<letter>[AB])|lora[._](?P<word>down|up))(?:\.default)?\.weight", re.DOTALL
@@ -105,7 +104,13 @@ def open_adapter(path: Path) -> Adapter:
     style = "PEFT" if fields is not None else style_of(entries)
     if style == "PEFT":
         named = {key.removeprefix(_PEFT_PREFIX): entry for key, entry in entries.items()}
-        return _open_peft(path, weights, named, metadata, fields or _read_fields(config_file))
+        return _open_peft(
+            path,
+            weights,
+            named,
+            metadata,
+            fields or _read_fields(config_file),
+        )
     _refuse_other_kinds(weights, entries)
     if style is None:
         raise CheckpointError(
@@ -187,11 +192,7 @@ def _factors(entries: Mapping[str, LazyTensor]) -> tuple[dict[str, dict[str, Laz
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    content = read_bytes(_regular_file(path), max_bytes=_MAX_CONFIG_BYTES, problem=CheckpointError)
-    try:
-        return parse_object(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is broken: {error}") from error
+    return read_json_object(_regular_file(path), problem=CheckpointError)
 
 
 def _regular_file(path: Path) -> Path:

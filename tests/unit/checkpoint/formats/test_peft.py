@@ -128,7 +128,7 @@ class TestBrokenAdapters:
         assert list(open_adapter(folder).updates) == ["block.proj.weight"]
 
     def test_a_configuration_that_is_too_long(self, folder):
-        write_adapter(folder, factors("block.proj", 6, 5), note="x" * 1_000_000)
+        write_adapter(folder, factors("block.proj", 6, 5), note="x" * 10_000_000)
         with pytest.raises(CheckpointError, match="too many for what it should be"):
             open_adapter(folder)
 
