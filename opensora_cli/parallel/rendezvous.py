@@ -84,8 +84,16 @@ def _file_store(path: Path, rank: int) -> FileStore:
 
 
 def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
+    """Open the store of rank 0, on all interfaces of this machine."""
     try:
-        return TCPStore(host, port, is_master=True, timeout=limit, wait_for_workers=False)
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise HardwareError(
+            f"MASTER_ADDR={host} is not a host that is known here", hint="set it to the address of this machine"
+        ) from error
+    try:
+        # It connects to itself without reacting to signals: `host` may be an address that leads elsewhere.
+        return TCPStore("localhost", port, is_master=True, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
         reason = " ".join(str(error).split())[:200]
         raise HardwareError(

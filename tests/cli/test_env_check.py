@@ -112,12 +112,11 @@ def test_a_dockerfile_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
         (3, "warning", "NCCL_P2P_DISABLE"),
         (4, "warning", "OMP_NUM_THREADS"),
     ]
-    code, out, _ = run("Dockerfile", "--no-all-reduce", "-q", capsys=capsys)
-    assert "file        warning  Dockerfile:4: OMP_NUM_THREADS=0 is not a number of threads" in out
 
 
-@pytest.mark.parametrize("profile", ["local", "cloud", "cluster"])
-@pytest.mark.parametrize("form", ['eval "$({})"', "eval $({})"])
+@pytest.mark.parametrize(
+    ("profile", "form"), [("local", 'eval "$({})"'), ("cloud", "eval $({})"), ("cluster", 'eval "$({})"')]
+)
 def test_export_goes_through_eval(profile: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("--profile", profile, "--json", capsys=capsys)
     assert (code, err) == (0, "")

@@ -167,19 +167,6 @@ STEPS = [
     (MeshShape(ulysses=2), UNEVEN),
     (MeshShape(tensor=2, ring=2), UNEVEN),
     (MeshShape(guidance=2, ulysses=2), EVEN),
-    *(
-        pytest.param(shape, sizes, marks=SLOW)
-        for shape, sizes in (
-            (MeshShape(ring=2), EVEN),
-            (MeshShape(tensor=2), EVEN),
-            (MeshShape(guidance=2), UNEVEN),
-            (MeshShape(ulysses=4), EVEN),
-            (MeshShape(ring=4), UNEVEN),
-            (MeshShape(tensor=4), UNEVEN),
-            (MeshShape(ring=2, ulysses=2), UNEVEN),
-            (MeshShape(tensor=2, ulysses=2), UNEVEN),
-        )
-    ),
 ]
 
 

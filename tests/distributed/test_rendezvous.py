@@ -50,6 +50,19 @@ def test_the_port_is_taken() -> None:
             init_with_retry("cpu", host="127.0.0.1", port=port, rank=0, world_size=2)
 
 
+def test_the_host_is_unknown() -> None:
+    with pytest.raises(HardwareError, match=r"^MASTER_ADDR=nowhere\.invalid is not a host that is known here"):
+        init_with_retry("cpu", host="nowhere.invalid", port=_free_port(), rank=0, world_size=2)
+
+
+def test_rank_0_does_not_wait_for_an_address_that_leads_elsewhere() -> None:
+    """No packet comes back from this network (RFC 5737)."""
+    with pytest.raises(HardwareError, match="rank 0 of 2: rank 1 did not come within 1 s"):
+        init_with_retry(
+            "cpu", host="203.0.113.1", port=_free_port(), rank=0, world_size=2, timeout_s=1.0, report=lambda text: None
+        )
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -31,7 +31,7 @@ from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.sampling.guidance import busiest
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Numbers of tokens for the comparison of attention."""
@@ -76,7 +76,7 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
             yield Technique(name=name, reason=f"not measured: without it, {reason}")
         return
     base = _training_cost(plain)
-    if plain.target is TrainTarget.MMDIT:
+    if plain.trains_transformer:
         without, outside = (_training_cost(plain.replace({"memory.checkpointing": how})) for how in ("full", "offload"))
         yield compared(_CHECKPOINTING, before=base.step, after=without.step, of=_STEP)
         yield compared(_CHECKPOINTING, before=base.held, after=without.held, of=_HELD)

@@ -13,7 +13,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.activations import largest_batch_shape, layer_values, token_grid
+from opensora_cli.engine.train.activations import largest_batch_shape, layer_values
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.estimate import (
     ACTIVATIONS,
@@ -140,7 +140,7 @@ def _kinds_of_ranks(settings: TrainSettings) -> list[object]:
         return [None] * shape.size
     cuts = feature_cuts(mmdit_config(settings.model), shape.tensor) if shape.tensor > 1 else {}
     weights = {name: tuple(weight.shape) for name, weight in empty_transformer(settings).named_parameters()}
-    tokens = prod(token_grid(settings, largest_batch_shape(settings)))
+    tokens = prod(largest_batch_shape(settings).token_grid(settings))
     row_ranks, sequence_ranks = shape.shard * shape.ring * shape.ulysses, shape.ring * shape.ulysses
 
     def kind(rank: int) -> object:
