@@ -102,7 +102,6 @@ def planned(sidecar: dict[str, Any]) -> dict[str, int]:
         (("compression=bf16",), 4, 0.5),
         (("compression=fp8",), 32, 68 / 256),  # heads of 64: 64 bytes and a scale, of 256
         (("ulysses_chunks=2",), 1, 1.0),
-        (("watch=true",), 1, 1.0),
     ],
 )
 def test_two_ranks_generate_what_one_does(
