@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
@@ -49,7 +49,11 @@ class _Root(Group):
             self.add_command(TyperCommand(name, help=about))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of a command line."""
+        """Parse the words of a command line. Raises FileProblem if the working folder was deleted."""
+        try:
+            os.getcwd()
+        except FileNotFoundError as error:
+            raise FileProblem("the working folder no longer exists", hint="cd to a folder that does") from error
         options: list[Any] = self.params
         for option in options:
             option.hidden = not args
@@ -141,12 +145,4 @@ def main(args: Sequence[str] | None = None) -> int:
     name_eager_cache(os.environ)
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    return errors.run(lambda: _run(args))
-
-
-def _run(args: Sequence[str] | None) -> Any:
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise FileProblem("the working folder no longer exists", hint="cd to a folder that does") from error
-    return _root().main(args=args, prog_name="osora", standalone_mode=False)
+    return errors.run(partial(_root().main, args=args, prog_name="osora", standalone_mode=False))
