@@ -59,7 +59,7 @@ from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 
-_SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of each rank"
+_SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of a rank"
 
 
 class TrainResult(Document):
