@@ -20,6 +20,9 @@ from opensora_cli.settings.components import VAESettings
 DATA, JOINED = "data", "joined"
 """Inputs and results, and the rest of the peak while tiles are joined."""
 
+_FEW_FRAMES = 4
+"""Fewest frames between the two clips from which the memory of a longer one is extrapolated."""
+
 TileShape = tuple[int, int, int, int]
 """Channels, frames, height and width of an input."""
 
@@ -90,12 +93,16 @@ def tile_memory(
         chunk = chunk_frames
         if chunk is None and isinstance(module, (Encoder, Decoder)):
             chunk = module.chunk_frames_for(torch.empty(1, channels, frames, height, width, device=device))
-        short = frames if chunk is None else chunk + (frames - 1) % chunk + 1
-        more = 0 if chunk is None else (frames - short) // chunk
-        if chunk is None or more < 2:
+        if chunk is None:
+            return TileMemory(shape, *run(frames))
+        # In a shorter clip, kernels could need more than frames.
+        step = chunk * -(-_FEW_FRAMES // chunk)
+        short = step + (frames - 1) % step + 1
+        more = (frames - short) // step
+        if more < 2:
             return TileMemory(shape, *run(frames))
         peak_bytes, kept_bytes, out_channels = run(short)
-        longer_bytes, *_ = run(short + chunk)
+        longer_bytes, *_ = run(short + step)
         return TileMemory(shape, peak_bytes + more * (longer_bytes - peak_bytes), kept_bytes, out_channels)
 
 
