@@ -37,11 +37,10 @@ from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives.task import BatchSource
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings

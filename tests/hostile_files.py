@@ -234,8 +234,6 @@ HUB_ANSWERS: dict[str, Callable[[dict[str, Any]], None]] = {
     **{f"commit {value!r:.20}": change_of_repo(sha=value) for value in (3, "../x", "a\0b", "x" * 100_000, "\ud800")},
     **{f"files {value!r}": change_of_repo(siblings=value) for value in (None, 3, {}, "x", [None], [3], [[]])},
     **{f"card {value!r}": change_of_repo(cardData=value) for value in (3, "x", [1])},
-    "another card": change_of_repo(card_data=3),
-    **{f"time {value!r}": change_of_repo(lastModified=value) for value in (3, "soon")},
 }
 """What is done to the Hub's information on a repository that makes it unusable."""
 

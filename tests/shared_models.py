@@ -1,26 +1,19 @@
 """Transformers whose work is divided between ranks, against the same in one process."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import patch
 
-from golden.compare import read_golden_file
 from shared_tokens import mesh_of
 from small_stages import small_stages
-from torch import Tensor
 
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.engine.generate import planning
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
-from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.settings.generate import GenerateSettings
-
-GOLDEN = Path(__file__).parent / "golden" / "data"
 
 
 @dataclass(frozen=True)
@@ -45,25 +38,6 @@ def plan_without_estimate(settings: GenerateSettings) -> planning.Plan:
     """Return the plan for what fits, without what its stages need, which takes seconds to find."""
     with patch("opensora_cli.engine.generate.plan.estimate_generation", small_stages):
         return planning.make_plan(settings)
-
-
-def golden(name: str) -> tuple[MMDiT, dict[str, Tensor], Tensor]:
-    """Return the model of a golden file, its inputs, latents first, and the velocity that was recorded."""
-    file = read_golden_file(GOLDEN / f"{name}.safetensors")
-    config = file.sizes(MMDiTConfig)
-    model = MMDiT(config)
-    model.load_state_dict(dict(converter(config, interleaved=not file.config["use_liger_rope"])(file.params)))
-    names = {
-        "packed_latents_BND": "img",
-        "position_ids_BN3": "img_ids",
-        "timesteps_B": "timesteps",
-        "prompt_embeds_BLC": "txt",
-        "pooled_prompt_embeds_BV": "y_vec",
-        "conditioning_BNK": "cond",
-        "embedded_guidance_B": "guidance",
-    }
-    given = {ours: file.inputs[theirs] for ours, theirs in names.items() if theirs in file.inputs}
-    return model, given, file.outputs["velocity"]
 
 
 def divided(model: MMDiT, mesh: ParallelMesh) -> SequenceParallel:

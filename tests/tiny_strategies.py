@@ -11,13 +11,13 @@ from wire_formulas import StepSizes
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.train.build import build_batches, build_task
-from opensora_cli.engine.train.clock import Clock
+from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.precision import autocast
 from opensora_cli.engine.train.ranks import open_distribution
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
@@ -68,7 +68,7 @@ def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer
     reporter = SilentReporter()
     return Trainer(
         build_task(settings, distribution=distribution, reporter=reporter),
-        build_batches(settings, distribution=distribution, reporter=reporter),
+        ClipBatches(settings, data_rank=distribution.data_rank, data_ranks=distribution.data_ranks, reporter=reporter),
         loop=settings.loop,
         optimizer=settings.optimizer,
         compute=settings.precision.compute,

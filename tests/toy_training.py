@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.clock import Clock, StepReport
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Clock, StepReport, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)

@@ -11,7 +11,7 @@ from opensora_cli.core.conditions import T2V, ConditionMode, reference_parts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.encode.clip_conditions import cut_part
-from opensora_cli.engine.generate.decode import SampleFrames, decode_latents
+from opensora_cli.engine.generate.decode import Clip, decode_latents
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
@@ -73,8 +73,8 @@ def generate_clips(
     return torch.stack(clips).numpy()
 
 
-def _frames(decoding: SampleFrames) -> torch.Tensor:
-    return torch.cat([*decoding.pieces()])
+def _frames(clip: Clip) -> torch.Tensor:
+    return torch.cat([*clip.pieces()])
 
 
 def given_of(plan: Plan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:

@@ -1,21 +1,31 @@
 """Generate videos in a Python program, with a model that stays loaded."""
 
 import logging
+import math
 import os
+import re
+import shutil
+import tempfile
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Literal, NamedTuple, Unpack
 
+from rich.console import Console
+
+from opensora_cli.api.references import reference_files
 from opensora_cli.api.request import generate_request
 from opensora_cli.api.video import Video
-from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.progress import SilentReporter, StageProgress
+from opensora_cli.core.console import ConsoleReporter
+from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.flags import Flags, given_flags
+from opensora_cli.settings.flags import FLAGS, Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, collect_overrides
 
@@ -45,7 +55,11 @@ class Progress(NamedTuple):
 
 
 OnProgress = Callable[[Progress], object]
-"""Called when a stage begins, and after each unit of its work. An exception that it raises ends the run."""
+"""Called when a stage begins and ends, and at most ten times a second between. An exception that it raises ends the
+run."""
+
+_EVERY_S = 0.1
+"""Shortest time between two calls for one stage."""
 
 
 class Pipeline(AbstractContextManager["Pipeline"]):
@@ -65,8 +79,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         model: auto, demo or a released model.
         config: preset by name, or file of settings.
         set: settings by key, for settings without an option: `{"sampling.flow_shift": 3}`.
-        progress: called with a `Progress` during a call.
-        flags: options of every call.
+        progress: called with a `Progress` during a call. "bar" shows a bar in terminals and notebooks, None nothing.
+        flags: options of every call. `ref` also takes pictures of PIL, arrays of uint8 (H, W, 3) and (T, H, W, 3), and
+            videos of earlier calls.
 
     Raises:
         RequestError: an option or setting does not exist; the hint names the nearest.
@@ -78,13 +93,15 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         *,
         config: _File | None = None,
         set: Mapping[str, object] | None = None,
-        progress: OnProgress | None = None,
+        progress: OnProgress | Literal["bar"] | None = "bar",
         **flags: Unpack[Flags],
     ) -> None:
+        self._references: Path | None = None
         named = {"runtime.model_choice": Given(model, "model")} if model != "auto" else {}
-        self._given: Layer = named | _layer(flags, set)
+        with _python_errors():
+            self._given: Layer = named | self._layer(flags, set)
         self._config = None if config is None else Path(config)
-        self._reporter = _LoggingReporter(progress)
+        self._reporter = _reporter(progress)
         self._models = LoadedModels(stay=True)
         # Reentrant: the progress function of a call may make another call.
         self._turn = threading.RLock()
@@ -113,12 +130,25 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         In a process that was forked after computing with several threads, a call raises RequestError: start processes
         with multiprocessing's method "spawn".
         """
-        given = _layer(flags, set) | ({} if prompt is None else {"prompt": Given(prompt, "prompt")})
-        request = generate_request(
-            given, below=self._given, sidecar=None if from_ is None else Path(from_), config=self._config
-        )
-        with self._turn:
-            return Video(*engine.hold_from_request(request, self._models, reporter=self._reporter))
+        with _python_errors():
+            given = self._layer(flags, set) | ({} if prompt is None else {"prompt": Given(prompt, "prompt")})
+            request = generate_request(
+                given, below=self._given, sidecar=None if from_ is None else Path(from_), config=self._config
+            )
+            with self._turn:
+                return Video(*engine.hold_from_request(request, self._models, reporter=self._reporter))
+
+    def _layer(self, flags: Mapping[str, object], assignments: Mapping[str, object] | None) -> dict[str, Given]:
+        """Return the settings that keywords give. Raises RequestError for options of the command line alone."""
+        for name, rule, hint in _NOT_IN_A_CALL:
+            if name in flags:
+                raise RequestError(f"{name} {rule}", hint=hint)
+        if (references := flags.get("ref")) is not None:
+            if self._references is None:
+                self._references = Path(tempfile.mkdtemp(prefix="osora-references-"))
+                weakref.finalize(self, shutil.rmtree, self._references, ignore_errors=True)
+            flags = {**flags, "ref": reference_files(references, self._references)}
+        return collect_overrides(GenerateSettings, given_flags(flags), assignments or {})
 
     def close(self) -> None:
         """Release the models; a later call loads them again."""
@@ -136,7 +166,7 @@ def generate(
     config: _File | None = None,
     from_: _File | None = None,
     set: Mapping[str, object] | None = None,
-    progress: OnProgress | None = None,
+    progress: OnProgress | Literal["bar"] | None = "bar",
     **flags: Unpack[Flags],
 ) -> Video:
     """Make one video, in memory. Arguments and errors are those of `Pipeline` and of its call."""
@@ -144,12 +174,45 @@ def generate(
         return pipe(prompt, from_=from_, set=set, **flags)
 
 
-def _layer(flags: Mapping[str, object], assignments: Mapping[str, object] | None) -> dict[str, Given]:
-    """Return the settings that keywords give. Raises RequestError for options of the command line alone."""
-    for name, rule, hint in _NOT_IN_A_CALL:
-        if name in flags:
-            raise RequestError(f"{name} {rule}", hint=hint)
-    return collect_overrides(GenerateSettings, given_flags(flags), assignments or {})
+def _reporter(progress: OnProgress | Literal["bar"] | None) -> Reporter:
+    if progress != "bar":
+        return _LoggingReporter(progress)
+    console = Console(stderr=True, highlight=False)
+    return _BarReporter(console, has_bars=True) if console.is_interactive else _LoggingReporter(None)
+
+
+@contextmanager
+def _python_errors() -> Iterator[None]:
+    """Put the hint into the text of an error, and name options as keywords."""
+    try:
+        yield
+    except OsoraError as error:
+        error.message = _with_keywords(error.message)
+        error.hint = None if error.hint is None else _with_keywords(error.hint)
+        error.args = (f"{error.message}: {error.hint}" if error.hint else error.message,)
+        raise
+
+
+def _with_keywords(text: str) -> str:
+    """Return a text with `num_frames=9` for `--num-frames 9`. Commands, from their `osora` on, are not changed."""
+    text, command, rest = text.partition("osora ")
+
+    def keyword(option: re.Match[str]) -> str:
+        name = option[1].replace("-", "_")
+        return f"{name}={option[2] or '...'}" if name in FLAGS else option[0]
+
+    text = re.sub(r"--set ([\w.]+)=([\w.:]+)", r'set={"\1": "\2"}', text)
+    return re.sub(r"--([a-z][a-z0-9-]*)(?:[ =]([0-9][\w.:]*))?", keyword, text) + command + rest
+
+
+class _BarReporter(ConsoleReporter):
+    """Shows bars; warnings, and notes at the level INFO, are logged."""
+
+    def note(self, text: str) -> None:
+        _log.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        _log.warning("%s", text)
 
 
 class _LoggingReporter(SilentReporter):
@@ -174,8 +237,12 @@ class _LoggingReporter(SilentReporter):
 class _Stage:
     def __init__(self, progress: Progress, on_progress: OnProgress | None) -> None:
         self._progress, self._on_progress = progress, on_progress
+        self._called_s = -math.inf
 
     def advance(self, amount: int = 1) -> None:
         self._progress = self._progress._replace(done=self._progress.done + amount)
-        if self._on_progress is not None:
+        now = time.monotonic()
+        is_edge = self._progress.done in (0, self._progress.total)
+        if self._on_progress is not None and (is_edge or now - self._called_s >= _EVERY_S):
+            self._called_s = now
             self._on_progress(self._progress)

@@ -7,7 +7,6 @@ from pathlib import Path
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.section import Section
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.layers import Layer, collect_overrides
 from opensora_cli.settings.load import GenerateRequest, read_request, read_sidecar
 
@@ -36,8 +35,11 @@ def generate_request(
         FileProblem: A file of settings or the sidecar is missing or broken.
     """
     overrides = {**(below or {}), **collect_overrides(GenerateSettings, given, assignments)}
-    machine = None if on is None else read_machine(on)
-    if machine is not None:
+    machine = None
+    if on is not None:
+        from opensora_cli.settings.hardware import read_machine
+
+        machine = read_machine(on)
         overrides = {**machine.counts(overrides), **overrides}
     others: tuple[type[Section], ...] = ()
     if any(name.startswith("OSORA_") for name in os.environ):

@@ -50,8 +50,8 @@ class Video:
         self.frames = held.frames_THWC.numpy().view()
         self.frames.flags.writeable = False
         self.fps = held.chain.settings.video.fps
-        self.seed = held.sample.seed
-        self.settings = sample_settings(held.chain.video, held.sample)
+        self.seed = held.files.seed
+        self.settings = sample_settings(held.chain.video, held.files)
         self.report = held.figures
 
     def save(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:

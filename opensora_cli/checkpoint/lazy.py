@@ -8,10 +8,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from opensora_cli.checkpoint.readable import reading
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 
-MAX_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 """Largest number of dimensions of a tensor that torch can compute with."""
 
+_MAX_BYTES = 2**63
 _PIECE_BYTES = 2**20
 """Bytes written at a time, for the progress display."""
 
@@ -34,10 +35,6 @@ class Extent:
     path: Path
     offset: int
     length: int
-
-    def part(self, start: int, stop: int) -> "Extent":
-        """Return bytes `start` to `stop` of the run."""
-        return Extent(self.path, self.offset + start, stop - start)
 
     def read(self) -> Tensor:
         """Return the bytes as a tensor (length,), uint8.
@@ -79,7 +76,12 @@ class LazyTensor:
     @classmethod
     def stored(cls, shape: Sequence[int], dtype: torch.dtype, extent: Extent) -> "LazyTensor":
         """Return the tensor whose values are the bytes of `extent`."""
-        return cls(tuple(shape), dtype, partial(_read_stored, extent, dtype, tuple(shape)), extent)
+        return cls(tuple(shape), dtype, lambda: extent.read().view(dtype).view(tuple(shape)), extent)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LazyTensor":
+        """Return the tensor that `function` makes from this one. It must run on the meta device, too."""
+        made = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        return LazyTensor(tuple(made.shape), made.dtype, lambda: function(self.read()))
 
     @property
     def numel(self) -> int:
@@ -100,16 +102,9 @@ class LazyTensor:
             CheckpointError: the values cannot be read.
             OSError: `file` cannot be written.
         """
-        if self.extent is None:
-            content = bytes_of(self.read())
-            for start in range(0, len(content), _PIECE_BYTES):
-                piece = content[start : start + _PIECE_BYTES]
-                write_all(file, piece)
-                if advance is not None:
-                    advance(len(piece))
-            return
-        for start in range(0, self.extent.length, _PIECE_BYTES):
-            piece = self.extent.part(start, min(start + _PIECE_BYTES, self.extent.length)).read().numpy().data
+        content = bytes_of(self.read())
+        for start in range(0, len(content), _PIECE_BYTES):
+            piece = content[start : start + _PIECE_BYTES]
             write_all(file, piece)
             if advance is not None:
                 advance(len(piece))
@@ -127,9 +122,24 @@ def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
         rest = rest[os.write(file.fileno(), rest) :]
 
 
+def are_sizes(value: object) -> TypeGuard[Sequence[int]]:
+    """Return whether a value from a file is a list or tuple of sizes or offsets."""
+    return isinstance(value, list | tuple) and all(type(size) is int and 0 <= size < _MAX_BYTES for size in value)
+
+
+def is_possible(shape: object, dtype: torch.dtype) -> bool:
+    """Return whether a value from a file is the shape of a tensor that torch can have."""
+    # Zeros count as ones, because torch computes strides from the other sizes even if there is no element.
+    return (
+        are_sizes(shape)
+        and len(shape) <= _MAX_DIMENSIONS
+        and prod(max(1, size) for size in shape) * dtype.itemsize < _MAX_BYTES
+    )
+
+
 def cast(tensor: LazyTensor, dtype: torch.dtype, *, name: str) -> LazyTensor:
     """Return the tensor in another dtype, rounded as torch does. `name` is for errors, see `rounded`."""
-    return LazyTensor(tensor.shape, dtype, partial(_read_cast, tensor, dtype, name))
+    return LazyTensor(tensor.shape, dtype, lambda: rounded(tensor.read(), dtype, name=name))
 
 
 def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
@@ -154,64 +164,3 @@ def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
     if torch.finfo(values.dtype).max <= largest:
         return False
     return not max(math.fabs(bound) for bound in torch.stack(values.aminmax()).tolist()) < largest
-
-
-def rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Return rows `start` to `stop` of a tensor with at least one dimension."""
-    return LazyTensor((stop - start, *tensor.shape[1:]), tensor.dtype, partial(_read_rows, tensor, start, stop))
-
-
-def joined(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Concatenate the rows of several tensors with the same dtype and row shape.
-
-    Raises:
-        ValueError: the dtypes or the shapes of rows differ.
-    """
-    kinds = {(part.dtype, part.shape[1:]) for part in parts}
-    if len(kinds) != 1:
-        raise ValueError(f"rows of different kinds cannot be joined: {sorted(map(str, kinds))}")
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return LazyTensor(shape, parts[0].dtype, partial(_read_joined, tuple(parts)))
-
-
-def reordered(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
-    """Return the tensor with its rows in another order within each group of `len(order)` rows.
-
-    `order` lists the old index of each new row.
-    """
-    return LazyTensor(tensor.shape, tensor.dtype, partial(_read_reordered, tensor, tuple(order)))
-
-
-def padded(tensor: LazyTensor, *, start: int, rows: int) -> LazyTensor:
-    """Return a tensor of `rows` rows, zero except for those of `tensor`, which begin at `start`."""
-    return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, partial(_read_padded, tensor, start, rows))
-
-
-# Module functions instead of closures, so that lazy tensors can be sent to other processes.
-
-
-def _read_stored(extent: Extent, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return extent.read().view(dtype).view(shape)
-
-
-def _read_cast(tensor: LazyTensor, dtype: torch.dtype, name: str) -> Tensor:
-    return rounded(tensor.read(), dtype, name=name)
-
-
-def _read_rows(tensor: LazyTensor, start: int, stop: int) -> Tensor:
-    return tensor.read()[start:stop]
-
-
-def _read_joined(parts: tuple[LazyTensor, ...]) -> Tensor:
-    return torch.cat([part.read() for part in parts])
-
-
-def _read_reordered(tensor: LazyTensor, order: tuple[int, ...]) -> Tensor:
-    groups = tensor.read().view(tensor.shape[0] // len(order), len(order), *tensor.shape[1:])
-    return groups[:, torch.tensor(order)].view(tensor.shape)
-
-
-def _read_padded(tensor: LazyTensor, start: int, rows: int) -> Tensor:
-    result = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
-    result[start : start + tensor.shape[0]] = tensor.read()
-    return result

@@ -4,7 +4,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.contents import Checkpoint
-from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.checkpoint.fp8 import dequantize
-from opensora_cli.checkpoint.mapped import MappedTensors, MetaTensors
+from opensora_cli.checkpoint.lazy import Extent, LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.dtypes import ROTARY_METADATA
-from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.file_states import FileStates
-from opensora_cli.core.formatting import first_few, plain, without_credentials
+from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.file_states import FileState, FileStates
+from opensora_cli.core.formatting import first_few
+from opensora_cli.core.reading import is_lack_of_memory
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Converts a file's tensors to a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
@@ -29,8 +28,6 @@ Shape = tuple[int, ...]
 _NUMBER = re.compile(r"\d+")
 _CHECKED_DEPTH = 2
 """Depth of the modules that check their mapped files before they compute: blocks do, and layers in them do not."""
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-_SUBFOLDERS = ["*/*"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ def plan_tensors(
 
     `dtype` and `convert` are its arguments. Raises CheckpointError for a file that is missing or broken.
     """
-    tensors = MetaTensors(dequantize(open_checkpoint(Path(path)).entries, dtype))
+    tensors = OpenTensors(dequantize(open_checkpoint(Path(path)).entries, dtype), meta=True)
     return tuple(
         PlannedTensor(key, tensor.numel(), tensor.dtype, tensors.is_view(tensor))
         for key, tensor in (convert or _as_is)(tensors)
@@ -175,45 +172,6 @@ def read_weights(
         yield key, torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def load_checkpoint(
-    model: nn.Module,
-    path: str | Path,
-    cache_dir: str | Path | None = None,
-    device_map: torch.device | str = "cpu",
-    cai_model_name: str = "model",
-    strict: bool = True,
-    rename_keys: Mapping[str, str] | None = None,
-) -> nn.Module:
-    """Load weights of any format from a file, a folder or the Hugging Face Hub, and return the model.
-
-    Existing weights of the model are overwritten in place: they keep their dtype and device, and an optimizer's
-    references stay valid. Weights on the meta device get the checkpoint's dtype, 8-bit ones torch's default.
-
-    Args:
-        model: the module to fill.
-        path: a file or folder; if there is none with that name, `owner/repository` or `owner/repository/file` on the
-            Hub.
-        cache_dir: folder for files of the Hub; None means the usual cache.
-        device_map: device for weights on the meta device.
-        cai_model_name: the part of a ColossalAI checkpoint that is loaded: `model`, or a file or folder in it.
-        strict: refuse missing and unexpected keys; otherwise they cause a warning. Shapes must fit in any case.
-        rename_keys: old to new parts of names, replaced before names are compared.
-
-    Raises:
-        CheckpointError: there is nothing to load, a file is broken, or keys or shapes don't fit the model.
-        RequestError: `rename_keys` matches nothing, or gives two tensors one name.
-    """
-    found = Path(path) if Path(path).exists() else fetch_from_hub(str(path), cache_dir=cache_dir)
-    if cai_model_name != MODEL_FOLDER:
-        found = found / cai_model_name
-    checkpoint = open_checkpoint(found)
-    if rename_keys:
-        renamed = rename(checkpoint.entries, [f"re:{re.escape(old)}={new}" for old, new in rename_keys.items()])
-        checkpoint = replace(checkpoint, entries=renamed)
-    fill_module(model, checkpoint, device=device_map, strict=strict)
-    return model
-
-
 def fill_module(
     module: nn.Module, checkpoint: Checkpoint, *, device: torch.device | str = "cpu", strict: bool = True
 ) -> None:
@@ -237,7 +195,7 @@ def fill_module(
         raise CheckpointError(message)
     if problems:
         warnings.warn(message, stacklevel=3)
-    tensors = MappedTensors(entries)
+    tensors = OpenTensors(entries)
     for key in expected.keys() & entries.keys():
         if expected[key].is_meta:
             _assign(module, key, tensors[key].to(device))
@@ -253,7 +211,7 @@ def _read(
     convert: ConvertFn | None,
     allowed_missing: Sequence[str],
     in_order: bool = False,
-) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], MappedTensors]:
+) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], "OpenTensors"]:
     """Return three things: a file's tensors by the module's keys, to be read one by one; the module's own tensors for
     the keys that the file lacks; and the maps of the file. Raises CheckpointError if the file does not fit.
 
@@ -265,7 +223,7 @@ def _read(
     if in_order:
         entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(_padded, named[0])))
     read = convert or _as_is
-    found = {key: tuple(tensor.shape) for key, tensor in read(MetaTensors(entries))}
+    found = {key: tuple(tensor.shape) for key, tensor in read(OpenTensors(entries, meta=True))}
     required = {
         key: tuple(tensor.shape)
         for key, tensor in expected.items()
@@ -274,7 +232,7 @@ def _read(
     problems = differences(found, required)
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
-    mapped = MappedTensors(entries)
+    mapped = OpenTensors(entries)
     return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
 
 
@@ -314,35 +272,73 @@ def differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> li
     return [f"{len(names)} {kind} ({first_few(names)})" for kind, names in kinds if names]
 
 
-def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
-    """Return the file or folder of `name` in the Hub's cache, downloading missing files.
+class OpenTensors(Mapping[str, Tensor]):
+    """Tensors of an open checkpoint. Each is mapped or read on access, and none is cached.
 
-    Args:
-        name: `owner/repository` for the safetensors files of a repository, without its subfolders; or
-            `owner/repository/path/of/file`.
-        cache_dir: folder for files of the Hub, None for the usual cache.
-
-    Raises:
-        CheckpointError: the repository or file is missing or not accessible, or there is no connection.
+    With `meta` they are on the meta device: a conversion of them reads no weight.
     """
-    owner, _, rest = name.partition("/")
-    repository, _, file = rest.partition("/")
-    if owner in ("", ".", "..", "~") or not repository:
-        raise CheckpointError(f"{name} does not exist")
-    repo = f"{owner}/{repository}"
-    try:
-        # Importing it reads HF_ENDPOINT.
-        from huggingface_hub import hf_hub_download, snapshot_download
 
-        if file:
-            return Path(hf_hub_download(repo, file, cache_dir=cache_dir))
-        folder = snapshot_download(repo, cache_dir=cache_dir, allow_patterns=_WEIGHTS, ignore_patterns=_SUBFOLDERS)
-    except Exception as error:  # errors of the HTTP library, and any error from an unexpected answer
-        lines = without_credentials(str(error)).strip().splitlines() or [type(error).__name__]
-        reason = plain(lines[0])
-        raise CheckpointError(
-            f"{name} does not exist here, and cannot be fetched from the Hugging Face Hub: {reason}"
-        ) from error
-    if not Path(str(folder)).is_dir():
-        raise CheckpointError(f"{name} has no safetensors files", hint=f"name a file of it: {name}/FILE")
-    return Path(str(folder))
+    def __init__(self, entries: Mapping[str, LazyTensor], *, meta: bool = False) -> None:
+        self._entries = entries
+        self._meta = meta
+        self._last: Tensor | None = None
+        self._maps: dict[Path, torch.UntypedStorage] = {}
+        self._states: tuple[FileState, ...] = ()
+
+    def __getitem__(self, key: str) -> Tensor:
+        entry = self._entries[key]
+        extent = _mappable(entry)
+        if self._meta:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            self._last = None if extent is None else tensor
+            return tensor
+        if extent is None:
+            return entry.read()
+        if extent.path not in self._maps:
+            self._states += FileStates.of([extent.path]).states
+            self._maps[extent.path] = _map(extent.path)
+        whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
+        if extent.offset + extent.length > whole.numel():
+            raise CheckpointError(f"{extent.path} has become shorter while it was read")
+        return whole[extent.offset : extent.offset + extent.length].view(entry.dtype).view(entry.shape)
+
+    def has_mapped(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a part of a file that is mapped here."""
+        start = tensor.untyped_storage().data_ptr()
+        return any(start == storage.data_ptr() for storage in self._maps.values())
+
+    def is_view(self, tensor: Tensor) -> bool:
+        """Return whether a meta tensor, made from the last accessed one, is a contiguous part of a mapped file."""
+        if self._last is None or not tensor.is_contiguous():
+            return False
+        return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
+
+    @property
+    def files(self) -> FileStates:
+        """Mapped files, in their states at the time of mapping."""
+        return FileStates(self._states)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _mappable(entry: LazyTensor) -> Extent | None:
+    """Return the bytes of a tensor if it can be used in a mapped file, or None if it has to be read."""
+    extent = entry.extent
+    # Formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
+    return None if extent is None or extent.offset % entry.dtype.itemsize or not extent.length else extent
+
+
+def _map(path: Path) -> torch.UntypedStorage:
+    """Map a file privately. Other maps of the file share its pages until they are written to."""
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
+    except (OSError, RuntimeError) as error:
+        if is_lack_of_memory(error):
+            raise HardwareError(f"there is not enough memory to map {path}") from error
+        raise CheckpointError(f"{path} cannot be mapped: {' '.join(str(error).split())}") from error
+    assert isinstance(storage, torch.UntypedStorage)
+    return storage

@@ -69,16 +69,6 @@ class Adapter:
     """Tensors that were trained as a whole (`modules_to_save`, biases), by their names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnmergeError:
-    """Largest difference of weights from their original values after an adapter was merged and unmerged."""
-
-    bound: float
-    """Upper bound of the difference of any weight."""
-    tensor: str
-    """Name of the tensor with this bound."""
-
-
 def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
     """Add an adapter's updates to the weights, and replace the tensors that it trained as a whole.
 
@@ -121,8 +111,8 @@ def unmerge_error(
     *,
     scale: float = 1.0,
     advance: Callable[[int], None] | None = None,
-) -> UnmergeError:
-    """Return the largest error of `unmerge`, from one reading of the weights that it changes.
+) -> tuple[float, str]:
+    """Return an upper bound of the error of any weight after `unmerge`, and the tensor that has it.
 
     Merging rounded each sum to the nearest number of the dtype, and unmerging rounds each difference. So the error is
     at most half the spacing of floating point numbers at the sum, plus half the spacing at the difference.
@@ -135,15 +125,15 @@ def unmerge_error(
         RequestError, CheckpointError: for the reasons of `unmerge`.
     """
     unmerged = unmerge(entries, adapter, scale=scale)
-    worst = UnmergeError(bound=0.0, tensor="")
+    worst = (0.0, "")
     for name in adapter.updates:
         before, after = entries[name], unmerged[name]
         largest = [_magnitude(tensor.read()) for tensor in (before, after)]
         if advance is not None:
             advance(before.nbytes)
         bound = sum(_spacing(magnitude, before.dtype) / 2 for magnitude in largest) * (1 + _FP32_SHARE)
-        if bound > worst.bound or not worst.tensor:
-            worst = UnmergeError(bound=bound, tensor=name)
+        if bound > worst[0] or not worst[1]:
+            worst = (bound, name)
     return worst
 
 

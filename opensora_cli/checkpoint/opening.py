@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from enum import Enum
 from itertools import islice
 from pathlib import Path
 
-from opensora_cli.checkpoint.contents import Checkpoint, Format, ShardName
+from opensora_cli.checkpoint.contents import Checkpoint, shard_of
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
-    TRAINING_FILE,
     all_epoch_folders,
     colossalai_parts,
     epoch_folders,
@@ -19,12 +17,12 @@ from opensora_cli.checkpoint.formats.dcp import DATA_SUFFIX, METADATA_FILE, open
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import MAGIC, PICKLE_MAGIC, open_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.readable import reading, reading_file, visible_files
-from opensora_cli.checkpoint.shards import open_shards, refuse_outside
+from opensora_cli.checkpoint.readable import reading, reading_file, refuse_outside, visible_files
+from opensora_cli.checkpoint.shards import open_shards, read_index
 from opensora_cli.checkpoint.state_dicts import choose
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 _LISTED = 10
 _START_BYTES = 512
@@ -37,28 +35,8 @@ _INDEXES = "*.index.json"
 _SAFETENSORS_INDEX = ".safetensors.index.json"
 
 
-class Kind(Enum):
-    """Kind of a file, as far as readers of weights tell kinds apart; the value is the text for messages."""
-
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    JSON = "JSON"
-    LFS_POINTER = "a pointer that Git LFS left in place of the file"
-    WEB_PAGE = "a web page that was saved in place of the file"
-    TAR = "a tar archive"
-    EMPTY = "empty"
-    OTHER = "other"
-
-
-_HINTS = {
-    Kind.EMPTY: "fetch it again",
-    Kind.LFS_POINTER: "run git lfs pull, or fetch it with osora ckpt download",
-    Kind.WEB_PAGE: "fetch the file itself, logged in where that is needed",
-}
-
-
-def recognize(path: Path) -> Kind:
-    """Return the kind of a file.
+def _sniff(path: Path) -> Format | CheckpointError:
+    """Return the format of a file, for an index of shards `SAFETENSORS_SHARDS`, or the error if it has no weights.
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
@@ -67,30 +45,29 @@ def recognize(path: Path) -> Kind:
     text = start.lstrip().lower()
     # The length of a safetensors header has a zero in its last byte; no JSON has one.
     if start[7:9] == b"\0{":
-        return Kind.SAFETENSORS
+        return Format.SAFETENSORS
     if start.startswith((MAGIC, PICKLE_MAGIC)):
-        return Kind.TORCH
+        return Format.TORCH
     if text.startswith(b"{"):
-        return Kind.JSON
+        return Format.SAFETENSORS_SHARDS
+    if not start:
+        return CheckpointError(f"{path} is empty", hint="fetch it again")
     if start.startswith(_LFS_POINTER):
-        return Kind.LFS_POINTER
-    if text.startswith(_WEB_PAGES):
-        return Kind.WEB_PAGE
-    if start[_TAR_OFFSET:].startswith(_TAR_MAGIC):
-        return Kind.TAR
-    return Kind.OTHER if start else Kind.EMPTY
-
-
-def refusal(path: Path, kind: Kind) -> CheckpointError:
-    """Return the error for a file that holds no tensors, with a hint on what to do."""
-    if kind in _HINTS:
-        return CheckpointError(f"{path} is {kind.value}", hint=_HINTS[kind])
-    if kind is Kind.TAR:
         return CheckpointError(
-            f"{path} is refused: it is {kind.value}, of a torch so old that reading it could run any code",
+            f"{path} is a pointer that Git LFS left in place of the file",
+            hint="run git lfs pull, or fetch it with osora ckpt download",
+        )
+    if text.startswith(_WEB_PAGES):
+        return CheckpointError(
+            f"{path} is a web page that was saved in place of the file",
+            hint="fetch the file itself, logged in where that is needed",
+        )
+    if start[_TAR_OFFSET:].startswith(_TAR_MAGIC):
+        return CheckpointError(
+            f"{path} is refused: it is a tar archive, of a torch so old that reading it could run any code",
             hint="load it in a sandbox, and save it again",
         )
-    return CheckpointError(f"{path} holds no weights: it begins with {read_start(path)[:_SHOWN_BYTES]!r}")
+    return CheckpointError(f"{path} holds no weights: it begins with {start[:_SHOWN_BYTES]!r}")
 
 
 def read_start(path: Path) -> bytes:
@@ -123,36 +100,34 @@ def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoin
 
 
 def _open_file(path: Path, select: Selection | None) -> Checkpoint:
-    kind = recognize(path)
-    if kind is Kind.TORCH:
+    kind = _sniff(path)
+    if kind is Format.TORCH:
         return open_torch(path, select=select)
     choose(select, (), path=path)
-    if kind is Kind.JSON:
-        return _open_index(path)
-    entries, metadata = _open_shard(path)
-    return Checkpoint(format=Format.SAFETENSORS, path=path, entries=entries, metadata=metadata, files=(path,))
-
-
-def _open_index(path: Path) -> Checkpoint:
-    entries, metadata, files = open_shards(path, open_shard=_open_shard)
-    is_torch = any(recognize(shard) is Kind.TORCH for shard in files[1:])
+    if kind is not Format.SAFETENSORS_SHARDS:
+        entries, metadata = _open_shard(path)
+        return Checkpoint(format=Format.SAFETENSORS, path=path, entries=entries, metadata=metadata, files=(path,))
+    index = read_index(path)
+    entries, metadata, files = open_shards(index, open_shard=_open_shard)
+    is_torch = any(_sniff(shard) is Format.TORCH for shard in files[1:])
     return Checkpoint(
         format=Format.TORCH_SHARDS if is_torch else Format.SAFETENSORS_SHARDS,
         path=path,
         entries=entries,
         metadata=metadata,
         files=files,
+        index=index,
     )
 
 
 def _open_shard(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    kind = recognize(path)
-    if kind is Kind.SAFETENSORS:
+    kind = _sniff(path)
+    if kind is Format.SAFETENSORS:
         return open_safetensors(path)
-    if kind is Kind.TORCH:
+    if kind is Format.TORCH:
         opened = open_torch(path)
         return dict(opened.entries), dict(opened.metadata)
-    raise refusal(path, kind)
+    raise kind if isinstance(kind, CheckpointError) else CheckpointError(f"{path} holds no weights: it is JSON")
 
 
 def _open_folder(folder: Path, select: Selection | None) -> Checkpoint:
@@ -169,9 +144,6 @@ def _open_folder(folder: Path, select: Selection | None) -> Checkpoint:
         raise RequestError(f"{folder} holds {len(epochs)} checkpoints", hint=f"name one; the newest is {epochs[0]}")
     if epochs:
         return _open_folder(refuse_outside(epochs[0], folder), select)
-    if (folder / TRAINING_FILE).exists():
-        opened = open_torch(refuse_outside(folder / TRAINING_FILE, folder), select=select)
-        return replace(opened, path=folder)
     return _open_weights(folder, select)
 
 
@@ -202,18 +174,18 @@ def find_file(folder: Path) -> Path:
         CheckpointError: the folder has none, or shards, or only an unfinished training checkpoint, or a link to a file
             elsewhere. Such a link is not followed, not even to detect the format.
     """
-    kinds = {path: recognize(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
-    weights = [path for path, kind in kinds.items() if kind in (Kind.SAFETENSORS, Kind.TORCH)]
-    chosen = [path for path in weights if kinds[path] is Kind.SAFETENSORS] or weights
-    if shards := [name for path in chosen if (name := ShardName.of(path.name))]:
+    kinds = {path: _sniff(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
+    weights = [path for path, kind in kinds.items() if kind in (Format.SAFETENSORS, Format.TORCH)]
+    chosen = [path for path in weights if kinds[path] is Format.SAFETENSORS] or weights
+    if shards := [shard for path in chosen if (shard := shard_of(path.name))]:
         raise _without_index(folder, shards)
     if len(chosen) > 1:
         raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
     if chosen:
         return chosen[0]
     for path, kind in kinds.items():
-        if kind in (Kind.LFS_POINTER, Kind.WEB_PAGE):
-            raise refusal(path, kind)
+        if isinstance(kind, CheckpointError) and kind.hint is not None and path.stat().st_size:
+            raise kind
     if unfinished := all_epoch_folders(folder):
         raise unfinished_error(unfinished[0])
     there = f"only {_names(kinds)}" if kinds else "no file"
@@ -222,16 +194,16 @@ def find_file(folder: Path) -> Path:
     )
 
 
-def _without_index(folder: Path, shards: Sequence[ShardName]) -> CheckpointError:
+def _without_index(folder: Path, shards: Sequence[tuple[str, int, int]]) -> CheckpointError:
     """Return the error for a folder of shards without an index, about the first of several checkpoints."""
-    first = shards[0]
-    there = {shard.number for shard in shards if (shard.index_name, shard.count) == (first.index_name, first.count)}
+    index, _, count = shards[0]
+    there = {number for other, number, others in shards if (other, others) == (index, count)}
     # A name may claim a million shards: the list is bounded.
-    missing = list(islice((str(each) for each in range(1, first.count + 1) if each not in there), _LISTED + 1))
+    missing = list(islice((str(each) for each in range(1, count + 1) if each not in there), _LISTED + 1))
     numbers = ", ".join(missing[:_LISTED]) + (", ..." if len(missing) > _LISTED else "")
-    others = f" and, of shards 1 to {first.count}: {numbers}" if missing else ""
+    others = f" and, of shards 1 to {count}: {numbers}" if missing else ""
     return CheckpointError(
-        f"{folder} holds shards without their index: it lacks {plain(first.index_name)}{others}",
+        f"{folder} holds shards without their index: it lacks {plain(index)}{others}",
         hint="fetch what is missing; the index maps each tensor to its shard",
     )
 

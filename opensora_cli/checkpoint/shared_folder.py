@@ -12,7 +12,6 @@ format is a pickle, its shards depend on the number of ranks, and other programs
 """
 
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +25,8 @@ from torch import Tensor
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER, RUNNING_STATES_FILE, read_running_document
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.lazy import LazyTensor, write_all
-from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards, refuse_outside, sha256_of
+from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
+from opensora_cli.checkpoint.writing import INDEX_FILE, make_index, plan_shards
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import json_bytes, replace_folder
 from opensora_cli.core.rank_messages import all_gather_json
@@ -37,7 +37,6 @@ from opensora_cli.core.strict_json import shown
 SHA256 = "sha256"
 """Key of the hashes in `running_states.json`."""
 
-_HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 _READ_SUFFIXES = (".safetensors", ".pt", ".bin", ".json")
 
 _PREFIX = ".saving-"
@@ -92,7 +91,7 @@ def write_share(share: Share, temporary: Path, target: Path) -> None:
     """
     try:
         model = {name: LazyTensor.of(tensor) for name, tensor in share.tensors.get(MODEL_FOLDER, {}).items()}
-        shards = name_shards(model) if MODEL_FOLDER in share.tensors else {}
+        shards = plan_shards(model) if MODEL_FOLDER in share.tensors else {}
         on_all(share.group, lambda: _write(share, shards, temporary))
         hashes = on_all(share.group, lambda: _hashes(share, temporary))
         on_all(share.group, lambda: _finish(share, shards, hashes, temporary, target))
@@ -167,7 +166,7 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
     for name, digest in hashes.items():
         if not stays_inside(name):
             raise CheckpointError(f"{path} is broken: {shown(name)} is no file of its folder")
-        if not isinstance(digest, str) or not _HEX_SHA256.fullmatch(digest):
+        if not is_sha256(digest):
             raise CheckpointError(f"{path} is broken: {shown(str(digest))} is no hash of {shown(name)}")
     return {refuse_outside(folder / name, folder): digest for name, digest in sorted(hashes.items())}
 
@@ -223,7 +222,7 @@ def _finish(
         return
     hashes = {name: digest for each in hashed for name, digest in each.items()}
     if shards:
-        name = f"{MODEL_FOLDER}/{SAFETENSORS_FORM.index_name}"
+        name = f"{MODEL_FOLDER}/{INDEX_FILE}"
         sha256 = {shard: hashes[f"{MODEL_FOLDER}/{shard}"] for shard in shards}
         _write_bytes(temporary / name, json_bytes(make_index(shards, metadata=_METADATA, sha256=sha256)))
         hashes[name] = sha256_of(temporary / name)

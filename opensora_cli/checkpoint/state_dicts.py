@@ -18,7 +18,6 @@ _KEYS = {
 }
 """Usual names of the weights in a dictionary that holds more than them."""
 
-_TRAINING_KEYS = {"step", "model", "ema", "optimizers"}
 _MAX_DEPTH = 32
 _MAX_TOTAL_NAME_LENGTH = 2**26
 
@@ -33,8 +32,6 @@ class Weights(Generic[LeafT]):
     selections: tuple[Selection, ...]
     metadata: dict[str, str]
     """Plain values beside the weights, such as the step."""
-    is_training: bool
-    """Whether the dictionary is a checkpoint of this project's training."""
 
 
 def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection | None) -> Weights[LeafT]:
@@ -57,7 +54,7 @@ def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection 
         leaves[name] = found
     if not leaves and chosen != {}:
         raise CheckpointError(f"{path} holds no tensors")
-    return Weights(leaves, selection, selections, _scalars(tree), _keys(tree) >= _TRAINING_KEYS)
+    return Weights(leaves, selection, selections, _scalars(tree))
 
 
 def choose(select: Selection | None, selections: Sequence[Selection], *, path: Path) -> Selection | None:
@@ -70,10 +67,6 @@ def choose(select: Selection | None, selections: Sequence[Selection], *, path: P
         there = ", ".join(selections) or "only one set of weights"
         raise RequestError(f"{path} has no {select} weights: it has {there}", hint="choose with --select")
     return (select or selections[0]) if selections else None
-
-
-def _keys(tree: Any) -> set[object]:
-    return set(tree) if isinstance(tree, dict) else set()
 
 
 # A file can replace the methods of a dictionary by attributes, so methods are taken from the class.

@@ -2,58 +2,58 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.core.exceptions import OutputError, RequestError
-from opensora_cli.core.files import refuse_special, require_space
+from opensora_cli.core.files import refuse_special, require_space, writing
 from opensora_cli.core.formatting import first_few
-
-FILE_FORMATS = (Format.SAFETENSORS, Format.TORCH)
-
-_FOLDERS = (Format.SAFETENSORS_SHARDS, Format.TORCH_SHARDS, Format.COLOSSALAI, Format.DCP)
+from opensora_cli.core.weight_choices import Format
 
 _OWN_NAMES = {
     Format.SAFETENSORS_SHARDS: re.compile(r"model(-\d{5,}-of-\d{5,}\.safetensors|\.safetensors\.index\.json)"),
     Format.TORCH_SHARDS: re.compile(r"pytorch_model(-\d{5,}-of-\d{5,}\.bin|\.bin\.index\.json)"),
     Format.DCP: re.compile(r"__\d+_\d+\.distcp|\.metadata"),
 }
-"""The files in a folder of each format; ColossalAI's holds another folder."""
+"""Files in a folder of each format; ColossalAI's holds another folder."""
 
 
-def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) -> None:
+def check_target(path: Path, *, format: Format, overwrite: bool, sources: Iterable[Path] = (), needed: int = 0) -> None:
     """Check, before hours of work, that `write_checkpoint` can write tensors of `needed` bytes.
 
     Raises:
-        RequestError: the format is not written here.
+        RequestError: `path` is one of the `sources`, inside of one, or around one.
         OutputError: `path` exists already, holds more than a checkpoint, or lies in a folder without write permission,
             or its disk is too small.
     """
-    if format not in (*FILE_FORMATS, *_FOLDERS):
-        raise RequestError(f"the format {format} is written by trainings alone", hint="write safetensors")
-    try:
+    with writing(path):
+        for source in sources:
+            _refuse_source(path, source)
         refuse_to_replace(path, format=format, overwrite=overwrite)
-        _refuse_unwritable(path)
+        place = next((place for place in path.absolute().parents if os.path.lexists(place)), Path("/"))
+        if not place.is_dir():
+            raise OutputError(f"cannot write {path}: {place} is not a folder", hint="choose another name")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise OutputError(
+                f"cannot write {path}: nothing may be written to {place}", hint="choose a folder that you may write to"
+            )
         require_space(path, needed)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
     """Raise OutputError if a checkpoint of this format must not replace the file or folder at `path`."""
-    is_folder = format in _FOLDERS
-    is_empty = is_folder and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    is_empty = format.is_folder and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if not os.path.lexists(path) or is_empty:
         return
     refuse_special(path)
-    if path.is_dir() and not is_folder:
+    if path.is_dir() and not format.is_folder:
         raise OutputError(f"{path} is a folder", hint="give the name of a file, or a format of several files")
-    if is_folder and not path.is_dir():
+    if format.is_folder and not path.is_dir():
         raise OutputError(f"{path} is a file", hint="give the name of a folder, or a format of one file")
     if not overwrite:
         raise OutputError(f"{path} exists already", hint="use --overwrite, or write to another name")
-    if is_folder and (foreign := _foreign(path, format)):
+    if format.is_folder and (foreign := _foreign(path, format)):
         names = first_few([str(file.relative_to(path)) for file in foreign])
         raise OutputError(
             f"{path} holds more than a checkpoint of {format}, which would be lost: {names}",
@@ -61,15 +61,14 @@ def refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
         )
 
 
-def _refuse_unwritable(path: Path) -> None:
-    """Refuse a path whose folder cannot be made or written to."""
-    place = next((place for place in path.absolute().parents if os.path.lexists(place)), Path("/"))
-    if not place.is_dir():
-        raise OutputError(f"cannot write {path}: {place} is not a folder", hint="choose another name")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise OutputError(
-            f"cannot write {path}: nothing may be written to {place}", hint="choose a folder that you may write to"
-        )
+def _refuse_source(target: Path, source: Path) -> None:
+    here, there = Path(os.path.realpath(target)), Path(os.path.realpath(source))
+    if here == there or (os.path.exists(target) and os.path.samefile(target, source)):
+        raise RequestError(f"{target} is what is read", hint="write to another name")
+    if there in here.parents:
+        raise RequestError(f"{target} is inside of {source}, which is read", hint="write to another folder")
+    if here in there.parents:
+        raise RequestError(f"{target} holds {source}, which is read", hint="write to another folder")
 
 
 def _foreign(folder: Path, format: Format) -> list[Path]:

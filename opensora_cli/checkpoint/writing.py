@@ -11,18 +11,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor, cast
-from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, SHARD_BYTES, ShardForm, write_shards
-from opensora_cli.checkpoint.targets import FILE_FORMATS, check_target, refuse_to_replace
-from opensora_cli.core.files import atomic_folder, atomic_path
+from opensora_cli.checkpoint.targets import refuse_to_replace
+from opensora_cli.core.files import atomic_folder, atomic_path, write_json_atomic
 from opensora_cli.core.private_memory import freed_at_once
+from opensora_cli.core.strict_json import as_unicode
+from opensora_cli.core.weight_choices import Format
 
-_TORCH_FORM = ShardForm(stem="pytorch_model", suffix=".bin", write=write_torch)
+SHARD_BYTES = 4096 * 2**20
+"""Default size of shards, also in ColossalAI."""
+
+INDEX_FILE = "model.safetensors.index.json"
+"""Index of safetensors shards."""
+
+_TORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 def write_checkpoint(
@@ -36,12 +42,14 @@ def write_checkpoint(
     hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[Path, ...]:
-    """Write tensors as a checkpoint, reading them piece by piece, and return the files that were written.
+    """Write tensors as a checkpoint, reading them one by one, and return the files that were written.
+
+    The caller has called `check_target`.
 
     Args:
         entries: the tensors.
         path: the file, or the folder that the shards go to.
-        format: any format except the one of training checkpoints.
+        format: the format.
         shard_bytes: largest size of a shard, unless a single tensor is larger.
         metadata: stored beside the tensors; torch.distributed.checkpoint has no room for it.
         overwrite: replace an existing file or folder. A folder is replaced only if it holds a checkpoint of the same
@@ -50,13 +58,11 @@ def write_checkpoint(
         advance: called with the bytes of tensors written by each step.
 
     Raises:
-        RequestError: the format is not written here, or does not support the name or dtype of a tensor.
+        RequestError: the format does not support the name or dtype of a tensor.
         CheckpointError: a tensor cannot be read.
-        OutputError: `path` exists already, at the start or at the end, or cannot be written. The partial output is
-            removed.
+        OutputError: `path` exists already, or cannot be written. The partial output is removed.
     """
-    check_target(path, format=format, needed=sum(entry.nbytes for entry in entries.values()), overwrite=overwrite)
-    if format in FILE_FORMATS:
+    if not format.is_folder:
         write = write_safetensors if format is Format.SAFETENSORS else write_torch
         with freed_at_once(), atomic_path(path, replace=overwrite) as temporary:
             write(temporary, entries, metadata=metadata or {}, advance=advance)
@@ -68,18 +74,70 @@ def write_checkpoint(
             folder = temporary / MODEL_FOLDER if format is Format.COLOSSALAI else temporary
             folder.mkdir(exist_ok=True)
             write_shards(
-                folder,
+                folder / (_TORCH_INDEX if format is Format.TORCH_SHARDS else INDEX_FILE),
                 entries,
                 shard_bytes=shard_bytes,
                 metadata=metadata or {},
-                form=_TORCH_FORM if format is Format.TORCH_SHARDS else SAFETENSORS_FORM,
                 hash_each=hash_each,
                 advance=advance,
             )
-        # Checked again: hours may have passed since the first check.
+        # Hours may have passed since `check_target`.
         refuse_to_replace(path, format=format, overwrite=overwrite)
         written = [file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()]
     return tuple(path / name for name in written)
+
+
+def write_shards(
+    index: Path,
+    entries: Mapping[str, LazyTensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    metadata: Mapping[str, str],
+    hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Write shards beside the file `index`, and then that file. A folder of shards without one is no checkpoint.
+
+    The arguments and errors are those of `write_checkpoint`; without `hash_each` the index has no hashes.
+    """
+    write = write_torch if index.name == _TORCH_INDEX else write_safetensors
+    shards = plan_shards(entries, shard_bytes, index=index.name)
+    for name, shard in shards.items():
+        write(index.with_name(name), shard, metadata=metadata, advance=advance)
+    hashes: dict[str, str] = {}
+    if hash_each is not None:
+        hashes = dict(zip(shards, hash_each([index.with_name(name) for name in shards]), strict=True))
+    write_json_atomic(index, make_index(shards, metadata=metadata, sha256=hashes))
+
+
+def plan_shards(
+    entries: Mapping[str, LazyTensor], shard_bytes: int = SHARD_BYTES, *, index: str = INDEX_FILE
+) -> dict[str, dict[str, LazyTensor]]:
+    """Distribute tensors over shards, in their order, and return these by the names that belong to an index.
+
+    There is at least one shard, and no shard is larger than `shard_bytes` unless a single tensor is.
+    """
+    shards: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, entry in entries.items():
+        if shards[-1] and size + entry.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = entry
+        size += entry.nbytes
+    stem, suffix, *_ = index.split(".")
+    return {f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}": shard for number, shard in enumerate(shards, start=1)}
+
+
+def make_index(
+    shards: Mapping[str, Mapping[str, LazyTensor]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the index: the shard of each tensor, the metadata, and the SHA-256 of the shards unless it is empty."""
+    kept: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
+    kept["total_size"] = sum(entry.nbytes for shard in shards.values() for entry in shard.values())
+    if sha256:
+        kept["sha256"] = dict(sha256)
+    return {"metadata": kept, "weight_map": {key: name for name, shard in shards.items() for key in shard}}
 
 
 def write_weights(

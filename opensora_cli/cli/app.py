@@ -20,6 +20,7 @@ from opensora_cli.cli import errors
 from opensora_cli.cli.group import Group
 from opensora_cli.cli.output import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.signals import held_back
 
 _COMMANDS = {
@@ -82,22 +83,25 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+_ABOUT = """Run, train, measure and convert Open-Sora 2.0.
+
+Examples:
+
+  osora generate "raining, sea"
+
+  osora generate "the boat turns around" --ref boat.png --out boat.mp4
+
+  osora train --config demo_lora
+"""
+
+
+@app.callback(help=_ABOUT)
 def _osora(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Run, train, measure and convert Open-Sora 2.0.
-
-    Examples:
-
-      osora generate "raining, sea"
-
-      osora generate "the boat turns around" --ref boat.png --out boat.mp4
-
-      osora train --config demo_lora
-    """
+    """Take the options of `osora` itself."""
 
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -132,7 +136,17 @@ def main(args: Sequence[str] | None = None) -> int:
         _wait_without_spinning(os.environ)
     # Threads of tokenizers gain nothing on a few texts, and tokenizers aborts if none can be started (`ulimit -u`).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if os.environ.get("HF_ENDPOINT") == "":  # as docker compose sets it; huggingface_hub would ask no address
+        del os.environ["HF_ENDPOINT"]
     name_eager_cache(os.environ)
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    return errors.run(lambda: _root().main(args=args, prog_name="osora", standalone_mode=False))
+    return errors.run(lambda: _run(args))
+
+
+def _run(args: Sequence[str] | None) -> Any:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise FileProblem("the working folder no longer exists", hint="cd to a folder that does") from error
+    return _root().main(args=args, prog_name="osora", standalone_mode=False)

@@ -1,10 +1,12 @@
 """`osora ckpt`: convert, inspect, verify, compare, merge and download weights."""
 
+from pathlib import Path
+
+from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.cli.group import make_group
 from opensora_cli.core.files import require_there
-from opensora_cli.engine.ckpt.early import refuse_early
 from opensora_cli.settings.ckpt import (
     ConvertSettings,
     DiffSettings,
@@ -12,6 +14,7 @@ from opensora_cli.settings.ckpt import (
     InspectSettings,
     MergeLoraSettings,
     VerifySettings,
+    WriteSettings,
 )
 from opensora_cli.settings.flags import OUTPUT, Option
 
@@ -49,7 +52,7 @@ def convert(settings: ConvertSettings, call: Call) -> None:
 
       osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
     """
-    refuse_early([settings.source], settings)
+    _refuse_early(settings, settings.source)
     with call.loading():
         from opensora_cli.engine.ckpt import convert as engine
 
@@ -117,7 +120,7 @@ def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
 
       osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
     """
-    refuse_early([settings.base, settings.adapter], settings)
+    _refuse_early(settings, settings.base, settings.adapter)
     with call.loading():
         from opensora_cli.engine.ckpt import merge_lora as engine
 
@@ -142,6 +145,13 @@ def download(settings: DownloadSettings, call: Call) -> None:
         call.show(engine.plan_download(settings))
     else:
         call.show(engine.download(settings, reporter=call.reporter))
+
+
+def _refuse_early(settings: WriteSettings, *sources: str) -> None:
+    """Refuse wrong paths before torch is imported. The size of the weights is checked later."""
+    require_there(*sources)
+    target, paths = Path(settings.target), map(Path, sources)
+    check_target(target, format=settings.resolved_format, overwrite=settings.overwrite, sources=paths)
 
 
 _CONVERT_ROWS = {

@@ -1,5 +1,6 @@
 """Commands that are built from rows of options."""
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -117,11 +118,20 @@ def make_command(
     parameters = [_parameter(label, row, fields[label]) for label, row in rows.items()]
     call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]  # what Typer reads
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    single.command(name, cls=Command, help=unwrapped(about or run.__doc__ or ""), context_settings=HELP)(call)
+    single.command(name, cls=Command, help=unwrapped(about or _docstring(run)), context_settings=HELP)(call)
     command = typer.main.get_command(single)
     assert isinstance(command, Command)
     command.rows, command.fields, command.defaults = rows, fields, defaults
     return command
+
+
+def _docstring(run: Callable[..., None]) -> str:
+    """Return the docstring of a function, which Python drops under -OO."""
+    if run.__doc__:
+        return run.__doc__
+    (function,) = ast.parse(inspect.getsource(run)).body
+    assert isinstance(function, ast.FunctionDef)
+    return ast.get_docstring(function, clean=False) or ""
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:

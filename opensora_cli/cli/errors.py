@@ -12,6 +12,7 @@ from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.rank_link import INTERRUPTED
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.reading import is_lack_of_memory, refused_by_system
 from opensora_cli.core.signals import interrupts
 
@@ -35,34 +36,32 @@ def run(command: Callable[[], object]) -> int:
     try:
         with nullcontext() if context is None else rank_link.linked(context):
             try:
-                return _run(command)
+                try:
+                    code = command()
+                except Exception as error:
+                    failure = translate(error)
+                    if failure is None and rank_link.report_bug(error):
+                        return OsoraError.exit_code
+                    if failure is None and context is not None and rank_link.is_loss(error):
+                        hint = "the rank that ended first printed the reason"
+                        failure = HardwareError(f"{_place(context)}: lost the others", hint=hint)
+                    if failure is None:
+                        raise
+                    return _report(failure)
+                if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
+                    raise KeyboardInterrupt
+                if code == OsoraError.exit_code:  # by Typer, for a shell without completion
+                    hint = "run it from bash, zsh, fish or PowerShell"
+                    return _report(HardwareError("no shell was found that can complete commands", hint=hint))
+                return code if isinstance(code, int) else 0
             except KeyboardInterrupt:  # outside of `interruptible`, such as while an error is reported
                 return _report(InterruptError("interrupted"))
     except OsoraError as error:  # of the link to the launcher
         return _report(error)
 
 
-def _run(command: Callable[[], object]) -> int:
-    try:
-        code = command()
-    except Exception as error:
-        failure = translate(error)
-        if failure is not None:
-            return _report(failure)
-        if rank_link.report_bug(error):
-            return OsoraError.exit_code
-        if (context := rank_context()) is not None and rank_link.is_loss(error):
-            where = f"rank {context.rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
-            return _report(
-                HardwareError(f"{where}: lost the others", hint="the rank that ended first printed the reason")
-            )
-        raise
-    if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
-        raise KeyboardInterrupt
-    if code == OsoraError.exit_code:  # by Typer, for a shell without completion
-        hint = "run it from bash, zsh, fish or PowerShell"
-        return _report(HardwareError("no shell was found that can complete commands", hint=hint))
-    return code if isinstance(code, int) else 0
+def _place(context: RankContext) -> str:
+    return f"rank {context.rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
 
 
 def _report(error: OsoraError) -> int:

@@ -13,9 +13,7 @@ from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.generate.prompts import Shard, read_prompts
-from opensora_cli.engine.listings import describe_presets
+from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
@@ -48,6 +46,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
     if "--list-presets" in call.given:
+        from opensora_cli.engine.listings import describe_presets
+
         call.show(describe_presets())
         return
     prompts = {label: call.value(label, str) for label in ("PROMPT", "--prompt-text") if label in call.given}
@@ -70,14 +70,28 @@ def generate(given: dict[str, Given], call: Call) -> None:
     request = generate_request(
         given, assignments=call.assignments, sidecar=sidecar, config=call.config, on=call.value("--on", str)
     )
-    dry_run = "--dry-run" in call.given
+    context, dry_run = find_context(os.environ), "--dry-run" in call.given
+    result: Document | None
     if (table := call.value("--prompts", Path)) is not None:
-        _run_rows(request, call, table, dry_run=dry_run)
+        call.show(_make_rows(request, call, table, context=context, dry_run=dry_run), context=context)
         return
-    from opensora_cli.engine.generate.request import dry_run_named
+    from opensora_cli.engine.generate.request import dry_run_named, refuse_early, resolve
 
     with nullcontext() if dry_run else dry_run_named(request):
-        _run(request, call, dry_run=dry_run)
+        settings = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
+        if context is None:
+            refuse_early(settings, dry_run=dry_run)
+        if dry_run:
+            with call.loading():
+                from opensora_cli.engine.generate import dry_run as planning
+
+            result = planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=context)
+        else:
+            with call.loading():
+                from opensora_cli.engine.generate import run
+
+            result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+        call.show(result, context=context)
 
 
 def _refuse_path(prompt: str) -> None:
@@ -117,27 +131,11 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
             call.refuse((*others, *latents.values()), beside=option)
 
 
-def _run(request: GenerateRequest, call: Call, *, dry_run: bool) -> None:
-    from opensora_cli.engine.generate.request import refuse_early, resolve
+def _make_rows(
+    request: GenerateRequest, call: Call, table: Path, *, context: RankContext | None, dry_run: bool
+) -> Document | None:
+    from opensora_cli.engine.generate.prompts import Shard, read_prompts
 
-    context = find_context(os.environ)
-    settings = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
-    if context is None:
-        refuse_early(settings, dry_run=dry_run)
-    with call.loading():
-        from opensora_cli.engine.generate import dry_run as planning
-        from opensora_cli.engine.generate.run import generate_or_launch
-
-    result: Document | None
-    if dry_run:
-        result = planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=context)
-    else:
-        result = generate_or_launch(settings, reporter=call.reporter, context=context, rank_flags=call.again())
-    call.show(result, context=context)
-
-
-def _run_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bool) -> None:
-    context = find_context(os.environ)
     part = call.value("--shard", str)
     shard = Shard() if part is None else Shard.of(part)
     rows = read_prompts(table)
@@ -145,14 +143,11 @@ def _run_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: boo
         from opensora_cli.engine.generate.batch import generate_rows
         from opensora_cli.engine.generate.dry_run import plan_rows
 
-    result: Document | None
     if dry_run:
-        result = plan_rows(request, rows, shard=shard, reporter=call.reporter)
-    else:
-        result = generate_rows(
-            request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
-        )
-    call.show(result, context=context)
+        return plan_rows(request, rows, shard=shard, reporter=call.reporter)
+    return generate_rows(
+        request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
+    )
 
 
 def _preset_defaults() -> Mapping[str, str]:

@@ -63,7 +63,7 @@ def device_rows(prefix: str = "") -> dict[str, Option]:
     """Return the rows of device and threads, whose keys begin with `prefix`."""
     return {
         "--device": Option(f"{prefix}device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE"),
-        "--threads": Option(f"{prefix}threads", MACHINE, "CPU threads.", "N", default="by work, cores and load"),
+        "--threads": Option(f"{prefix}threads", MACHINE, "CPU threads.", "N", default="by work and cores"),
     }
 
 

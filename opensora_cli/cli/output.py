@@ -45,7 +45,7 @@ def make_reporter(*, quiet: bool) -> Reporter:
     # Python has no stderr if the shell closed it (2>&-).
     if quiet or sys.stderr is None:
         return SilentReporter()
-    from opensora_cli.cli.progress import ConsoleReporter
+    from opensora_cli.core.console import ConsoleReporter
 
     return ConsoleReporter(has_bars=sys.stderr.isatty())
 

@@ -2,9 +2,11 @@
 
 import atexit
 import json
+import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +33,7 @@ from opensora_cli.checkpoint.formats.colossal import (
 )
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.checkpoint.formats.torch import load_torch, torch_bytes
-from opensora_cli.checkpoint.load import fetch_from_hub, fill_module
-from opensora_cli.checkpoint.load import load_checkpoint as load_checkpoint
+from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.sharding import model_gathering as model_gathering
 from opensora_cli.checkpoint.sharding import model_sharding as model_sharding
@@ -46,10 +47,11 @@ from opensora_cli.checkpoint.shared_folder import (
     temporary_folder,
     write_share,
 )
+from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.community import refused
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
-from opensora_cli.core.formatting import escaped, first_few
+from opensora_cli.core.formatting import escaped, first_few, plain, without_credentials
 from opensora_cli.core.weight_choices import Selection
 
 _ADAPTER_FOLDER = "lora"
@@ -59,6 +61,7 @@ _REPLACED = (
     *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
     *(_LR_SCHEDULER_FILE, _SAMPLER_FILE, RUNNING_STATES_FILE),
 )
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _T = TypeVar("_T")
 
 
@@ -276,9 +279,76 @@ def _do_on_first_rank(do: Callable[[], object]) -> None:
     on_all(dist.group.WORLD if ranks > 1 else None, lambda: None if rank else do())
 
 
-def load_from_hf_hub(repo_path: str, cache_dir: str | None = None) -> str:
-    """Return the path of `owner/repository/file` of the Hub, fetched if missing; without a file, all weights."""
-    return str(fetch_from_hub(repo_path, cache_dir=cache_dir))
+def load_checkpoint(
+    model: nn.Module,
+    path: str | Path,
+    cache_dir: str | Path | None = None,
+    device_map: torch.device | str = "cpu",
+    cai_model_name: str = "model",
+    strict: bool = True,
+    rename_keys: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Load weights of any format from a file, a folder or the Hugging Face Hub, and return the model.
+
+    Existing weights of the model are overwritten in place: they keep their dtype and device, and an optimizer's
+    references stay valid. Weights on the meta device get the checkpoint's dtype, 8-bit ones torch's default.
+
+    Args:
+        model: the module to fill.
+        path: a file or folder; if there is none with that name, `owner/repository` or `owner/repository/file` on the
+            Hub.
+        cache_dir: folder for files of the Hub; None means the usual cache.
+        device_map: device for weights on the meta device.
+        cai_model_name: the part of a ColossalAI checkpoint that is loaded: `model`, or a file or folder in it.
+        strict: refuse missing and unexpected keys; otherwise they cause a warning. Shapes must fit in any case.
+        rename_keys: old to new parts of names, replaced before names are compared.
+
+    Raises:
+        CheckpointError: there is nothing to load, a file is broken, or keys or shapes don't fit the model.
+        RequestError: `rename_keys` matches nothing, or gives two tensors one name.
+    """
+    found = Path(path) if Path(path).exists() else Path(load_from_hf_hub(str(path), cache_dir=cache_dir))
+    if cai_model_name != MODEL_FOLDER:
+        found = found / cai_model_name
+    checkpoint = open_checkpoint(found)
+    if rename_keys:
+        renamed = rename(checkpoint.entries, [f"re:{re.escape(old)}={new}" for old, new in rename_keys.items()])
+        checkpoint = replace(checkpoint, entries=renamed)
+    fill_module(model, checkpoint, device=device_map, strict=strict)
+    return model
+
+
+def load_from_hf_hub(repo_path: str, cache_dir: str | Path | None = None) -> str:
+    """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing.
+
+    Without a file it is the folder of the repository's safetensors files, without its subfolders. `cache_dir` None is
+    the usual cache. Raises CheckpointError if something is missing or not accessible, or there is no connection.
+    """
+    owner, _, rest = repo_path.partition("/")
+    repository, _, file = rest.partition("/")
+    if owner in ("", ".", "..", "~") or not repository:
+        raise CheckpointError(f"{repo_path} does not exist")
+    repo = f"{owner}/{repository}"
+    try:
+        # Importing it reads HF_ENDPOINT.
+        from huggingface_hub import hf_hub_download, snapshot_download
+
+        from opensora_cli.engine.ckpt.hub import OfflineProblem, read_repo
+
+        try:
+            # `read_repo` limits the size of the Hub's answer, and `snapshot_download` does not.
+            names = [file] if file else read_repo(repo, wanted=lambda name: name.endswith(_WEIGHTS)).files
+            paths = [hf_hub_download(repo, name, cache_dir=cache_dir) for name in names if file or "/" not in name]
+        except OfflineProblem:
+            return snapshot_download(repo, cache_dir=cache_dir, local_files_only=True)
+    except Exception as error:  # errors of the HTTP library, and any error from an unexpected answer
+        lines = without_credentials(str(error)).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{repo_path} does not exist here, and cannot be fetched from the Hugging Face Hub: {plain(lines[0])}"
+        ) from error
+    if not paths:
+        raise CheckpointError(f"{repo_path} has no safetensors files", hint=f"name a file of it: {repo_path}/FILE")
+    return paths[0] if file else str(Path(paths[0]).parent)
 
 
 def rm_checkpoints(save_dir: str | Path, keep_n_latest: int = 0) -> None:

@@ -1,19 +1,18 @@
 """Functions for parallelism: collectives, groups of ranks, scheduled and retried exchanges."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.community import refused
+from opensora_cli.community._communication import BandwidthMonitor as BandwidthMonitor
+from opensora_cli.community._communication import CommunicationScheduler as CommunicationScheduler
+from opensora_cli.community._communication import RobustCommunication as RobustCommunication
+from opensora_cli.community._communication import Scheduled as Scheduled
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.text.t5 import FusedRMSNorm
-from opensora_cli.parallel import collectives, scheduling
-from opensora_cli.parallel.collectives import Group, joined, packed
+from opensora_cli.parallel import collectives
+from opensora_cli.parallel.collectives import Group
 from opensora_cli.parallel.collectives import all_to_all as all_to_all
 from opensora_cli.parallel.mesh import get_data_parallel_group as get_data_parallel_group
 from opensora_cli.parallel.mesh import get_sequence_parallel_group as get_sequence_parallel_group
@@ -21,11 +20,6 @@ from opensora_cli.parallel.mesh import get_tensor_parallel_group as get_tensor_p
 from opensora_cli.parallel.mesh import set_data_parallel_group as set_data_parallel_group
 from opensora_cli.parallel.mesh import set_sequence_parallel_group as set_sequence_parallel_group
 from opensora_cli.parallel.mesh import set_tensor_parallel_group as set_tensor_parallel_group
-from opensora_cli.parallel.scheduling import Handle
-from opensora_cli.parallel.watching import Retried
-
-_SCATTER, _GATHER = 1, 2
-"""Dimensions of an exchange that is named only `all_to_all`."""
 
 
 def gather_forward_split_backward(
@@ -83,119 +77,6 @@ class T5LayerNorm(FusedRMSNorm):
         made = T5LayerNorm(module.weight.numel(), module.eps).to(module.weight)
         made.load_state_dict({"weight": module.weight})
         return made
-
-
-class BandwidthMonitor(scheduling.BandwidthMonitor):
-    """Monitor of the speed of each group's collectives."""
-
-    def is_congested(self) -> bool:
-        """Return whether recent collectives of a group took over 1.5 times its mean time, corrected for size."""
-        return any(
-            link.calls > 1 and link.predicted_s(link.nbytes // link.calls) > 1.5 * link.seconds / link.calls
-            for link in self._links.values()
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """Scheduled collective, through which no gradient flows."""
-
-    handle: Handle
-    finish: Callable[[Tensor], Tensor]
-
-    def wait(self) -> Tensor:
-        """Wait for the result and return it, after issuing the collectives that it needs."""
-        return self.finish(self.handle.wait())
-
-
-class CommunicationScheduler(scheduling.CommunicationScheduler):
-    """Scheduler that issues collectives, with the shortest expected time first.
-
-    `comm_type` is `all_to_all`, which divides dimension 1 and joins dimension 2, or `gather_split`, which joins the
-    last dimension. The group None means all ranks.
-    """
-
-    def __init__(self, group: Group = None, monitor: BandwidthMonitor | None = None) -> None:
-        self.bandwidth_monitor = monitor or BandwidthMonitor()
-        super().__init__(group, self.bandwidth_monitor)
-
-    @property
-    def pending_ops(self) -> list[object]:
-        """Scheduled collectives that have not been issued."""
-        return list(self._queue)
-
-    def schedule_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Scheduled:
-        """Queue a collective until a caller waits for it or a later one. All ranks queue and wait for the same ones."""
-        group = _ranks(group)
-        shape, gather, ranks = _result(tensor, comm_type, group)
-        if comm_type == "all_to_all":
-            sent = packed(tensor.detach(), (tensor.shape[_SCATTER] // ranks,) * ranks, _SCATTER)
-            received = torch.empty_like(sent)
-            start = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
-        else:
-            sent = tensor.detach().contiguous().view(-1)
-            received = sent.new_empty(ranks * sent.numel())
-            start = partial(collectives.all_gather_single, received, sent, group=group, async_op=True)
-        finish = partial(joined, shape=shape, sizes=(tensor.shape[gather],) * ranks, dim=gather)
-        return Scheduled(self.submit(start, received, group=group), finish)
-
-    def execute_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Tensor:
-        """Issue and measure a collective after all scheduled ones, and return its result, which has a gradient."""
-        group = _ranks(group)
-        _result(tensor, comm_type, group)
-        self.flush()
-        with self.bandwidth_monitor.measure(group, tensor.nbytes, device=tensor.device):
-            if comm_type == "all_to_all":
-                return all_to_all(tensor, group, _SCATTER, _GATHER)
-            return gather_forward_split_backward(tensor, group, -1)
-
-
-class RobustCommunication:
-    """All-to-all that all ranks retry together; see `watching.Retried`."""
-
-    def __init__(self, max_retries: int = 3, *, timeout_s: float = 600.0) -> None:
-        self.max_retries = max_retries
-        self._retried = Retried(max_retries, timeout_s=timeout_s)
-
-    def safe_all_to_all(
-        self, input_: Tensor, process_group: Group, scatter_dim: int = 2, gather_dim: int = 1
-    ) -> Tensor:
-        """Return the result of `all_to_all`, retried after 1, 2, 4 ... seconds. Raises HardwareError after the last."""
-        if process_group is None:
-            return input_
-        return self._retried(lambda group: all_to_all(input_, group, scatter_dim, gather_dim), process_group)
-
-    def verify_communication(self, input_tensor: Tensor, output_tensor: Tensor, comm_type: str) -> None:
-        """Check shape and numbers of a result over all ranks. Raises AssertionError if they cannot be right."""
-        expected = self.calculate_expected_shape(input_tensor, comm_type)
-        if output_tensor.shape != expected:
-            raise AssertionError(f"{comm_type} gave {tuple(output_tensor.shape)} and not {tuple(expected)}")
-        if not output_tensor.isfinite().all():
-            raise AssertionError(f"{comm_type} gave numbers that are not finite")
-
-    def calculate_expected_shape(self, input_tensor: Tensor, comm_type: str) -> torch.Size:
-        """Return the shape of a result over all ranks; `CommunicationScheduler` describes `comm_type`."""
-        return _result(input_tensor, comm_type, None)[0]
-
-
-def _ranks(group: Group) -> dist.ProcessGroup:
-    chosen = group or dist.group.WORLD
-    assert chosen is not None
-    return chosen
-
-
-def _result(tensor: Tensor, comm_type: str, group: Group) -> tuple[torch.Size, int, int]:
-    """Return the shape of a result, the joined dimension, and the number of ranks."""
-    if comm_type not in ("all_to_all", "gather_split"):
-        raise RequestError(f"comm_type={comm_type!r} must be all_to_all or gather_split")
-    shape, gather = list(tensor.shape), _GATHER if comm_type == "all_to_all" else tensor.ndim - 1
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    shape[gather] *= ranks
-    if comm_type == "all_to_all":
-        if shape[_SCATTER] % ranks:
-            raise ValueError(f"{shape[_SCATTER]} along dimension {_SCATTER} are not {ranks} equal shares")
-        shape[_SCATTER] //= ranks
-    return torch.Size(shape), gather, ranks
 
 
 T5EncoderPolicy = refused("T5EncoderPolicy", hint="opensora_cli.models.text.t5.T5Model has fused norms")

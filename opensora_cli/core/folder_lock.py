@@ -1,64 +1,36 @@
-"""Locks that let one process at a time use a folder or a file."""
+"""Locks that let one process at a time use a folder or a file.
+
+`filelock` does not suffice: it truncates the lock file when it opens it, and also opens a file that has other names.
+A lock file has a predictable name in a folder that others may write to.
+"""
 
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.left_overs import remove_abandoned
+from opensora_cli.core.left_overs import is_first_look, remove_abandoned
 from opensora_cli.core.regular_files import hint_for, open_regular
 
 LOCK_FILE = ".lock"
+"""Name of the lock file of a folder."""
 
 _LONGEST_BYTES = 300
 
 _held: set[int] = set()
-_looked_through: set[tuple[int, Path]] = set()
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes that call this, for the duration of the block.
-
-    The system releases the lock when the process ends, however it ends; a remaining file `.lock` has no meaning. On
-    Windows, and on file systems without locks, the lock has no effect. A missing folder is created, and removed again
-    if it is empty at the end.
-
-    Raises:
-        OutputError: another process, named with its number, uses the folder; or the folder cannot be created.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    is_new = not folder.exists()
-    path = folder / LOCK_FILE
-    lock = _open_locked(path)
-    if lock is None:
-        raise OutputError(
-            f"{folder} is in use by another run: {_holder(path)}",
-            hint="wait until it ends or end it, or give another folder: --set output=FOLDER",
-        )
-    remove_left(folder)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-            if is_new:
-                folder.rmdir()
-        _close(lock)
 
 
 @contextmanager
 def locked_file(path: Path) -> Iterator[bool]:
     """Lock a file for the duration of the block, and yield whether this process holds the lock.
 
-    A missing folder is created, and the file is removed at the end. Release and systems without locks are the same as
-    in `locked_folder`. Raises OutputError if the file cannot be created.
+    The system releases the lock when the process ends, however it ends; a remaining file has no meaning. On Windows,
+    and on file systems without locks, the lock has no effect. A missing folder is created, and the file is removed at
+    the end. Raises OutputError if the file cannot be created.
     """
     if sys.platform == "win32":
         yield True
@@ -77,19 +49,19 @@ def locked_file(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def sole_run(lock: Path, *, doing: str, hint: str) -> Iterator[None]:
+def sole_run(lock: Path, *, problem: str, hint: str) -> Iterator[None]:
     """Lock a file like `locked_file`, and raise an error if another process holds the lock.
 
     A folder that was created for the lock is removed again if it is empty at the end.
 
     Raises:
-        OutputError: another process holds it: `another run DOING: process N on HOST`; or the file cannot be created.
+        OutputError: another process holds it: `PROBLEM: process N on HOST`; or the file cannot be created.
     """
     is_new = not lock.parent.exists()
     try:
         with locked_file(lock) as is_ours:
             if not is_ours:
-                raise OutputError(f"another run {doing}: {_holder(lock)}", hint=hint)
+                raise OutputError(f"{problem}: {lock_holder(lock)}", hint=hint)
             yield
     finally:
         if is_new:
@@ -105,35 +77,29 @@ def lock_beside(path: Path, of: str) -> Path:
 
 def lock_holder(path: Path) -> str:
     """Return the holder of a lock file as text: `process N on HOST`."""
-    return _holder(path)
-
-
-def remove_locks_of(pids: Iterable[int], folder: Path) -> None:
-    """Remove the lock files of ended child processes from `folder`.
-    Failures are ignored.
-    """
-    owners = {_owner(pid) for pid in pids}
-    _remove_locks(folder, lambda path: _holder(path) in owners)
+    with suppress(OSError), open(path, "rb", opener=open_regular) as file:
+        if holder := file.read(_LONGEST_BYTES).decode("utf-8", "replace").strip():
+            return plain(holder)
+    return "one that has just begun"
 
 
 def remove_left(folder: Path) -> None:
     """Remove the temporary files of ended processes from `folder`, see `remove_abandoned`, and lock files without a
     holder. Each process does this once per folder. Failures are ignored.
     """
-    remove_abandoned(folder)
-    asked = (os.getpid(), folder.absolute())
-    if sys.platform != "win32" and asked not in _looked_through:
-        _looked_through.add(asked)
-        _remove_locks(folder, lambda path: True)
+    if is_first_look(folder):
+        remove_abandoned(folder)
+        remove_unheld_locks(folder)
 
 
-def _remove_locks(folder: Path, is_wanted: Callable[[Path], bool]) -> None:
+def remove_unheld_locks(folder: Path) -> None:
+    """Remove lock files without a holder from `folder`. Failures are ignored."""
+    if sys.platform == "win32":
+        return
     with suppress(OSError):
         for path in folder.glob(".osora-*.lock"):
-            if is_wanted(path):
-                # Another process may have just taken it.
-                with suppress(OSError, OutputError), locked_file(path):
-                    pass
+            with suppress(OSError, OutputError), locked_file(path):
+                pass
 
 
 def _open_locked(path: Path) -> int | None:
@@ -177,7 +143,7 @@ def _lock(lock: int) -> bool:
 def _write_owner(lock: int, path: Path) -> None:
     try:
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{_owner(os.getpid())}\n".encode(), 0)
+        os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     except OSError as error:
         with suppress(OSError):
             path.unlink()
@@ -186,17 +152,6 @@ def _write_owner(lock: int, path: Path) -> None:
 
 def _problem(path: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write the lock file {path}: {error.strerror or error}", hint=hint_for(error))
-
-
-def _owner(pid: int) -> str:
-    return f"process {pid} on {os.uname().nodename}"
-
-
-def _holder(path: Path) -> str:
-    with suppress(OSError), open(path, "rb", opener=open_regular) as file:
-        if holder := file.read(_LONGEST_BYTES).decode("utf-8", "replace").strip():
-            return plain(holder)
-    return "one that has just begun"
 
 
 def _close(lock: int) -> None:

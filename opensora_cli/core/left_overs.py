@@ -9,10 +9,8 @@ import platform
 import re
 import secrets
 import shutil
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -20,7 +18,8 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
 
-_NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{6,16}\.tmp")
+_NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)(?:-\d+)?-[0-9a-f]{6,16}\.tmp")
+"""Name with the place and the number of a process. Earlier versions added the time of its start."""
 _LEAST_AGE_S = 60.0
 _OUT_OF_SIGHT_S = 24 * 3600.0
 """Seconds without a change after which a file is abandoned if its process cannot be seen from here."""
@@ -32,21 +31,25 @@ def temporary_name() -> str:
     """Return an unused name for a temporary file or folder of this process."""
     # The final name is not part of it because that may already have the largest length.
     # Sixteen random digits prevent links under all possible names.
-    return f".osora-{_place()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}.tmp"
+    return f".osora-{_place()}-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+
+
+def is_first_look(folder: Path) -> bool:
+    """Return whether this process asks for the first time whether to look through `folder`."""
+    asked = (os.getpid(), folder.absolute())
+    is_first = asked not in _looked_through
+    _looked_through.add(asked)
+    return is_first
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove temporary files of ended processes from `folder`. Each process does this once per folder.
+    """Remove temporary files of ended processes from `folder`.
 
     A file or folder is removed if it has a `temporary_name`, its process has ended, and it has not changed for a
-    minute. A process on another machine, in another container or before a restart cannot be seen from here; the limit
-    is then a day. Failures are ignored.
+    minute. A process on another machine or in another container cannot be seen from here; the limit is then a day.
+    Failures are ignored.
     """
     with suppress(OSError):
-        asked = (os.getpid(), folder.absolute())
-        if asked in _looked_through:
-            return
-        _looked_through.add(asked)
         for entry in os.scandir(folder):
             if is_abandoned(path := Path(entry.path)):
                 _remove(path)
@@ -68,11 +71,11 @@ def is_abandoned(path: Path) -> bool:
     match = _NAME.fullmatch(path.name)
     if match is None:
         return False
-    has_ended = _has_ended(int(match[2]), match[3]) if match[1] == _place() else None
-    if has_ended is False:
+    is_of_here = match[1] == _place()
+    if is_of_here and _may_run(int(match[2])):
         return False
     with suppress(OSError):
-        return time.time() - _last_change(path) > (_LEAST_AGE_S if has_ended else _OUT_OF_SIGHT_S)
+        return time.time() - _last_change(path) > (_LEAST_AGE_S if is_of_here else _OUT_OF_SIGHT_S)
     return False
 
 
@@ -82,7 +85,8 @@ def temporary_folder() -> Iterator[Path]:
     Raises OutputError if it cannot be created.
     """
     parent = Path(tempfile.gettempdir())
-    remove_abandoned(parent)
+    if is_first_look(parent):
+        remove_abandoned(parent)
     folder = parent / temporary_name()
     try:
         folder.mkdir(mode=0o700)
@@ -94,46 +98,24 @@ def temporary_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _has_ended(pid: int, started: str) -> bool | None:
-    """Return whether a process has ended, even if another process has its number now; None if unknown."""
-    start = _start_of(pid)
-    if start is not None:
-        return str(start) != started
+def _may_run(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
+        return False
+    except OSError:  # it belongs to another user
         return True
-    except OSError:  # a system that hides the processes of others
-        return None
-    return None
-
-
-def _start_of(pid: int) -> int | None:
-    """Return the start time of a process, constant for its life; None if it does not exist or cannot be seen."""
-    if sys.platform == "linux":
-        with suppress(OSError, ValueError, IndexError):
-            # The name of the program, in parentheses, may have spaces and parentheses too.
-            return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-        return None
-    import psutil  # type: ignore[import-untyped]  # it ships none
-
-    with suppress(psutil.Error):
-        return int(psutil.Process(pid).create_time())
-    return None
+    return True
 
 
 @cache
 def _place() -> str:
-    """Return an ID of the process namespace: the machine since its start, and the container. If it is unknown, return
-    a random ID because containers may share the folder and host name.
-    """
+    """Return an ID of the machine and the container, in which processes are numbered."""
     try:
-        facts = [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.stat("/proc/self/ns/pid").st_ino)]
-    except OSError:
-        if sys.platform == "linux":
-            return secrets.token_hex(4)
-        facts = [platform.node(), str(uuid.getnode())]
-    return hashlib.sha256(" ".join(facts).encode("utf-8", "surrogateescape")).hexdigest()[:8]
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:  # not Linux
+        namespace = ""
+    return hashlib.sha256(f"{platform.node()} {namespace}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 def _last_change(path: Path) -> float:

@@ -1,8 +1,4 @@
-"""Number of CPU threads, limited by the work and by the free cores.
-
-Waiting OpenMP threads spin. On a core that another process also uses, a small model takes many times longer than with
-one thread. torch considers neither other processes nor the quota of a container.
-"""
+"""Number of CPU threads, limited by the work and by the quota of a container, which torch ignores."""
 
 import math
 import os
@@ -11,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # it ships none
 from pydantic import Field
 
 from opensora_cli.core.cgroups import cgroup_folders, read_words
@@ -30,9 +25,8 @@ VALUES_PER_THREAD = 2**15
 _computed_in: int | None = None
 """ID of the process that has computed with several threads; a forked process inherits it."""
 
-_LOOK_S = 0.2
-_IDLE = 0.25
-"""Most work, in cores, of an idle machine."""
+_ROUNDED_UP = 0.25
+"""Largest missing part of a core that is rounded up. Half of a core is not worth a thread that all others wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +37,6 @@ class Cores:
     """Cores in the affinity of the process."""
     quota: float | None = None
     """Quota of its cgroups, in cores; None means no limit."""
-    busy: float = 0.0
-    """Allowed cores that other processes keep busy."""
 
 
 class ThreadChoice(Document):
@@ -74,7 +66,7 @@ def pick_threads(*, asked: int | None, values: int | None = None, ranks: int = 1
     if named is not None:
         return named
     useful = None if values is None else useful_threads(values)
-    return choose_threads(read_cores(with_load=ranks == 1), useful=useful, ranks=ranks)
+    return choose_threads(read_cores(), useful=useful, ranks=ranks)
 
 
 def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -> ThreadChoice:
@@ -84,17 +76,13 @@ def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -
     """
     reasons = [f"{cores.allowed} {'core' if cores.allowed == 1 else 'cores'}"]
     free = float(cores.allowed)
-    if cores.busy > _IDLE:
-        free -= cores.busy
-        reasons.append(f"others keep {cores.busy:.1f} busy")
     if cores.quota is not None and cores.quota < free:
         free = cores.quota
         reasons.append(f"the quota is {cores.quota:g}")
     if ranks > 1:
         free /= ranks
         reasons.append(f"{ranks} processes")
-    # Half of a core is not worth a thread that all others wait for.
-    count = max(1, math.floor(free + _IDLE))
+    count = max(1, math.floor(free + _ROUNDED_UP))
     if useful is not None and useful < count:
         count = max(1, useful)
         reasons.append(f"work for {count}")
@@ -121,7 +109,7 @@ def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[st
     """
     if any(environment.get(name) for name in VARIABLES):
         return {}
-    count = str(choose_threads(read_cores(with_load=False), ranks=ranks).count)
+    count = str(choose_threads(read_cores(), ranks=ranks).count)
     return {"OMP_NUM_THREADS": count, RANK_VARIABLE: count}
 
 
@@ -130,19 +118,10 @@ def useful_threads(values: int) -> int:
     return max(1, values // VALUES_PER_THREAD)
 
 
-def read_cores(*, with_load: bool = True) -> Cores:
-    """Return the cores that this process may use now. Measuring the load takes a fifth of a second.
-
-    Processes that start together would measure each other, so that none of several ranks measures the load.
-    """
-    numbers = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    quota = read_quota(Path("/"))
-    if not with_load or len(numbers) == 1 or (quota is not None and quota < 2):
-        return Cores(allowed=len(numbers), quota=quota)
-    # This process sleeps during the measurement.
-    shares = psutil.cpu_percent(interval=_LOOK_S, percpu=True)
-    busy = sum(share for number, share in enumerate(shares) if number in numbers) / 100
-    return Cores(allowed=len(numbers), quota=quota, busy=busy)
+def read_cores() -> Cores:
+    """Return the cores that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Cores(allowed=allowed, quota=read_quota(Path("/")))
 
 
 def read_quota(root: Path) -> float | None:

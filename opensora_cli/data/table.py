@@ -102,8 +102,9 @@ class ClipTable:
 def read_table(path: Path) -> ClipTable:
     """Read a table with the columns path, text, num_frames, height and width, and optionally fps and motion_score.
 
-    Rows without a path, or with sizes that are not positive integers, become `bad_rows`. Empty cells and `nan` mean
-    unknown frame rates and motion scores, and empty captions.
+    Rows without a path, with a path or caption that is not text, or with sizes that are not positive integers, become
+    `bad_rows`. Bytes are read as UTF-8. Empty cells and NaN mean unknown frame rates and motion scores, and empty
+    captions.
 
     Raises:
         FileProblem: the table is missing or broken, or lacks a column.
@@ -111,18 +112,17 @@ def read_table(path: Path) -> ClipTable:
         HardwareError: the table is parquet, and pyarrow is not installed.
     """
     columns = read_columns(path, ["path", "text", *_SIZES], optional=["fps", "motion_score"])
-    paths = ["" if cell is None else str(cell) for cell in columns["path"]]
+    paths, texts = ([_text(cell) for cell in columns[name]] for name in ("path", "text"))
     numbers = {name: _numbers(columns.get(name), rows=len(paths)) for name in (*_SIZES, "fps", "motion_score")}
-    bad_rows = _bad_rows(paths, columns, numbers)
+    bad_rows = _bad_rows(paths, texts, columns, numbers)
     good = np.ones(len(paths), dtype=bool)
     good[[bad.row - 1 for bad in bad_rows]] = False
     kept = np.flatnonzero(good)
-    texts = columns["text"]
     return ClipTable(
         folder=path.absolute().parent,
         rows=kept + 1,
-        paths=TextColumn(paths[row] for row in kept),
-        texts=TextColumn("" if texts[row] is None else str(texts[row]) for row in kept),
+        paths=TextColumn(paths[row] or "" for row in kept),
+        texts=TextColumn(texts[row] or "" for row in kept),
         samples=Samples(
             num_frames=numbers["num_frames"][kept].astype(np.int64),
             height=numbers["height"][kept].astype(np.int64),
@@ -132,6 +132,20 @@ def read_table(path: Path) -> ClipTable:
         motion_scores=numbers["motion_score"][kept],
         bad_rows=tuple(bad_rows),
     )
+
+
+def _text(cell: Any) -> str | None:
+    """Return a cell as text; None if it holds something else, such as the lists and structs of parquet."""
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return ""
+    if isinstance(cell, bytes):
+        try:
+            return cell.decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+    if isinstance(cell, int | float) and not isinstance(cell, bool):
+        return str(cell)
+    return cell if isinstance(cell, str) else None
 
 
 def _numbers(cells: list[Any] | None, *, rows: int) -> NDArray[np.float64]:
@@ -148,11 +162,19 @@ def _number(cell: Any) -> float:
         return math.inf
 
 
-def _bad_rows(paths: list[str], columns: dict[str, list[Any]], numbers: dict[str, NDArray[np.float64]]) -> list[BadRow]:
+def _bad_rows(
+    paths: list[str | None],
+    texts: list[str | None],
+    columns: dict[str, list[Any]],
+    numbers: dict[str, NDArray[np.float64]],
+) -> list[BadRow]:
     reasons: dict[int, str] = {}
-    for row, path in enumerate(paths):
-        if not path.strip():
-            reasons[row] = "path is empty"
+    for name, cells in (("path", paths), ("text", texts)):
+        for row, cell in enumerate(cells):
+            if cell is None:
+                reasons.setdefault(row, f"{name} holds {type(columns[name][row]).__name__}, and not a text in UTF-8")
+            elif name == "path" and not cell.strip():
+                reasons[row] = "path is empty"
     for name in _SIZES:
         values = numbers[name]
         with np.errstate(invalid="ignore"):
@@ -163,4 +185,4 @@ def _bad_rows(paths: list[str], columns: dict[str, list[Any]], numbers: dict[str
         values = numbers[name]
         for row in np.flatnonzero(np.isinf(values) | (values < lowest)).tolist():
             reasons.setdefault(row, f"{name}={columns[name][row]} must be a number {allowed}")
-    return [BadRow(row=row + 1, path=paths[row], reason=reason) for row, reason in sorted(reasons.items())]
+    return [BadRow(row=row + 1, path=paths[row] or "", reason=reason) for row, reason in sorted(reasons.items())]

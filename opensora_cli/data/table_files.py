@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,19 @@ def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] =
     """
     kind = check_table_name(path)
     with _reading(path):
-        return _read_csv(path, wanted, optional) if kind == CSV else _read_parquet(path, wanted, optional)
+        header = next(_rows_of(path, kind))
+        names = _present(path, header, wanted, optional)
+        rows = _rows_of(path, kind, names)
+        header = next(rows)
+        places = {name: header.index(name) for name in names}
+        columns: dict[str, list[Any]] = {name: [] for name in names}
+        for row in rows:
+            for name, place in places.items():
+                cell = row[place] if place < len(row) else None
+                if kind == CSV and cell and not cell.isascii() and _is_of_other_text(path, name, cell):
+                    raise _no_utf8(path)
+                columns[name].append(cell)
+    return columns
 
 
 def read_rows(path: Path) -> tuple[list[str], Iterator[list[Any]]]:
@@ -75,25 +88,30 @@ def read_rows(path: Path) -> tuple[list[str], Iterator[list[Any]]]:
     Errors are those of `read_columns`, also while the rows are read.
     """
     kind = check_table_name(path)
-    rows = _rows_of(path, kind)
-    return [str(name) for name in next(rows)], rows
+
+    def rows() -> Iterator[list[Any]]:
+        with _reading(path):
+            yield from _rows_of(path, kind)
+
+    found = rows()
+    return [str(name) for name in next(found)], found
 
 
-def _rows_of(path: Path, kind: str) -> Iterator[list[Any]]:
-    """Yield the header, then the rows."""
-    with _reading(path):
-        if kind == PARQUET:
-            _parquet_rows(path)
-            yield _pyarrow().parquet.read_schema(path).names
-            for batch in _parquet_batches(path):
-                yield from map(list, zip(*(column.to_pylist() for column in batch.columns), strict=True))
-            return
-        rows = _csv_rows(path)
-        header = next(rows, None)
-        if header is None:
-            raise FileProblem(f"{path} is empty")
-        yield header
-        yield from rows
+def _rows_of(path: Path, kind: str, columns: Sequence[str] | None = None) -> Iterator[list[Any]]:
+    """Yield the header, then the rows: those of a CSV file whole, those of a parquet file with the `columns` alone."""
+    if kind == PARQUET:
+        _parquet_rows(path)
+        yield list(columns or _pyarrow().parquet.read_schema(path).names)
+        for batch in _parquet_batches(path, columns):
+            found = [batch.column(name) for name in columns] if columns else batch.columns
+            yield from map(list, zip(*(column.to_pylist() for column in found), strict=True))
+        return
+    rows = _csv_rows(path)
+    header = next(rows, None)
+    if header is None:
+        raise FileProblem(f"{path} is empty")
+    yield header
+    yield from rows
 
 
 def write_table(
@@ -134,49 +152,15 @@ def split_table(path: Path, targets: Sequence[Path]) -> list[int]:
     Sizes differ by at most one row. Raises the errors of `read_columns`, FileProblem if there are fewer rows than
     parts, and OutputError if a part cannot be written.
     """
-    kind = check_table_name(path)
-    with _reading(path):
-        num_rows = sum(1 for _ in _csv_rows(path)) - 1 if kind == CSV else _parquet_rows(path)
+    num_rows = sum(1 for _ in read_rows(path)[1])
     if num_rows < len(targets):
-        raise FileProblem(f"{path} has {max(num_rows, 0)} rows, too few for {len(targets)} parts")
+        raise FileProblem(f"{path} has {num_rows} rows, too few for {len(targets)} parts")
     ends = [num_rows * (part + 1) // len(targets) for part in range(len(targets))]
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    (_split_csv if kind == CSV else _split_parquet)(path, targets, sizes)
+    header, rows = read_rows(path)
+    for target, size in zip(targets, sizes, strict=True):
+        write_table(target, header, islice(rows, size))
     return sizes
-
-
-def _split_csv(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> None:
-    rows = _csv_rows(path)
-    header = next(rows)
-    for target, size in zip(targets, sizes, strict=True):
-        write_table(target, header, (next(rows) for _ in range(size)))
-
-
-def _split_parquet(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> None:
-    pyarrow = _pyarrow()
-    with _reading(path):
-        table = pyarrow.Table.from_batches(_parquet_batches(path))
-    begin = 0
-    for target, size in zip(targets, sizes, strict=True):
-        with atomic_path(target) as temporary:
-            pyarrow.parquet.write_table(table.slice(begin, size), temporary)
-        begin += size
-
-
-def _read_csv(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dict[str, list[Any]]:
-    rows = _csv_rows(path)
-    header = next(rows, None)
-    if header is None:
-        raise FileProblem(f"{path} is empty")
-    places = {name: header.index(name) for name in _present(path, header, wanted, optional)}
-    columns: dict[str, list[Any]] = {name: [] for name in places}
-    for row in rows:
-        for name, place in places.items():
-            cell = row[place] if place < len(row) else None
-            if cell is not None and not cell.isascii() and _is_of_other_text(path, name, cell):
-                raise _no_utf8(path)
-            columns[name].append(cell)
-    return columns
 
 
 def _is_of_other_text(path: Path, column: str, cell: str) -> bool:
@@ -205,15 +189,6 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
             raise _no_utf8(path)
         yield from (row for row in csv.reader(file) if row)
-
-
-def _read_parquet(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dict[str, list[Any]]:
-    present = _present(path, _pyarrow().parquet.read_schema(path).names, wanted, optional)
-    columns: dict[str, list[Any]] = {name: [] for name in present}
-    for batch in _parquet_batches(path, present):
-        for name, cells in columns.items():
-            cells.extend(batch.column(name).to_pylist())
-    return columns
 
 
 def _parquet_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:

@@ -1,10 +1,10 @@
 """Videos in containers (MP4, MKV, WebM, AVI, ...), through PyAV."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import dropwhile, islice
+from itertools import dropwhile, islice, pairwise
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
@@ -12,12 +12,16 @@ import av
 import numpy as np
 import torch
 from av.container import InputContainer
+from av.filter import Graph
 from av.sidedata.sidedata import SideDataContainer
 from av.sidedata.sidedata import Type as SideDataType
-from av.video.reformatter import Interpolation
+from av.stream import Disposition
+from av.video.reformatter import Colorspace, Interpolation
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.reading import lack_of_machine
+from opensora_cli.media import hdr
+from opensora_cli.media.clean_aperture import read_clean_aperture
 
 ONLY_VIDEOS = {
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
@@ -40,10 +44,19 @@ the processor."""
 _MOST_PIXELS = 2**28
 """Limit of pixels in a frame: 16,384 x 16,384."""
 
+_WIDEST_PIXEL = Fraction(8)
+"""Largest width of a pixel divided by its height, or height by width; known formats have at most 2.2."""
+
+_UNSPECIFIED_COLORS = 2
+"""Code of an unknown color space (ITU-T H.273)."""
+
 _FALLBACK_FPS = 24.0
 
 _MOST_DRIFT = 0.25
 """Largest error of the mean rate at the wanted frame, in frames."""
+
+_UNEVEN = 2.0
+"""Longest frame, in usual frames, of a video at a constant rate. Some programs drop single frames."""
 
 _MOST_REORDERED = 64
 """More packets than any codec stores between two consecutive frames."""
@@ -83,16 +96,14 @@ def open_video(path: Path, *, start: int = 0, threads: int | None = None) -> Ite
     """
     if start:
         with _opened(path, threads=threads) as (container, track):
-            rate = _mean_rate(track)
-            frames = _frames_after_seeking(container, track, path, start=start, rate=rate, threads=threads)
+            frames = _frames_after_seeking(container, track, path, start=start, threads=threads)
             if frames is not None:
-                yield VideoSource(frames=frames, fps=rate)
+                yield VideoSource(frames=frames, fps=_mean_rate(track))
                 return
     # Opened a second time: some files can be read only once.
     with _opened(path, threads=threads) as (container, track):
-        rate = _mean_rate(track)
-        frames = _numbered(_whole_tracks(container.decode(track), path), rate, threads=threads)
-        yield VideoSource(frames=islice(frames, start, None), fps=rate)
+        frames = _numbered(_whole_tracks(container.decode(track), path), track, path, threads=threads)
+        yield VideoSource(frames=islice(frames, start, None), fps=_mean_rate(track))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +116,8 @@ class MediaFacts:
     """Width in pixels, upright, as is the height."""
     fps: float | None
     """Mean rate in frames per second; None for a picture."""
+    is_uneven: bool = False
+    """Whether some frames last much longer than others."""
 
 
 def probe_video(path: Path) -> MediaFacts:
@@ -121,13 +134,16 @@ def probe_video(path: Path) -> MediaFacts:
                 stored += bool(packet.size)
                 yield packet
 
-        num_frames = sum(1 for _ in _shown_times(packets()))
+        times = list(_shown_times(packets()))
         if first is None:
             raise MediaError(f"{path} holds no video frame that can be read")
         if stored < track.frames:
             raise MediaError(f"{path} is cut off: it has {stored} of {track.frames} frames")
-        height, width, _ = _ContainerFrame(first, usual_time=0.0, usual_duration=0.0, threads=1).to_rgb().shape
-        return MediaFacts(num_frames=num_frames, height=height, width=width, fps=_mean_rate(track))
+        shown = next(_numbered([first], track, path, threads=1))
+        height, width, _ = shown.to_rgb().shape
+        return MediaFacts(
+            num_frames=len(times), height=height, width=width, fps=_mean_rate(track), is_uneven=_is_uneven(times)
+        )
 
 
 def decode_whole(path: Path, *, num_frames: int) -> None:
@@ -165,15 +181,20 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
     try:
         # FFmpeg takes a relative name such as `http:x` for an address.
         with av.open(str(path.absolute()), mode="r", options=ONLY_VIDEOS, metadata_errors="replace") as container:
-            if not container.streams.video:
+            track = _main_track(container)
+            if track is None:
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
-            track = container.streams.video[0]
             if track.codec_context is None:  # This FFmpeg lacks the codec.
                 raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
             # A few bytes may claim any size, in the container and in each frame.
             if track.codec_context.width * track.codec_context.height > _MOST_PIXELS:
                 size = f"{track.codec_context.width} x {track.codec_context.height}"
                 raise MediaError(f"{path} has frames of {size} pixels, and at most {_MOST_PIXELS:,} are read")
+            aspect = track.sample_aspect_ratio or Fraction(1)
+            if not 1 / _WIDEST_PIXEL <= aspect <= _WIDEST_PIXEL:
+                raise MediaError(
+                    f"{path} says that its pixels are {aspect} times as wide as high", hint="encode it again"
+                )
             track.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             if threads is None:
                 track.thread_type = "AUTO"
@@ -185,6 +206,13 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
         if not isinstance(error, MemoryError) and (lack := lack_of_machine(error, path)):
             raise lack from error
         raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
+
+
+def _main_track(container: InputContainer) -> av.VideoStream | None:
+    """Return the track that players show: the first one marked as default, else the first; never a cover picture."""
+    tracks = [track for track in container.streams.video if not track.disposition & Disposition.attached_pic]
+    defaults = [track for track in tracks if track.disposition & Disposition.default]
+    return next(iter(defaults or tracks), None)
 
 
 def _whole_tracks(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
@@ -217,17 +245,76 @@ def _shown_times(packets: "Iterable[av.Packet[av.VideoStream]]") -> Iterator[int
         yield from unsure
 
 
+def _is_uneven(times: Sequence[int | None]) -> bool:
+    """Return whether the longest frame lasts over twice as long as the usual one; times in any unit."""
+    known = sorted(time for time in times if time is not None)
+    durations = sorted(later - earlier for earlier, later in pairwise(known))
+    return bool(durations) and durations[-1] > _UNEVEN * durations[len(durations) // 2]
+
+
 def _mean_rate(track: av.VideoStream) -> float:
     return float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
 
 
-def _numbered(decoded: Iterable[av.VideoFrame], rate: float, *, threads: int | None) -> "Iterator[_ContainerFrame]":
-    for index, frame in enumerate(decoded):
-        yield _ContainerFrame(frame, usual_time=index / rate, usual_duration=1 / rate, threads=threads)
+def _numbered(
+    decoded: Iterable[av.VideoFrame], track: av.VideoStream, path: Path, *, threads: int | None
+) -> "Iterator[_ContainerFrame]":
+    """Yield decoded frames without interlacing, with the time that they have if the file names none."""
+    rate = _mean_rate(track)
+    pixel_aspect = track.sample_aspect_ratio or Fraction(1)
+    stored = track.codec_context
+    shown = read_clean_aperture(path, track_id=track.id, width=stored.width, height=stored.height)
+    for index, frame in enumerate(_deinterlaced(decoded)):
+        yield _ContainerFrame(
+            frame,
+            usual_time=index / rate,
+            usual_duration=1 / rate,
+            shown=shown if (frame.width, frame.height) == (stored.width, stored.height) else None,
+            pixel_aspect=pixel_aspect,
+            threads=threads,
+        )
+
+
+def _deinterlaced(decoded: Iterable[av.VideoFrame]) -> Iterator[av.VideoFrame]:
+    """Yield the frames, one for one; those of two fields at different times with FFmpeg's `bwdif` filter."""
+    graph: Graph | None = None
+    form = None
+    for frame in decoded:
+        if graph is not None and form != (frame.width, frame.height, frame.format.name):
+            graph.push(None)
+            yield from _filtered(graph)
+            graph = None
+        if graph is None:
+            if not frame.interlaced_frame:
+                yield frame
+                continue
+            form = (frame.width, frame.height, frame.format.name)
+            graph = Graph()
+            graph.link_nodes(
+                graph.add_buffer(
+                    width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
+                ),
+                graph.add("bwdif", mode="send_frame", deint="interlaced"),
+                graph.add("buffersink"),
+            ).configure()
+        graph.push(frame)
+        yield from _filtered(graph)
+    if graph is not None:
+        graph.push(None)
+        yield from _filtered(graph)
+
+
+def _filtered(graph: Graph) -> Iterator[av.VideoFrame]:
+    """Yield the frames that are ready."""
+    while True:
+        try:
+            yield cast(av.VideoFrame, graph.pull())
+        except (av.BlockingIOError, av.EOFError):
+            return
 
 
 def _frames_after_seeking(
-    container: InputContainer, track: av.VideoStream, path: Path, *, start: int, rate: float, threads: int | None
+    container: InputContainer, track: av.VideoStream, path: Path, *, start: int, threads: int | None
 ) -> "Iterator[_ContainerFrame] | None":
     """Return the frames from number `start` on; None if seeking fails."""
     wanted = _time_before(container, track, path, frame=start)
@@ -242,7 +329,7 @@ def _frames_after_seeking(
     if first is None or first.pts is None or first.time > wanted:
         return None
     later = dropwhile(lambda frame: frame.pts is not None and frame.time < wanted, decoded)
-    return _numbered(later, rate, threads=threads)
+    return _numbered(later, track, path, threads=threads)
 
 
 def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
@@ -268,6 +355,10 @@ class _ContainerFrame:
     decoded: av.VideoFrame
     usual_time: float
     usual_duration: float
+    shown: tuple[slice, slice] | None
+    """Rows and columns that players show; None for all."""
+    pixel_aspect: Fraction
+    """Width of a pixel divided by its height."""
     threads: int | None
     """Threads that convert the colors; None for those of the machine."""
 
@@ -281,8 +372,33 @@ class _ContainerFrame:
         return float(length * time_base) if length and time_base else self.usual_duration
 
     def to_rgb(self) -> torch.Tensor:
-        rgb = self.decoded.reformat(format="rgb24", interpolation=EXACT_COLORS, threads=self.threads)
-        return torch.from_numpy(np.ascontiguousarray(_upright(rgb.to_ndarray(), self.decoded)))
+        """Return the frame upright, with square pixels, and in the colors of sRGB."""
+        frame = self.decoded
+        # The shorter side is stretched, so that no detail is lost.
+        wider, higher = max(self.pixel_aspect, Fraction(1)), max(1 / self.pixel_aspect, Fraction(1))
+        is_hdr = frame.color_trc in (hdr.PQ, hdr.HLG)
+        rgb = frame.reformat(
+            width=round(frame.width * wider),
+            height=round(frame.height * higher),
+            format="rgb48le" if is_hdr else "rgb24",
+            src_colorspace=Colorspace.ITU709 if _is_untagged_hd(frame) else None,
+            interpolation=EXACT_COLORS,
+            threads=self.threads,
+        ).to_ndarray()
+        if self.shown is not None:
+            rows, columns = self.shown
+            rgb = rgb[
+                round(rows.start * higher) : round(rows.stop * higher),
+                round(columns.start * wider) : round(columns.stop * wider),
+            ]
+        if is_hdr:
+            rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
+        return torch.from_numpy(np.ascontiguousarray(_upright(rgb, frame)))
+
+
+def _is_untagged_hd(frame: av.VideoFrame) -> bool:
+    """Return whether players assume BT.709 for a frame that names no color space; they assume BT.601 for small ones."""
+    return frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
 
 
 def _upright(picture_HWC: np.ndarray, frame: av.VideoFrame) -> np.ndarray:

@@ -1,26 +1,20 @@
-"""Read and encode pictures, still and animated (GIF, WebP, APNG), through imageio.
-
-Pillow, which imageio uses, is called directly where imageio has no option: to try only the decoders of `_FORMATS`, for
-one palette of all frames of a GIF, and for metadata.
-"""
+"""Read and encode pictures, still and animated (GIF, WebP, APNG, AVIF), through Pillow."""
 
 import io
 import json
+import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-import imageio.v3 as iio
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import ExifTags, GifImagePlugin, Image, UnidentifiedImageError
+from PIL import ExifTags, GifImagePlugin, Image, ImageCms, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from opensora_cli.core.exceptions import MediaError
@@ -40,30 +34,21 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PP
 _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 """Other formats (MPO of some phones, TIFF) hold several pictures that are not a video."""
 
+_SHORTEST_MS = 11
+"""Shortest duration of a frame of an animation. Browsers take `_DEFAULT_DURATION_MS` for shorter ones."""
 _DEFAULT_DURATION_MS = 100
-"""Duration in browsers for a GIF without one."""
 
 _MOST_PIXELS = 2**35
 """Limit of pixels in all frames of an animation: 4142 frames of 3840 x 2160."""
 
+_GROUND = "white"
+"""Color behind transparent pictures, as most viewers show them."""
+
 _GIF_COLORS = 256
 _GIF_PALETTE_PIXELS = 1 << 14
-_GIF_SHORTEST_MS = 20
-"""Browsers show shorter frames at ten frames a second."""
-
+_GIF_STEP_MS = 10
 _JPEG_QUALITY = 90
 _WEBP_QUALITY = 90
-
-_UPRIGHT: Mapping[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
-    2: lambda picture: picture[:, ::-1],
-    3: lambda picture: picture[::-1, ::-1],
-    4: lambda picture: picture[::-1],
-    5: lambda picture: picture.swapaxes(0, 1),
-    6: lambda picture: picture.swapaxes(0, 1)[:, ::-1],
-    7: lambda picture: picture.swapaxes(0, 1)[::-1, ::-1],
-    8: lambda picture: picture.swapaxes(0, 1)[::-1],
-}
-"""Functions that turn a picture (H, W, 3) upright, by EXIF orientation. imageio mistakes the axes of gray pictures."""
 
 
 def num_pictures(path: Path) -> int:
@@ -71,7 +56,7 @@ def num_pictures(path: Path) -> int:
     with _decoding(path):
         try:
             with Image.open(path, formats=_FORMATS) as picture:
-                return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED_FORMATS else 1
+                return len(_frame_numbers(picture))
         except UnidentifiedImageError:
             return 0
 
@@ -79,29 +64,26 @@ def num_pictures(path: Path) -> int:
 def read_first(path: Path) -> torch.Tensor:
     """Return the picture, or the first of an animation, as uint8 (H, W, 3). Raises MediaError if it is broken."""
     with _opened(path) as picture:
-        return _rgb(picture, path, 0)
+        return _rgb(picture, path, _frame_numbers(picture)[0])
 
 
 @contextmanager
 def open_animation(path: Path) -> Iterator[VideoSource]:
     """Open an animated picture as a video. Raises MediaError, also while frames are read, if it is broken."""
     with _opened(path) as picture:
+        numbers = _frame_numbers(picture)
+        _require_size(picture, path, num_frames=len(numbers))
         with _decoding(path):
-            _require_size(picture, path)
-            durations_ms = _durations_ms(picture)
+            durations_ms = [_duration_ms(picture, number) for number in numbers]
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
-        yield VideoSource(frames=_frames(picture, path, durations_ms), fps=mean_fps)
+        yield VideoSource(frames=_frames(picture, path, numbers, durations_ms), fps=mean_fps)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[Image.Image]:
     with ExitStack() as stack:
         with _decoding(path):
-            # Open as a file because imageio treats a path such as `http:x` or `a.zip/b.png` in another way.
-            file = stack.enter_context(path.open("rb"))
-            Image.open(file, formats=_FORMATS)
-            file.seek(0)
-            picture = stack.enter_context(iio.imopen(file, "r", plugin="pillow"))
+            picture = stack.enter_context(Image.open(path, formats=_FORMATS))
         yield picture
 
 
@@ -110,8 +92,25 @@ def _decoding(path: Path) -> Iterator[None]:
     """Translate the errors of Pillow for a broken picture."""
     try:
         yield
+    except Image.DecompressionBombError as error:
+        found = int("".join(re.findall(r"[0-9]+", str(error))[:1]) or 0)
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        message = f"{path} has {found / 1e6:.4g} megapixels, more than the {most / 1e6:.3g} that are read"
+        raise MediaError(message, hint="make it smaller") from error
     except _BROKEN as error:
         raise lack_of_machine(error, path) or _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> MediaError:
+    cause = (str(error).splitlines() or [type(error).__name__])[0]
+    return MediaError(f"{path} is a broken picture: {plain(cause)}")
+
+
+def _frame_numbers(picture: Image.Image) -> range:
+    """Return the numbers of the frames of a picture, without the one that an APNG holds for other programs."""
+    if picture.format not in _ANIMATED_FORMATS:
+        return range(1)
+    return range(int(getattr(picture, "default_image", False)), getattr(picture, "n_frames", 1))
 
 
 @dataclass(frozen=True)
@@ -124,55 +123,75 @@ class _PictureFrame:
         return self.picture_HWC
 
 
-def _require_size(picture: Any, path: Path) -> None:
+def _require_size(picture: Image.Image, path: Path, *, num_frames: int) -> None:
     """Raise MediaError for an animation that takes hours to decode, since a few bytes may fill any canvas."""
-    stored = picture.properties(index=...)
-    height, width = stored.shape[1:3]
-    if stored.n_images * height * width > _MOST_PIXELS:
+    width, height = picture.size
+    if num_frames * height * width > _MOST_PIXELS:
         raise MediaError(
-            f"{path} has {stored.n_images} frames of {width} x {height} pixels, and at most {_MOST_PIXELS:,} pixels "
+            f"{path} has {num_frames} frames of {width} x {height} pixels, and at most {_MOST_PIXELS:,} pixels "
             "are read of an animated picture",
             hint="convert it to a video",
         )
 
 
-def _durations_ms(picture: Any) -> list[int]:
-    """Return the duration of each frame in milliseconds."""
-    durations = []
-    for index in range(picture.properties(index=...).n_images):
-        picture.read(index=index)  # WebP has the duration only then.
-        durations.append(round(picture.metadata(index=index).get("duration") or _DEFAULT_DURATION_MS))
-    return durations
+def _duration_ms(picture: Image.Image, number: int) -> int:
+    """Return the duration for which browsers show a frame."""
+    picture.seek(number)
+    picture.load()  # WebP has the duration only then.
+    duration = round(picture.info.get("duration") or 0)
+    return duration if duration >= _SHORTEST_MS else _DEFAULT_DURATION_MS
 
 
-def _frames(picture: Any, path: Path, durations_ms: list[int]) -> Iterator[_PictureFrame]:
+def _frames(picture: Image.Image, path: Path, numbers: range, durations_ms: list[int]) -> Iterator[_PictureFrame]:
     time_ms = 0
-    for index, duration_ms in enumerate(durations_ms):
-        yield _PictureFrame(_rgb(picture, path, index), time_ms / 1000, duration_ms / 1000)
+    for number, duration_ms in zip(numbers, durations_ms, strict=True):
+        yield _PictureFrame(_rgb(picture, path, number), time_ms / 1000, duration_ms / 1000)
         time_ms += duration_ms
 
 
-def _rgb(picture: Any, path: Path, index: int) -> torch.Tensor:
-    """Return a frame as uint8 (H, W, 3), upright."""
+def _rgb(picture: Image.Image, path: Path, number: int) -> torch.Tensor:
+    """Return a frame as uint8 (H, W, 3), upright, in sRGB and on a white ground."""
     with _decoding(path):
-        noted = picture.metadata(index=index, exclude_applied=False)
-        is_gray_16 = noted["mode"].startswith("I")
-        stored = picture.read(index=index, mode=None if is_gray_16 else "RGB")
-    if noted["mode"] == "F":
-        raise MediaError(f"{path} holds floating point levels of unknown range", hint="convert it to an 8 bit PNG")
-    rgb = stored
-    if is_gray_16:
-        # The conversion to RGB would clip them at 255.
-        levels = np.clip(stored.astype(np.int64), 0, 65535)
-        gray = ((levels * 255 + 32767) // 65535).astype(np.uint8)
-        rgb = np.repeat(gray[..., None], 3, axis=2)
-    turn = _UPRIGHT.get(noted.get("Orientation", 1))
-    return torch.from_numpy(rgb if turn is None else np.ascontiguousarray(turn(rgb)))
+        picture.seek(number)
+        frame = ImageOps.exif_transpose(picture)
+        if frame.mode == "F":
+            raise MediaError(f"{path} holds floating point levels of unknown range", hint="convert it to an 8 bit PNG")
+        if frame.mode.startswith("I"):
+            # The conversion to RGB would clip 16 bits at 255.
+            levels = np.clip(np.asarray(frame, dtype=np.int64), 0, 65535)
+            frame = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+        return torch.from_numpy(np.array(_on_ground(frame)))
 
 
-def _broken(path: Path, error: Exception) -> MediaError:
-    cause = (str(error).splitlines() or [type(error).__name__])[0]
-    return MediaError(f"{path} is a broken picture: {plain(cause)}")
+def _on_ground(frame: Image.Image) -> Image.Image:
+    """Return a frame in the colors of sRGB, its transparent parts filled."""
+    opacity = None
+    if frame.has_transparency_data:
+        frame = frame.convert("RGBA")
+        opacity = frame.getchannel("A")
+    if frame.mode in ("RGBA", "P"):
+        frame = frame.convert("RGB")
+    rgb = _in_srgb(frame)
+    if opacity is None:
+        return rgb
+    ground = Image.new("RGB", rgb.size, _GROUND)
+    ground.paste(rgb, mask=opacity)
+    return ground
+
+
+def _in_srgb(frame: Image.Image) -> Image.Image:
+    """Return a frame converted from its color profile; a profile that does not suit it is ignored, as by browsers."""
+    stored = frame.info.get("icc_profile")
+    if stored:
+        try:
+            profile = ImageCms.ImageCmsProfile(io.BytesIO(stored))
+            if "sRGB" not in ImageCms.getProfileDescription(profile):
+                converted = ImageCms.profileToProfile(frame, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+                if converted is not None:
+                    return converted
+        except (ImageCms.PyCMSError, OSError, ValueError):
+            pass
+    return frame.convert("RGB")
 
 
 def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -> None:
@@ -185,7 +204,9 @@ def png_bytes(frame_HWC: torch.Tensor, metadata: Mapping[str, str] = MappingProx
     info = PngInfo()
     for key, value in metadata.items():
         info.add_text(key, value)
-    return bytes(iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info))
+    stream = io.BytesIO()
+    Image.fromarray(frame_HWC.numpy()).save(stream, format="PNG", pnginfo=info)
+    return stream.getvalue()
 
 
 def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:
@@ -200,11 +221,11 @@ def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:
 def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, str]) -> bytes:
     """Return an endless GIF of uint8 RGB frames with one palette, and `metadata` as JSON in its comment.
 
-    Pillow's writer, which imageio calls, merges equal frames. Here each frame is compressed alone, so that all are in
+    Pillow's own writer merges equal frames. Here each frame is compressed alone, so that all are in
     the file. GIF counts hundredths of a second: single frames last a hundredth more or less, so that the whole keeps
     its length.
     """
-    durations = _frame_lengths_ms(fps, step=10, shortest=_GIF_SHORTEST_MS)
+    durations = _frame_lengths_ms(fps, step=_GIF_STEP_MS, shortest=2 * _GIF_STEP_MS)
     palette = _shared_palette(frames_THWC)
     indexed = (
         Image.fromarray(frame.numpy()).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
@@ -229,7 +250,7 @@ def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[
     at https://developers.google.com/speed/webp/docs/riff_container
     """
     shown = []
-    for frame, duration in zip(frames, _frame_lengths_ms(fps, step=1, shortest=1), strict=False):
+    for frame, duration in zip(frames, _frame_lengths_ms(fps, step=1, shortest=_SHORTEST_MS), strict=False):
         height, width, _ = frame.shape
         size = _uint24(width - 1) + _uint24(height - 1)
         no_blending = 0x02
@@ -250,8 +271,9 @@ def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[
 
 def _webp_still(frame_HWC: torch.Tensor) -> bytes:
     """Return the chunks of one compressed frame, without their RIFF header."""
-    still = iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".webp", quality=_WEBP_QUALITY)
-    return bytes(still)[12:]
+    stream = io.BytesIO()
+    Image.fromarray(frame_HWC.numpy()).save(stream, format="WEBP", quality=_WEBP_QUALITY)
+    return stream.getvalue()[12:]
 
 
 def _frame_lengths_ms(fps: float, *, step: int, shortest: int) -> Iterator[int]:

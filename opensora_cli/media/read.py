@@ -17,8 +17,15 @@ from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import MediaFacts, StoredFrame
 from opensora_cli.media.files import readable_file
 
-_VIDEOS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv", ".wmv", ".gif"}
-_PICTURES = {".png", ".apng", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".jp2", ".ppm"}
+_VIDEOS = {
+    *(".mp4", ".m4v", ".mov", ".qt", ".3gp", ".3g2", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".mpe", ".m2v", ".ts"),
+    *(".mts", ".m2ts", ".vob", ".flv", ".f4v", ".ogv", ".wmv", ".asf", ".mxf", ".gif"),
+}
+_PICTURES = {
+    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff", ".jp2"),
+    *(".j2k", ".ppm", ".pgm", ".pbm", ".heic", ".heif", ".hif"),
+}
+"""Endings of pictures. HEIC is not read: naming it tells its owner."""
 
 _MOST_RESAMPLED = 10_000_000
 """Limit of frames at another rate: 115 hours at 24 a second."""
@@ -32,8 +39,8 @@ class VideoClip:
     fps: float
 
 
-def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> list[Path]:
-    """Return the pictures and videos below a folder, by their endings, in order, as absolute paths.
+def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> tuple[list[Path], list[Path]]:
+    """Return the pictures and videos below a folder, by their endings, and the other files, as absolute paths in order.
 
     Names that begin with a dot are skipped. For each folder that cannot be read, `unread` is called with the reason.
     Raises FileProblem if `folder` is not a folder, cannot be read, or has no pictures and videos.
@@ -47,15 +54,16 @@ def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> list[Pa
         place = Path(os.fsdecode(error.filename))
         unread(place, f"{shown_path(place)} cannot be read: {error.strerror}")
 
-    found = []
+    media: list[Path] = []
+    others: list[Path] = []
     for place, folders, names in os.walk(folder.absolute(), onerror=skip):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES:
-                found.append(Path(place, name))
-    if not found:
+        for name in sorted(name for name in names if not name.startswith(".")):
+            is_media = os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES
+            (media if is_media else others).append(Path(place, name))
+    if not media:
         raise FileProblem(f"{folder} has no pictures or videos", hint=f"it may hold {', '.join(sorted(_VIDEOS))} ...")
-    return found
+    return media, others
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:
@@ -66,8 +74,8 @@ def is_picture(path: str | os.PathLike[str]) -> bool:
 def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
     """Return a picture, or the first frame of an animated one, as uint8 RGB (H, W, 3).
 
-    The orientation that a camera noted is applied. Transparency is dropped, sixteen bits become eight. Raises
-    MediaError if the file cannot be read.
+    The orientation that a camera noted is applied. Colors become those of sRGB, transparent parts white, sixteen bits
+    eight. Raises MediaError if the file cannot be read.
     """
     file = readable_file(path)
     if pictures.num_pictures(file) == 0:

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MethodType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from opensora_cli.memory.activations import ActivationManager
+if TYPE_CHECKING:
+    from opensora_cli.memory.activations import ActivationManager
 
 RECOMPUTING = "_recomputing"
 """Optional attribute of a module: function that returns the context for recomputing its checkpoint in backward."""
@@ -40,7 +41,7 @@ class _Policy:
     """Options of checkpointing for a module."""
 
     gc_step: int
-    activations: ActivationManager | None
+    activations: "ActivationManager | None"
     keep_attention: bool
 
 
@@ -79,7 +80,7 @@ def set_grad_checkpoint(
     *,
     depth: Mapping[str, int | None] | None = None,
     others: Sequence[str] = (),
-    activations: ActivationManager | None = None,
+    activations: "ActivationManager | None" = None,
     keep_attention: bool = False,
 ) -> GradCheckpoint:
     """Checkpoint the blocks of a model, that is, the modules in its `ModuleList`s.

@@ -55,6 +55,33 @@ class Parts(NamedTuple):
 Exchange = Callable[[Tensor, Parts], Tensor]
 """All-to-all of flat tensors without gradients: function from the sent tensor to the received one."""
 
+Cut = tuple[int, Sizes]
+"""Dimension, and the length of each rank's share along it."""
+
+
+class Layout:
+    """Layout of tensors of one shape in a flat one, which exchanges all of them without an additional copy.
+
+    Rank `rank` sends shares along `scatter`, and receives shares along `gather`.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], rank: int, scatter: Cut, gather: Cut) -> None:
+        self._scatter, self._gather, self._count = scatter, gather, len(tensors)
+        shape = list(tensors[0].shape)
+        row = None if len(shape) - 1 in (scatter[0], gather[0]) else shape[-1]
+        others = prod(size for dim, size in enumerate(shape) if dim not in (scatter[0], gather[0]))
+        shape[scatter[0]], shape[gather[0]] = scatter[1][rank], sum(gather[1])
+        self._received = shape
+        self.parts = Parts(self._count * others, gather[1], scatter[1], row)
+
+    def pack(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the flat tensor to send."""
+        return _pack(tensors, self._scatter[1], self._scatter[0])
+
+    def unpack(self, received: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors from the received flat tensor."""
+        return _unpack(received, self._received, self._gather[1], self._gather[0], count=self._count)
+
 
 def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Return the shares of all ranks, joined along `dim` in the order of ranks; the gradients of all are summed.
@@ -92,51 +119,36 @@ def all_to_all(
     *,
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """Divide a tensor along one dimension, and join its shares along another.
 
-    Nothing is padded. `input_` is whole along `scatter_dim`, and this rank's share along `gather_dim`. Raises
-    ValueError if it does not have the sizes it should have, or both dimensions are the same.
+    Nothing is padded. `input_` is whole along `scatter_dim`, and this rank's share along `gather_dim`. `exchange` sends
+    the parts. None means that every rank sends to every other. Raises ValueError if the tensor does not have the sizes
+    it should have, or both dimensions are the same.
     """
     if process_group is None or _alone(process_group):
         return input_
-    ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    exchange = partial(exchange_directly, process_group)
-    return exchange_with_gradient(exchange, ranks, rank, input_, scatter_dim, gather_dim, scatter_sizes, gather_sizes)
-
-
-def exchange_with_gradient(
-    exchange: Exchange,
-    ranks: int,
-    rank: int,
-    input_: Tensor,
-    scatter_dim: int,
-    gather_dim: int,
-    scatter_sizes: Sequence[int] | None,
-    gather_sizes: Sequence[int] | None,
-) -> Tensor:
-    """Return the result of `all_to_all` through `exchange`, forward and backward; `rank` is one of `ranks`."""
     scatter, gather = scatter_dim % input_.ndim, gather_dim % input_.ndim
     if scatter == gather:
         raise ValueError(f"dimension {scatter} cannot be divided and joined at once")
-    scattered = _of_whole(input_, ranks, scatter, scatter_sizes)
-    gathered = _of_shares(input_, ranks, rank, gather, gather_sizes)
-    return _exchanged(exchange, rank, scatter, gather, scattered, gathered, input_)
+    scattered = _of_whole(input_, dist.get_world_size(process_group), scatter, scatter_sizes)
+    gathered = _shares_of(input_, process_group, gather, gather_sizes)
+    exchange, rank = exchange or partial(exchange_directly, process_group), dist.get_rank(process_group)
+    return exchange_all(exchange, rank, (scatter, scattered), (gather, gathered), input_)[0]
 
 
-def _exchanged(
-    exchange: Exchange, rank: int, scatter: int, gather: int, scattered: Sizes, gathered: Sizes, x: Tensor
-) -> Tensor:
-    def there(x: Tensor) -> Tensor:
-        last = x.ndim - 1
-        unit = prod(size for dim, size in enumerate(x.shape) if dim not in (scatter, gather))
-        parts = Parts(unit, gathered, scattered, None if last in (scatter, gather) else x.shape[last])
-        received = exchange(packed(x, scattered, scatter), parts)
-        shape = list(x.shape)
-        shape[scatter], shape[gather] = scattered[rank], sum(gathered)
-        return joined(received, shape, gathered, gather)
+def exchange_all(exchange: Exchange, rank: int, scatter: Cut, gather: Cut, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of `all_to_all` for tensors of one shape, in one exchange, which has gradients."""
 
-    return _apply(x, there, partial(_exchanged, exchange, rank, gather, scatter, gathered, scattered))
+    def there(*tensors: Tensor) -> tuple[Tensor, ...]:
+        layout = Layout(tensors, rank, scatter, gather)
+        return layout.unpack(exchange(layout.pack(tensors), layout.parts))
+
+    out: tuple[Tensor, ...] = _ThereAndBack.apply(  # type: ignore[no-untyped-call]
+        there, partial(exchange_all, exchange, rank, gather, scatter), *tensors
+    )
+    return out
 
 
 def gather_forward_split_backward(
@@ -204,20 +216,21 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 
 
 class _ThereAndBack(torch.autograd.Function):
-    """Function that calls `there` in forward, and `back`, which is differentiable itself, on the gradient."""
+    """Function that calls `there` in forward, and `back`, which is differentiable itself, on the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
         ctx.back = back
-        return there(x)
+        return there(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(gradient), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        back = ctx.back(*gradients)
+        return None, None, *((back,) if isinstance(back, Tensor) else back)
 
 
 def _apply(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    out: Tensor = _ThereAndBack.apply(x, there, back)  # type: ignore[no-untyped-call]
+    out: Tensor = _ThereAndBack.apply(there, back, x)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -237,25 +250,27 @@ def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: 
     return received
 
 
-def packed(x: Tensor, sizes: Sizes, dim: int) -> Tensor:
-    """Return the parts of `x` along `dim` one after the other, flat; without a copy if they are in this order."""
-    if x.is_contiguous() and prod(x.shape[:dim]) == 1:
-        return x.view(-1)
-    flat = x.new_empty(x.numel())
-    for piece, part in zip(torch.split(x, list(sizes), dim), _parts(flat, x.shape, sizes, dim), strict=True):
-        part.copy_(piece)
+def _pack(tensors: tuple[Tensor, ...], sizes: Sizes, dim: int) -> Tensor:
+    """Return the parts of tensors along `dim` for one rank after the other, flat."""
+    first = tensors[0]
+    if len(tensors) == 1 and first.is_contiguous() and prod(first.shape[:dim]) == 1:
+        return first.view(-1)  # the parts are in this order already
+    of_ranks = zip(*(torch.split(tensor, list(sizes), dim) for tensor in tensors), strict=True)
+    pieces = [piece for of_rank in of_ranks for piece in of_rank]
+    flat: Tensor = first.new_empty(sum(piece.numel() for piece in pieces))
+    for place, piece in zip(torch.split(flat, [piece.numel() for piece in pieces]), pieces, strict=True):
+        place.view(piece.shape).copy_(piece)
     return flat
 
 
-def joined(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int) -> Tensor:
-    """Return the tensor of `shape` from its parts along `dim` in `flat`; inverse of `packed`."""
-    return flat.view(shape) if prod(shape[:dim]) == 1 else torch.cat(_parts(flat, shape, sizes, dim), dim)
-
-
-def _parts(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int) -> list[Tensor]:
-    shapes = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+def _unpack(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int, *, count: int) -> tuple[Tensor, ...]:
+    """Return `count` tensors of `shape` from their parts along `dim` in `flat`; inverse of `_pack`."""
+    if count == 1 and prod(shape[:dim]) == 1:
+        return (flat.view(shape),)
+    shapes = [(count, *shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
     pieces = torch.split(flat, [prod(part) for part in shapes])
-    return [piece.view(part) for piece, part in zip(pieces, shapes, strict=True)]
+    parts = [piece.view(part) for piece, part in zip(pieces, shapes, strict=True)]
+    return tuple(torch.cat([part[index] for part in parts], dim) for index in range(count))
 
 
 def _gathered(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
@@ -263,7 +278,7 @@ def _gathered(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
     flat = padded.new_empty(len(sizes) * padded.numel())
     all_gather_single(as_bytes(flat), as_bytes(padded.view(-1)), group=group)
     if min(sizes) == max(sizes):
-        return joined(flat, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]), sizes, dim)
+        return _unpack(flat, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]), sizes, dim, count=1)[0]
     parts = flat.view(len(sizes), *padded.shape)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
@@ -273,7 +288,7 @@ def _reduced(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
     shape = (*x.shape[:dim], longest, *x.shape[dim + 1 :])
     own = x.new_empty(shape)
     if min(sizes) == longest:
-        sent = packed(x, sizes, dim)
+        sent = _pack((x,), sizes, dim)
     else:
         sent = torch.cat([_with_length(piece, dim, longest).view(-1) for piece in torch.split(x, list(sizes), dim)])
     reduce_scatter_single(own.view(-1), sent, group=group)

@@ -97,13 +97,9 @@ class ParallelMesh:
         return self._groups[wanted]
 
     def stages(self, axis: str, *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Create two groups along an axis: `inner` consecutive ranks, and ranks with the same place in each such row.
-
-        All ranks must call this. `inner` must divide the ranks of the axis.
-        """
-        lines = self._ranks.movedim(AXES.index(axis), -1).reshape(-1, getattr(self.shape, axis) // inner, inner)
-        places = lines.transpose(1, 2).reshape(-1, lines.shape[1])
-        return _own_group(lines.reshape(-1, inner).tolist()), _own_group(places.tolist())
+        """Create two groups along an axis, see `stage_groups`. All ranks must call this."""
+        lines = self._ranks.movedim(AXES.index(axis), -1).reshape(-1, getattr(self.shape, axis))
+        return stage_groups(lines.tolist(), inner=inner)
 
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         inner = [AXES.index(axis) for axis in axes]
@@ -113,6 +109,16 @@ class ParallelMesh:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         return _own_group(self._ranks.permute(*outer, *inner).reshape(-1, size).tolist())
+
+
+def stage_groups(lines: list[list[int]], *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Create two groups in this rank's line: `inner` consecutive ranks, and the ranks with the same place in each part.
+
+    All ranks must call this with the same lines. `inner` must divide their lengths.
+    """
+    parts = [line[start : start + inner] for line in lines for start in range(0, len(line), inner)]
+    places = [line[place::inner] for line in lines for place in range(inner)]
+    return _own_group(parts), _own_group(places)
 
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:

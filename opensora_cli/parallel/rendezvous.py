@@ -1,7 +1,6 @@
-"""Rendezvous of ranks, and exchange of short notes through the store without a collective."""
+"""Rendezvous of ranks through a store."""
 
 import importlib
-import json
 import os
 import socket
 import time
@@ -14,94 +13,13 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.parallel.mesh import backend_of, libraries_on_stderr, new_group
+from opensora_cli.parallel.mesh import backend_of, libraries_on_stderr
 
 _LONGEST_PAUSE_S = 5.0
-RETRY_HINT = "see what became of the other ranks, and start the run again"
-_VERDICT, _COMPLETE, _GONE = "verdict", "complete", "gone"
-_GROUPS = "groups"
+_RETRY_HINT = "see what became of the other ranks, and start the run again"
 _HERE = "here"
 _FIRST_NOTICE_S = 10.0
 _SHORTEST_PAUSE_S = 0.01
-
-
-class AbsentRanks(HardwareError):
-    """Some ranks did not arrive before the timeout; `ranks` are their numbers in the group.
-
-    `gave_up` means that this rank itself arrived too late, and that `ranks` had already timed out.
-    """
-
-    def __init__(self, ranks: list[int], *, gave_up: bool = False) -> None:
-        super().__init__(f"ranks {ranks} did not come in time", hint="see what became of them")
-        self.ranks = ranks
-        self.gave_up = gave_up
-
-
-class Rendezvous:
-    """Series of points at which all ranks of a group meet.
-
-    A failed meeting leaves the group usable because nothing was sent in it. All ranks must create their objects for a
-    group in the same order, with the same `purpose`, which names this kind of meeting.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
-        self._rank, self._size = group.rank(), group.size()
-        self._store = group.get_group_store()
-        # A unique prefix separates these notes from notes of an earlier rendezvous.
-        self._prefix = f"{purpose}/{self._store.add(f'{purpose}/made/{self._rank}', 1)}"
-        self._held = 0
-
-    def exchange(self, note: str, *, timeout_s: float) -> list[str]:
-        """Return the notes of all ranks, in the order of ranks.
-
-        Raises:
-            AbsentRanks: Some ranks did not arrive within `timeout_s`, or have already timed out.
-        """
-        self._held += 1
-        place = f"{self._prefix}/{self._held}"
-        keys = [f"{place}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps(note))
-        absent: list[int] = []
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        # A late rank must not continue alone: the first rank to finish decides for all.
-        ours = f"{_GONE} {self._rank}" if absent else _COMPLETE
-        verdict = self._store.compare_set(f"{place}/{_VERDICT}", "", ours).decode()
-        if verdict != _COMPLETE:
-            raise AbsentRanks(absent or [int(verdict.removeprefix(_GONE))], gave_up=not absent)
-        if self._held > 1:
-            self._forget(f"{self._prefix}/{self._held - 1}")
-        return [json.loads(self._store.get(key)) for key in keys]
-
-    def _forget(self, place: str) -> None:
-        # A rank at the next meeting has read all notes of the previous one.
-        self._store.delete_key(f"{place}/{self._rank}")
-        if self._rank == 0:
-            self._store.delete_key(f"{place}/{_VERDICT}")
-
-
-def group_with(ranks: list[int], *, timeout_s: float = 600.0) -> dist.ProcessGroup:
-    """Create a group of `ranks`. Every rank of the run calls this at the same time with the ranks of its own group.
-
-    `dist.new_group` must be called on all ranks for every group, in the same order; here each rank only needs to know
-    its own group. It works even if earlier groups are broken, including the default group. All ranks of a group must
-    pass the same ranks in the same order.
-
-    Raises:
-        AbsentRanks: Some ranks did not arrive.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    notes = Rendezvous(world, _GROUPS).exchange(json.dumps(ranks), timeout_s=timeout_s)
-    own: dist.ProcessGroup | None = None
-    for wanted in sorted({tuple(json.loads(note)) for note in notes}):
-        group = new_group(wanted)
-        if list(wanted) == ranks:
-            own = group
-    assert own is not None
-    return own
 
 
 def init_with_retry(
@@ -153,21 +71,29 @@ def init_with_retry(
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise HardwareError(
-            f"rank {rank} of {world_size}: the ranks did not meet: {reason}", hint=RETRY_HINT
+            f"rank {rank} of {world_size}: the ranks did not meet: {reason}", hint=_RETRY_HINT
         ) from error
 
 
 def _file_store(path: Path, rank: int) -> FileStore:
     # torch would wait minutes for the folder, and signals have no effect during that time.
     if not path.parent.is_dir():
-        raise HardwareError(f"rank {rank}: the folder of the ranks' store is gone: {path.parent}", hint=RETRY_HINT)
+        raise HardwareError(f"rank {rank}: the folder of the ranks' store is gone: {path.parent}", hint=_RETRY_HINT)
     # Without the number of ranks, torch does not remove the file. The launcher removes it.
     return FileStore(str(path))
 
 
 def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
+    """Open the store of rank 0, on all interfaces of this machine."""
     try:
-        return TCPStore(host, port, is_master=True, timeout=limit, wait_for_workers=False)
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise HardwareError(
+            f"MASTER_ADDR={host} is not a host that is known here", hint="set it to the address of this machine"
+        ) from error
+    try:
+        # It connects to itself without reacting to signals: `host` may be an address that leads elsewhere.
+        return TCPStore("localhost", port, is_master=True, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
         reason = " ".join(str(error).split())[:200]
         raise HardwareError(
@@ -215,7 +141,7 @@ def _wait_for_all(store: Store, rank: int, world_size: int, notices: _Notices) -
             store.delete_key(keys[rank])
             raise HardwareError(
                 f"rank {rank} of {world_size}: {_named(missing)} did not come within {notices.timeout_s:.0f} s",
-                hint=RETRY_HINT,
+                hint=_RETRY_HINT,
             )
         if missing and rank == min({*range(world_size)} - {*missing}):  # one rank reports for all present ones
             notices.give(f"waiting for {_named(missing)}, here are {world_size - len(missing)}")

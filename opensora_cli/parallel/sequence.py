@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.all_to_all import ExchangePlan, Route
+from opensora_cli.parallel.all_to_all import ExchangePlan, TwoStages
 from opensora_cli.parallel.collectives import (
     copy_to_group,
     gather_forward_split_backward,
@@ -25,18 +25,18 @@ def sequence_attention(
     lengths: SequenceLengths,
     *,
     plan: ExchangePlan | None = None,
-    route: Route | None = None,
+    stages: TwoStages | None = None,
 ) -> AttentionFn:
     """Return attention between the tokens of all sequence-parallel ranks, to use in a model instead of `attention`.
 
     Ulysses attention wraps the ring (USP, Fang & Zhao 2024). If both have one rank, the result is `attention` itself.
-    `lengths` is shared with the model's `SequenceParallel`. `plan` and `route` are those of `UlyssesAttention`.
+    `lengths` is shared with the model's `SequenceParallel`. `plan` and `stages` are those of `UlyssesAttention`.
     Raises RequestError if there is a ring, and the attention does not compute in parts.
     """
     if mesh.shape.ring > 1:
         attention = RingAttention(attention, mesh.group("ring"), lengths)
     if mesh.shape.ulysses > 1:
-        attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths, plan=plan, route=route)
+        attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths, plan=plan, stages=stages)
     return attention
 
 

@@ -1,19 +1,21 @@
-"""Conditions under which settings apply: one table for each command.
+"""Conditions under which settings apply: one table for each command; and rules between pairs of settings.
 
 Settings without effect are refused by these tables, and sidecars and request hashes have the settings that apply. A
 setting without a row always applies.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, Source, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, Section, shown
 from opensora_cli.settings.components import OF_ALL_KINDS
 from opensora_cli.settings.explain import Given
+
+_CONDITION = re.compile(r"(?P<key>[\w.]+)((?P<sign>!=|=|>)(?P<value>.+))?")
 
 
 def _typed(keys: str, when: Callable[[Any], object], why: str, *, but: str = "") -> Applies:
@@ -50,7 +52,6 @@ PARALLEL = (
         lambda s: s.parallel.all_to_all == "hierarchical",
         "with parallel.all_to_all=direct: use hierarchical",
     ),
-    Applies("parallel.watch_limit_s", lambda s: s.parallel.watch, "without parallel.watch=true: set it, too"),
 )
 
 
@@ -181,8 +182,7 @@ SAME_FOR_ALL_RUNS = Applies(
     "prompt prompts_at negative_prompt refine prompt_suffix text loras model files video condition picture draft "
     "from_latents resume output sampling.seed sampling.num_samples sampling.stop_at "
     "runtime.weights runtime.model_choice runtime.device runtime.prompt_cache runtime.prompt_cache_limit "
-    "parallel.gpus parallel.devices parallel.nnodes parallel.data_parallel_degree parallel.watch "
-    "parallel.watch_limit_s",
+    "parallel.gpus parallel.devices parallel.nnodes parallel.data_parallel_degree",
     lambda s: False,
 )
 """Settings that `bench-generate --try` cannot change: what the video shows, and where it is made."""
@@ -190,11 +190,16 @@ SAME_FOR_ALL_RUNS = Applies(
 TRAIN = (
     *PARALLEL,
     *VAE,
-    _typed("train_vae", lambda s: s.target == "vae", "with target={s.target}: use target=vae"),
+    _typed("train_vae", lambda s: not s.trains_transformer, "with target={s.target}: use target=vae"),
     _typed(
         "weights model text train_mmdit lora memory compile samples watching.peak_tflops",
-        lambda s: s.target == "mmdit",
+        attrgetter("trains_transformer"),
         "with target={s.target}: use target=mmdit",
+    ),
+    Applies(
+        "strategy compile lora.rank",
+        attrgetter("trains_transformer"),
+        "with target={s.target}, which trains no transformer: drop it",
     ),
     _needs("data.table", "data.fps_max data.fit"),
     _needs("data.workers", "data.prefetch"),
@@ -204,17 +209,17 @@ TRAIN = (
     _needs("samples.every", "samples", but="every"),
     Applies(
         "train_vae.perceptual_files",
-        lambda s: s.target != "vae" or s.train_vae.perceptual_weight,
+        lambda s: s.trains_transformer or s.train_vae.perceptual_weight,
         "with train_vae.perceptual_weight=0: use 0.5, or no files",
     ),
     Applies(
         "train_vae.kl_weight",
-        lambda s: s.target != "vae" or not s.train_vae.decoder_only,
+        lambda s: s.trains_transformer or not s.train_vae.decoder_only,
         "with train_vae.decoder_only=true: use 0",
     ),
     Applies(
         "train_vae.kl_weight",
-        lambda s: s.target != "vae" or s.vae.kind != "dc_ae",
+        lambda s: s.trains_transformer or s.vae.kind != "dc_ae",
         "with vae.kind=dc_ae, which has no posterior: use 0",
     ),
     Applies("lora", lambda s: s.lora.rank, "without lora.rank: set it, as in lora.rank=16", but="rank"),
@@ -297,3 +302,46 @@ def used_settings(settings: Section) -> dict[str, Any]:
         return found
 
     return used(settings, settings.model_dump(mode="json"), "")
+
+
+class Pair(NamedTuple):
+    """Rule between two settings: one needs the other, or they do not go together.
+
+    A condition is `KEY` (set, and neither false nor 0), `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`.
+    """
+
+    first: str
+    second: str
+    fix: str
+    only: str = ""
+    """Condition of the rule. Empty means always."""
+
+
+def pair_problems(settings: Section, *, needs: Iterable[Pair] = (), conflicts: Iterable[Pair] = ()) -> Iterator[str]:
+    """Yield one line for each broken rule."""
+    for pair in needs:
+        first, named = _find(settings, pair.first)
+        if first and _holds(settings, pair.only) and not _holds(settings, pair.second):
+            yield f"{named} needs {pair.second}: {pair.fix}"
+    for pair in conflicts:
+        (first, named), (second, other) = _find(settings, pair.first), _find(settings, pair.second)
+        if first and second and _holds(settings, pair.only):
+            yield f"{named} does not go with {other}: {pair.fix}"
+
+
+def _holds(settings: Section, condition: str) -> bool:
+    return not condition or _find(settings, condition)[0]
+
+
+def _find(settings: Section, condition: str) -> tuple[bool, str]:
+    """Return whether a condition holds, and its setting as `KEY=VALUE`."""
+    match = _CONDITION.fullmatch(condition)
+    assert match is not None
+    found, sign, value = attrgetter(match["key"])(settings), match["sign"], match["value"]
+    if sign is None:
+        holds = bool(found)
+    elif sign == ">":
+        holds = found is not None and found > int(value)
+    else:
+        holds = (shown(found) == value) == (sign == "=")
+    return holds, f"{match['key']}={shown(found)}"

@@ -52,9 +52,6 @@ def read_tries(texts: Sequence[str]) -> Tries:
     """Return the changes of each `--try`: `exact` for none, a name of the standard set, or KEY=VALUE,KEY=VALUE.
 
     No text means the standard set.
-
-    Raises:
-        RequestError: there is no such name or key, a setting must be the same for all runs, or one is tried twice.
     """
     tries: dict[str, Changes] = {}
     for name in map(str.strip, texts):
@@ -66,7 +63,7 @@ def read_tries(texts: Sequence[str]) -> Tries:
 
 
 def benched_request(request: GenerateRequest) -> GenerateRequest:
-    """Return a request that names no result, with a prompt. Errors are those of `given`."""
+    """Return a request that names no result, with a prompt."""
     overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
     if request.find("prompt") is None:
         overrides["prompt"] = Given(ANY_PROMPT, "bench-generate")

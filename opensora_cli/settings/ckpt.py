@@ -8,34 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from opensora_cli.core.section import ByteSize, FileName, Section, matching
-from opensora_cli.core.weight_choices import QKV, Rotary, Selection
+from opensora_cli.core.weight_choices import QKV, Format, Rotary, Selection
 from opensora_cli.models.registry import DOWNLOADS, DownloadName
-
-
-class TargetFormat(StrEnum):
-    """Checkpoint format to write. `checkpoint.formats` can read more."""
-
-    SAFETENSORS = "safetensors"
-    SAFETENSORS_SHARDS = "safetensors-shards"
-    TORCH = "torch"
-    TORCH_SHARDS = "torch-shards"
-    COLOSSALAI = "colossalai"
-    DCP = "dcp"
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether the checkpoint is a folder."""
-        return self not in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
-
-    @property
-    def has_shards(self) -> bool:
-        """Whether the checkpoint consists of files of limited size."""
-        return self in (TargetFormat.SAFETENSORS_SHARDS, TargetFormat.TORCH_SHARDS, TargetFormat.COLOSSALAI)
-
-    @property
-    def has_metadata(self) -> bool:
-        """Whether the format stores text about the weights."""
-        return self is not TargetFormat.DCP
 
 
 class WeightDType(StrEnum):
@@ -55,10 +29,10 @@ class WeightDType(StrEnum):
 
 _Sha256 = Annotated[str, matching("(?i)[0-9a-f]{64}", "must be 64 hexadecimal digits")]
 _FORMAT_OF_ENDING = {
-    ".safetensors": TargetFormat.SAFETENSORS,
-    ".pt": TargetFormat.TORCH,
-    ".pth": TargetFormat.TORCH,
-    ".bin": TargetFormat.TORCH,
+    ".safetensors": Format.SAFETENSORS,
+    ".pt": Format.TORCH,
+    ".pth": Format.TORCH,
+    ".bin": Format.TORCH,
 }
 
 Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
@@ -108,18 +82,18 @@ class WriteSettings(Section):
     """Place and format of written weights."""
 
     target: FileName = Field(description="File or folder to write.")
-    format: TargetFormat | None = Field(default=None, description="Format. None means by the name of the target.")
+    format: Format | None = Field(default=None, description="Format. None means by the name of the target.")
     shard_size: ByteSize | None = Field(default=None, description="Size of a shard, as in 4GB. None means 4096 MiB.")
     hashing: bool = Field(default=True, description="Record the hashes of the source and of each shard.")
     overwrite: bool = Field(default=False, description="Replace existing files.")
 
     @property
-    def resolved_format(self) -> TargetFormat:
+    def resolved_format(self) -> Format:
         """Format that is given, or that of the target's name."""
-        return self.format or self.named_format or TargetFormat.SAFETENSORS_SHARDS
+        return self.format or self.named_format or Format.SAFETENSORS_SHARDS
 
     @property
-    def named_format(self) -> TargetFormat | None:
+    def named_format(self) -> Format | None:
         """Format of the target's ending, or None for an unknown ending."""
         return _FORMAT_OF_ENDING.get(PurePath(self.target).suffix.lower())
 
@@ -135,7 +109,7 @@ class WriteSettings(Section):
                 "use another name"
             )
         if self.shard_size is not None and not written.has_shards:
-            sharded = ", ".join(format_ for format_ in TargetFormat if format_.has_shards)
+            sharded = ", ".join(format_ for format_ in Format if format_.has_shards)
             yield f"shard_size={self.shard_size} has no effect on format={written}: use one of {sharded}"
 
 

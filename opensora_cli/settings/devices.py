@@ -66,7 +66,7 @@ class DeviceSettings(Section):
 
 
 class ExchangeSettings(DeviceSettings):
-    """Devices that share a video or sample, their exchange of tokens for heads, and checks of collectives."""
+    """Devices that share a video or sample, and their exchange of tokens for heads."""
 
     ulysses_degree: Degree | None = Field(default=None, description="Devices that exchange tokens for heads.")
     ring_degree: Degree | None = Field(default=None, description="Devices in the ring of keys and values.")
@@ -78,14 +78,10 @@ class ExchangeSettings(DeviceSettings):
     compression: Compression = Field(
         default=Compression.NONE, description="Round exchanged elements: bf16 by up to 1/256, fp8 by 1/16."
     )
-    watch: bool = Field(default=False, description="Name ranks that do not reach a collective.")
-    watch_limit_s: float = Field(default=45.0, gt=0, le=86_400, description="Seconds that a rank may be late.")
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
         problems = []
-        if self.watch and self.world_size == 1:
-            problems.append("parallel.watch=true has no effect on one device: use --gpus N, or drop it")
         if ulysses == 1:
             problems += [
                 f"parallel.{name}={getattr(self, name)} has no effect, since no tokens are exchanged for heads: "
@@ -252,7 +248,7 @@ class PlacementSettings(Section):
     device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
     threads: Threads | None = Field(
-        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work, cores and load."
+        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores."
     )
 
 

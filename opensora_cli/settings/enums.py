@@ -124,7 +124,7 @@ class EnvProfile(StrEnum):
 
 
 class Collective(StrEnum):
-    """Measurement of `osora bench-comm`: a collective, or a shape in which osora uses one."""
+    """Collective that `osora bench-comm` measures."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -142,15 +142,6 @@ class Collective(StrEnum):
     """`gather_forward_split_backward`, forward and backward."""
     SPLIT_GATHER = "split_gather"
     """`split_forward_gather_backward`, forward and backward."""
-    ULYSSES_256PX = "ulysses_256px"
-    ULYSSES_768PX = "ulysses_768px"
-    BLOCK_GATHER = "block_gather"
-    """All-gather of the weights of one transformer block."""
-
-    @property
-    def has_sizes(self) -> bool:
-        """Whether a range of sizes is measured. Others have the size of a model."""
-        return self not in (Collective.ULYSSES_256PX, Collective.ULYSSES_768PX, Collective.BLOCK_GATHER)
 
 
 class Scaling(StrEnum):

@@ -12,6 +12,8 @@ from opensora_cli.core.formatting import plain
 from opensora_cli.core.strict_json import as_unicode
 
 _LONGEST = 200
+_SHORTENED = 0.85
+"""Likeness of a name that lacks words of another; a single wrong letter is more alike."""
 _LEADING_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*(?=[= ])")
 _PLAIN = re.compile(r"[^\s'\"]+")
 _RULES = {
@@ -82,7 +84,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     def likeness(candidate: str) -> tuple[float, float]:
         other = candidate.rpartition(".")[2]
         shortened = set(name.split("_")) <= set(other.split("_"))
-        names = 0.9 if shortened and name != other else SequenceMatcher(None, name, other).ratio()
+        names = max(_SHORTENED if shortened else 0.0, SequenceMatcher(None, name, other).ratio())
         return names, SequenceMatcher(None, key, candidate).ratio()
 
     best = max(known, key=likeness, default=None)

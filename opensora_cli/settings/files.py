@@ -55,16 +55,12 @@ def describe_preset(kind: str, name: str) -> str:
 
 
 def settings_path(name: Path, *kinds: str) -> Path:
-    """Return the file `name`, or the preset of that name. Errors are those of `preset_path`."""
+    """Return the file `name`, or the preset of that name."""
     return name if name.suffix or name.is_file() else preset_path(str(name), *kinds)
 
 
 def preset_path(name: str, *kinds: str) -> Path:
-    """Return the file of the preset `name` in the first of `kinds` that has it.
-
-    Raises:
-        RequestError: There is no such preset. The hint has the nearest name.
-    """
+    """Return the file of the preset `name` in the first of `kinds` that has it."""
     names = {preset: kind for kind in reversed(kinds) for preset in list_presets(kind)}
     if name not in names:
         close = nearest(name, names)
@@ -112,21 +108,26 @@ def parse_yaml_text(text: str) -> object:
     return value
 
 
-def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:
-    """Return the mapping in a YAML file, merged over the file that it `extends`. Lists are replaced, not joined.
+def read_settings_file(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the values of a YAML or `.py` file, merged over those of the files that it extends. Lists are replaced.
 
-    A relative `extends` starts from the folder of its file. `train/NAME` and `hardware/NAME` are packaged presets.
     `chain` has the files that extend this one.
-
-    Raises:
-        FileProblem: A file is missing, unreadable, not YAML or not a mapping, or extends itself.
     """
     with reading(path):
         here = Path(os.path.realpath(path))
     if here in chain:
         loop = " -> ".join(link.name for link in (*chain[chain.index(here) :], here))
-        raise FileProblem(f"{path} extends itself: {loop}", hint=f"take one `{EXTENDS}:` out")
-    text = read_text(path, max_bytes=MAX_SETTINGS_BYTES, hint="settings are a file of YAML: check its name")
+        raise FileProblem(f"{path} extends itself: {loop}", hint="take one of these names out")
+    text = read_text(path, max_bytes=MAX_SETTINGS_BYTES, hint="settings are a text file: check its name")
+    values, bases = (_read_python if path.suffix == ".py" else _read_yaml)(path, text)
+    below: dict[str, Any] = {}
+    for base in bases:
+        below = merged(below, read_settings_file(base, chain=(*chain, here)))
+    return merged(below, values)
+
+
+def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
+    """Return the mapping in a YAML file, and the file that it `extends`, from its own folder or a packaged preset."""
     try:
         values = parse_yaml_text(text)
     except yaml.YAMLError as error:
@@ -134,34 +135,25 @@ def read_yaml(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, object]:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise FileProblem(f"{path}{f', line {mark.line + 1},' if mark else ''} is not valid YAML: {problem}") from None
     if values is None or values == "":
-        return {}
+        return {}, []
     if not isinstance(values, dict):
         raise FileProblem(f"{path} must hold `key: value` lines")
     parent = values.pop(EXTENDS, None)
     if parent is None:
-        return values
+        return values, []
     if not isinstance(parent, str) or not parent.strip():
         raise FileProblem(f"{path}: `{EXTENDS}:` must name one file")
-    extended = path.parent / parent
-    kind, name = str(Path(parent).parent), Path(parent)
-    if kind in _EXTENDED and not name.suffix and not extended.exists():
-        extended = preset_path(name.name, kind)
-    return merged(read_yaml(extended, chain=(*chain, here)), values)
+    extended, name = path.parent / parent, Path(parent)
+    if str(name.parent) in _EXTENDED and not name.suffix and not extended.exists():
+        extended = preset_path(name.name, str(name.parent))
+    return values, [extended]
 
 
-def read_python_config(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the assignments of a file, merged over those of its bases. `chain` has the files that name it as a base.
-
-    Raises:
-        FileProblem: A file is missing or unreadable, has a line that assigns no name, or is its own base.
-    """
-    with reading(path):
-        here = Path(os.path.realpath(path))
-    if here in chain:
-        raise FileProblem(f"{path} has itself as a base: {' -> '.join(link.name for link in (*chain, here))}")
+def _read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
+    """Return the assignments of a file, and its bases."""
     values: dict[str, Any] = {}
     try:
-        tree = ast.parse(read_text(path, max_bytes=MAX_SETTINGS_BYTES), filename=str(path))
+        tree = ast.parse(text, filename=str(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise FileProblem(f"{path} is not Python: {getattr(error, 'msg', None) or 'nested too deeply'}") from None
     for line in tree.body:
@@ -176,10 +168,7 @@ def read_python_config(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str,
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise FileProblem(f"{path}: _base_ must be the name of a file, or a list of names")
-    below: dict[str, Any] = {}
-    for name in names:
-        below = merged(below, read_python_config(path.parent / name, chain=(*chain, here)))
-    return merged(below, values)
+    return values, [path.parent / name for name in names]
 
 
 def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -228,13 +217,8 @@ class ConfigFile(NamedTuple):
 
 
 def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:
-    """Return a file of settings, or the preset of that name of the first of `kinds` that has it.
-
-    Raises:
-        RequestError: There is no such preset.
-        FileProblem: The file is missing or broken.
-    """
+    """Return a file of settings, or the preset of that name of the first of `kinds` that has it."""
     if isinstance(name, ConfigFile):
         return name
     path = settings_path(name, *kinds)
-    return ConfigFile(path, read_python_config(path) if path.suffix == ".py" else read_yaml(path))
+    return ConfigFile(path, read_settings_file(path))

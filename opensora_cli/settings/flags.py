@@ -68,7 +68,7 @@ class Flags(TypedDict, total=False):
     fps: Annotated[int | str | None, Option("video.fps", VIDEO)]
     extend: Annotated[int | str | None, Option("video.extend", VIDEO)]
     ref: Annotated[
-        _Files | None,
+        _Files | object | None,  # Files; in Python also pictures and videos in memory.
         Option(
             "condition.references",
             REFERENCE,

@@ -13,7 +13,7 @@ from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionM
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.section import Section, Words
 from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
-from opensora_cli.settings.applies import GENERATE
+from opensora_cli.settings.applies import GENERATE, Pair, pair_problems
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
     GenerationPrecisionSettings,
@@ -38,7 +38,6 @@ from opensora_cli.settings.generate_sections import (
     VideoSettings,
     expand_short_forms,
 )
-from opensora_cli.settings.pairs import Pair, pair_problems
 
 _CONFLICTS = (
     Pair("resume", "from_latents", "drop one of them"),
@@ -50,7 +49,6 @@ _CONFLICTS = (
     Pair("draft.resolution", "video.extend", "a draft is for one clip, so drop one of them"),
     Pair("draft.resolution", "picture.first", "make the picture alone, and give it with --ref"),
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
-    Pair("parallel.watch", "compile", "nothing would be compiled, so use one of them"),
 )
 """Settings that do not go together."""
 

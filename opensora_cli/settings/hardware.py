@@ -15,7 +15,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.section import ByteSize, FileName, Section
 from opensora_cli.settings.explain import Given, nearest
-from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_yaml
+from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_settings_file
 from opensora_cli.settings.layers import all_keys, read_sections, validate
 
 PRODUCT_EFFICIENCY = 0.489
@@ -114,12 +114,7 @@ class PlannedMachine:
 
 
 def read_machine(text: str) -> PlannedMachine:
-    """Return the machine of `--on`: `H100`, `8xH100`, or a YAML file as in `rig.yaml` or `2xrig.yaml`.
-
-    Raises:
-        RequestError: There is no such hardware, or a number of devices or a figure in the file is wrong.
-        FileProblem: The file is missing, or not YAML.
-    """
+    """Return the machine of `--on`: `H100`, `8xH100`, or a YAML file as in `rig.yaml` or `2xrig.yaml`."""
     # The name of a file may have an x.
     if Path(text).is_file():
         return PlannedMachine(gpu=_read_gpu(text), count=None, given=text)
@@ -155,7 +150,7 @@ def _read_gpu(name: str) -> GpuSettings:
         close = parts[0] if parts else nearest(name, known.values(), cutoff=0.5)
         hint = f"did you mean {close}?" if close else "or name a YAML file of your own, as configs/hardware/ has them"
         raise RequestError(f"hardware {name!r} is not one of {', '.join(sorted(known.values()))}", hint=hint)
-    given = read_sections(GpuSettings, read_yaml(path), source=str(path))
+    given = read_sections(GpuSettings, read_settings_file(path), source=str(path))
     fields = GpuSettings.model_fields
     required = (key for key in all_keys(GpuSettings) if fields[key.partition(".")[0]].is_required())
     if missing := [key for key in required if key not in given]:

@@ -30,9 +30,6 @@ def read_sections(
     """Return nested sections, as read from YAML or JSON, as a layer.
 
     In a file that an earlier version saved (`is_saved`), settings that were removed since are ignored.
-
-    Raises:
-        RequestError: A key is unknown, or a section is not a mapping.
     """
     found = _leaves(schema, schema, values, source, "", _REMOVED if is_saved else ())
     return dict(found)
@@ -67,9 +64,6 @@ def read_environment(
 
     `OSORA_SAMPLING__SEED=1` sets `sampling.seed`, and `OSORA_WEIGHTS` is short for `OSORA_RUNTIME__WEIGHTS`. Empty
     variables count as unset. Variables of `others`, the settings of other commands, are ignored.
-
-    Raises:
-        RequestError: A variable has this form, or nearly, and names no setting.
     """
     variables = _variables(schema)
     ignored = {*SERVER_VARIABLES, *(name for other in others for name in _variables(other))}
@@ -91,11 +85,7 @@ def read_environment(
 def collect_overrides(
     schema: type[Section], flags: Layer, assignments: Iterable[str] | Mapping[str, object]
 ) -> dict[str, Given]:
-    """Return named flags and assignments, from `--set` or by key, as one layer. The last assignment of a key wins.
-
-    Raises:
-        RequestError: A text is not `section.key=value`, a key is unknown, or an assignment contradicts a flag.
-    """
+    """Return named flags and assignments, from `--set` or by key, as one layer. The last assignment of a key wins."""
     overrides = dict(flags)
     pairs: Iterable[tuple[str, object]]
     if isinstance(assignments, Mapping):
@@ -120,11 +110,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
-    """Return the settings from `given` over the preset `below`. Errors do not name the preset as a source.
-
-    Raises:
-        RequestError: Rules are broken. The message has one line for each.
-    """
+    """Return the settings from `given` over the preset `below`. Errors do not name the preset as a source."""
     values = {key: at.value for key, at in {**(below or {}), **given}.items()}
     try:
         return schema.model_validate(nested(values))
@@ -152,6 +138,8 @@ _REMOVED = {
     "sampling.batch_size": "drop it: every video is made alone",
     "parallel.node_rank": "drop it: torchrun and srun set it",
     "parallel.rdzv_endpoint": "drop it: torchrun and srun set it",
+    "parallel.watch": "drop it: a hung run names its rank, and TORCH_DISTRIBUTED_DEBUG=DETAIL checks calls",
+    "parallel.watch_limit_s": "drop it with parallel.watch",
     "precision.fp8_linears": "drop it: matrices are multiplied in precision.compute",
     "precision.initial_loss_scale": "drop it: precision.compute=bf16 needs no loss scale",
     "precision.loss_scale_window": "drop it: precision.compute=bf16 needs no loss scale",

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
@@ -23,13 +24,14 @@ from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import settings_of
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_yaml
+from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
-from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.reference import read_reference_generation, read_settings
 from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.hardware import PlannedMachine
 
 SIDECAR_SCHEMA = "osora.generate/2"
 SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
@@ -71,16 +73,12 @@ class GenerateRequest:
     config: Layer = field(default_factory=dict)
     notes: Sequence[str] = ()
     """Lines about settings of a `.py` file that osora does not have."""
-    on: PlannedMachine | None = None
+    on: "PlannedMachine | None" = None
     """Machine that a dry run plans for. None means this machine."""
 
     @cached_property
     def given(self) -> Layer:
-        """All settings above the preset.
-
-        Raises:
-            RequestError: The earlier run has an unknown key, or two files describe the video.
-        """
+        """All settings above the preset."""
         below = {**self.config, **self.environment} if self.saved is None else self._with_saved(self.saved)
         if not self.overrides.keys().isdisjoint(("video.resolution", "video.aspect_ratio")):
             # A size in pixels from below would win over the size that is typed.
@@ -152,24 +150,19 @@ def read_request(
     config: Path | ConfigFile | None = None,
     environment: Mapping[str, str],
     others: Sequence[type[Section]] = (),
-    on: PlannedMachine | None = None,
+    on: "PlannedMachine | None" = None,
 ) -> GenerateRequest:
     """Return the settings from all sources.
 
     Args:
-        overrides: Settings of the command line.
-        saved: Settings of an earlier run.
         config: Name of a preset, a YAML file, or a `.py` file of the reference implementation.
-        environment: Variables of the environment.
         others: Settings of other commands, whose variables are ignored.
         on: Machine that a dry run plans for.
-
-    Raises:
-        RequestError: A key is unknown.
-        FileProblem: The file of settings is missing or broken.
     """
     overrides, layer, notes = overrides or {}, {}, list[str]()
     if config is not None:
+        from opensora_cli.settings.reference import read_reference_generation, read_settings
+
         file = open_config(config, "generate")
         values = read_settings(file, read_reference_generation, notes.append)
         layer = read_sections(GenerateSettings, values, source=str(file.path))
@@ -178,12 +171,7 @@ def read_request(
 
 
 def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:
-    """Return the settings of a request over the preset of `model`. A request is validated once for each model.
-
-    Raises:
-        RequestError: A value breaks a rule, or a typed setting has no effect. Errors of `given` are raised, too.
-        FileProblem: The file of the earlier run is damaged.
-    """
+    """Return the settings of a request over the preset of `model`. A request is validated once for each model."""
     loaded = request._loaded
     if model not in loaded:
         loaded[model] = _validated(request, model)
@@ -253,16 +241,12 @@ def _entry(model: str) -> Layer:
 @cache
 def _preset(name: str) -> Layer:
     path = preset_path(name, "generate")
-    values = read_sections(GenerateSettings, read_yaml(path), source=str(path))
+    values = read_sections(GenerateSettings, read_settings_file(path), source=str(path))
     return {**_entry(str(values["model.name"].value)), **values}
 
 
 def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
-    """Return the settings in the sidecar of a result. `is_own` is the field of `SavedSettings`.
-
-    Raises:
-        FileProblem: The file is missing, unreadable or not a sidecar.
-    """
+    """Return the settings in the sidecar of a result. `is_own` is the field of `SavedSettings`."""
     hint = "--from takes the .json file beside a result"
     document = read_json_object(path, hint=hint)
     schema = document.get("schema")

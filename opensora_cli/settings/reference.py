@@ -182,7 +182,7 @@ def read_reference_generation(file: ConfigFile) -> Sections:
 def read_reference_autoencoder(file: ConfigFile) -> Sections:
     """Read a `.py` file for the autoencoders in the terms of `ReconstructSettings`.
 
-    A file that trains one is read in the terms of `TrainSettings`. Errors are those of `read_reference_generation`.
+    A file that trains one is read in the terms of `TrainSettings`.
     """
     values = _Values(file)
     if values.has("vae_loss_config"):

@@ -104,10 +104,6 @@ def profiled_settings(
     `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe or preset.
     A file with the key `target` is for training. None means generation with the demo. `report` gets a line with the
     names in a `.py` recipe that are not carried over. A request has such a line in its `notes`.
-
-    Raises:
-        RequestError: There is no such recipe, a key is unknown, or a value breaks a rule.
-        FileProblem: The file is missing or broken.
     """
     shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
     file = None if config is None else open_config(config, "train", "generate")

@@ -2,8 +2,8 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -15,7 +15,7 @@ from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.section import FileName, Section, rule_error
 from opensora_cli.models.registry import ARCHITECTURES
-from opensora_cli.settings.applies import TRAIN, refuse_without_effect
+from opensora_cli.settings.applies import TRAIN, Pair, pair_problems, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, channel_problems, settings_of
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import (
@@ -29,7 +29,6 @@ from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import ConfigFile, list_presets, open_config
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
-from opensora_cli.settings.pairs import Pair, pair_problems
 from opensora_cli.settings.reference import read_reference_training, read_settings
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
@@ -49,24 +48,17 @@ from opensora_cli.settings.train_objectives import (
 from opensora_cli.settings.watching import SampleSettings, ValidationSettings, WatchingSettings
 
 
-class TrainTarget(StrEnum):
-    """Part of the video model that is trained."""
-
-    VAE = "vae"
-    MMDIT = "mmdit"
-
-
 class TrainSettings(Section):
     """Settings of a training run."""
 
     applies = TRAIN
 
-    target: TrainTarget = Field(description="Part of the video model that is trained.")
+    target: str = Field(description="Training objective: mmdit trains the transformer, vae the autoencoder.")
     output: FileName = Field(default="runs/train", description="Folder of checkpoints, logs and exported weights.")
     init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
     weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
     device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto prefers cuda.")
-    threads: Threads | None = Field(default=None, description="CPU threads. None means by work, cores and load.")
+    threads: Threads | None = Field(default=None, description="CPU threads. None means by work and cores.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
@@ -98,22 +90,30 @@ class TrainSettings(Section):
         table, seed = self.validation.table, self.validation.seed
         return self.replace({"data.table": table, "data.workers": 0, "loop.seed": seed, "validation.every": None})
 
-    @field_validator("target", mode="before")
+    @property
+    def trains_transformer(self) -> bool:
+        """Whether the transformer or its adapter is trained, and not the autoencoder."""
+        return TARGETS[self.target].trains_transformer
+
+    @property
+    def clip_cache(self) -> str | None:
+        """Folder of encoded clips. None means that the objective reads pixels."""
+        return self.train_mmdit.cache if self.trains_transformer else None
+
+    @field_validator("target")
     @classmethod
-    def _text_encoders_are_trained_elsewhere(cls, value: object) -> object:
+    def _check_target(cls, value: str) -> str:
         if value == "text":
             raise rule_error("must be vae or mmdit: text encoders of the demo are trained in examples/demo")
+        if value not in TARGETS:
+            raise rule_error(f"must be one of {', '.join(TARGETS)}")
         return value
 
     def rules(self) -> Iterator[str]:
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
         yield from _device_problems(self)
         yield from _watching_problems(self)
-        if self.target is TrainTarget.VAE:
-            yield from _vae_problems(self)
-        if self.target is TrainTarget.MMDIT:
-            yield from _transformer_problems(self)
-            yield from _sample_problems(self)
+        yield from TARGETS[self.target].rules(self)
 
 
 def load_train_settings(
@@ -186,8 +186,7 @@ def model_entry(given: Layer) -> Layer:
 def _refuse_other_folders(saved: Path, overrides: Layer, settings: TrainSettings) -> None:
     """Refuse to write to a folder that only a file names, which somebody else may have made."""
     run = saved.resolve().parent
-    cache = settings.train_mmdit.cache if settings.target is TrainTarget.MMDIT else None
-    for key, folder in (("output", settings.output), ("train_mmdit.cache", cache)):
+    for key, folder in (("output", settings.output), ("train_mmdit.cache", settings.clip_cache)):
         if folder is not None and key not in overrides and not Path(folder).resolve().is_relative_to(run):
             raise RequestError(
                 f"{key}={shown_path(folder)} (from {saved}) is outside the folder of that file, and no file decides "
@@ -199,9 +198,6 @@ def _refuse_other_folders(saved: Path, overrides: Layer, settings: TrainSettings
 _BESIDE_ADAPTER = "set it, as in lora.rank=16, or use strategy=zero3 and optimizer.offload_states=true"
 
 _NEEDS = (
-    Pair("strategy!=ddp", "target=mmdit", "use ddp"),
-    Pair("compile", "target=mmdit", "use false"),
-    Pair("lora.rank", "target=mmdit", "use none"),
     Pair("lora.rank", "init", "name the weights that it is trained beside, as in init=demo"),
     Pair("optimizer.offload_states", "strategy!=ddp", "use zero1, zero2, zero3 or hybrid, which divide the states"),
     Pair("parallel.ulysses_degree>1", "strategy=hybrid", "use hybrid"),
@@ -210,9 +206,9 @@ _NEEDS = (
     Pair("memory.offload=blocks", "lora.rank", _BESIDE_ADAPTER),
     Pair("memory.offload=blocks", "memory.checkpointing!=none", "use full, since blocks are copied again for backward"),
     Pair("memory.fp8_storage", "lora.rank", _BESIDE_ADAPTER),
-    Pair("train_vae.decoder_only", "init", "name trained weights, as in init=demo", "target=vae"),
+    Pair("train_vae.decoder_only", "init", "name trained weights, as in init=demo", "trains_transformer!=true"),
     Pair("data.table", "validation.table", "validation needs clips that are not trained on", "validation.every"),
-    Pair("samples.every", "samples.prompts", "give samples.prompts", "target=mmdit"),
+    Pair("samples.every", "samples.prompts", "give samples.prompts", "trains_transformer"),
 )
 """Settings that need another one."""
 
@@ -220,7 +216,6 @@ _CONFLICTS = (
     Pair("parallel.devices", "device=cpu", "drop one of them"),
     Pair("parallel.dp_shard_degree>1", "strategy=ddp", "use zero1 to zero3"),
     Pair("parallel.compression=bf16", "precision.compute!=fp32", "use none, or precision.compute=fp32"),
-    Pair("parallel.watch", "compile", "use one of them, since nothing would be compiled"),
     Pair("optimizer.name=muon", "strategy!=ddp", "use adamw, or ddp: it needs whole matrices"),
     Pair("compile", "strategy=hybrid", "use zero3, or false: blocks of hybrid communicate"),
     Pair("lora.rank", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree or ring_degree instead"),
@@ -288,7 +283,7 @@ def _watching_problems(settings: TrainSettings) -> Iterator[str]:
         yield f"validation.table={validation.table} must be another table than data.table"
 
 
-def _vae_problems(settings: TrainSettings) -> Iterator[str]:
+def _autoencoder_problems(settings: TrainSettings) -> Iterator[str]:
     grid, crop = settings.vae.grid, settings.train_vae.crop_size
     yield from settings.data.length_problems(grid)
     if crop % (side := grid.spatial_compression_ratio):
@@ -322,6 +317,7 @@ def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
         count = getattr(settings.memory, f"checkpoint_{kind}_blocks")
         if count is not None and count > most:
             yield f"memory.checkpoint_{kind}_blocks={count} must be at most the model's: use 0 to {most}"
+    yield from _sample_problems(settings)
 
 
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
@@ -339,3 +335,15 @@ def _sample_problems(settings: TrainSettings) -> Iterator[str]:
         if side is not None and side % multiple:
             above = (side // multiple + 1) * multiple
             yield f"samples.{name}={side} must be a multiple of {multiple}, the side of a token: use {above}"
+
+
+class Target(NamedTuple):
+    """Objective as far as settings know it."""
+
+    trains_transformer: bool
+    rules: Callable[[TrainSettings], Iterator[str]]
+    """Function that yields one line for each broken rule of the objective."""
+
+
+TARGETS = {"vae": Target(False, _autoencoder_problems), "mmdit": Target(True, _transformer_problems)}
+"""Objectives by name. `engine/train/objectives` has a module of the same name for each."""

@@ -14,7 +14,7 @@ from opensora_cli.engine.generate import request as generate_request
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
     for package, name, attribute, replacement in (
-        (opensora_cli.engine.generate, "run", "generate_or_launch", fake.generate_or_launch),
+        (opensora_cli.engine.generate, "run", "generate", fake.generate),
         (opensora_cli.engine.generate, "dry_run", "plan_generation", fake.plan_generation),
     ):
         module = ModuleType(f"{package.__name__}.{name}")
@@ -35,4 +35,4 @@ def _no_osora_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def every_stage_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have stages of tiny models and files printed, which take no time that would be shown."""
-    monkeypatch.setattr("opensora_cli.cli.progress.NO_TIME", "")
+    monkeypatch.setattr("opensora_cli.core.console.NO_TIME", "")

@@ -42,7 +42,7 @@ class FakeEngine:
     shortage: HardwareError | None = None
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
-    def generate_or_launch(
+    def generate(
         self,
         settings: GenerateSettings,
         *,

@@ -29,6 +29,7 @@ def run(*args):
     return main(["data", "cache", *args])
 
 
+@pytest.mark.slow
 def test_the_demos_recipe(capsys):
     assert run("--config", "demo_lora", *FEW, "--json") == 0
     out, err = capsys.readouterr()

@@ -26,6 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_makes_a_video_of_the_size_it_promises(run):
     clip = read_video(run[0])
     assert tuple(clip.frames_THWC.shape) == (33, 128, 128, 3)
@@ -33,6 +34,7 @@ def test_makes_a_video_of_the_size_it_promises(run):
     assert read_tags(run[0])["prompt"] == PROMPT
 
 
+@pytest.mark.slow
 def test_the_video_shows_a_rainy_sea(run):
     frames_THWC = read_video(run[0]).frames_THWC.float()
 
@@ -44,6 +46,7 @@ def test_the_video_shows_a_rainy_sea(run):
     assert torch.diff(frames_THWC[:, :48], dim=0).abs().mean() > 2
 
 
+@pytest.mark.slow
 def test_words_that_the_demo_does_not_know_are_reported_once(run):
     warnings = [line for line in run[1].splitlines() if "zeppelin" in line]
 

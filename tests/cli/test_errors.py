@@ -137,7 +137,7 @@ def test_interrupt_by_a_signal(first: str, number: signal.Signals) -> None:
     code = (
         f"{first}import sys, time; from opensora_cli.cli import app, generate\n"
         "def wait(*args, **kwargs): print('ready', flush=True); time.sleep(60)\n"
-        "generate._run = wait; sys.exit(app.main(['generate', 'x']))"
+        "generate.generate_request = wait; sys.exit(app.main(['generate', 'x']))"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -16,7 +16,6 @@ from PIL import Image
 
 import opensora_cli
 from opensora_cli.cli.app import main
-from opensora_cli.engine.generate import run
 from opensora_cli.engine.launch.launcher import LaunchRequest
 
 # Of one size with the clip there would be a single tile, which rank 0 decodes.
@@ -162,7 +161,9 @@ def test_a_result_that_exists_starts_no_ranks(
 ) -> None:
     one = [*SHORT, "--steps", "1", "--out", "a.png", "--num-frames", "1", "--quiet"]
     assert main(one) == 0
-    monkeypatch.setattr(run, "start_ranks", lambda *_, **__: pytest.fail("ranks are started"))
+    monkeypatch.setattr(
+        "opensora_cli.engine.generate.ranks.start_ranks", lambda *_, **__: pytest.fail("ranks are started")
+    )
     assert main([*one, "--gpus", "2"]) == 0
     assert capsys.readouterr().out == "a.png\n" * 2
     Path("b.mp4").touch()

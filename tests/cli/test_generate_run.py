@@ -89,7 +89,7 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
     prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x"}\n')
     code, stdout, stderr = osora("--prompts", str(prompts))
     assert (code, stdout) == (5, f"{out / 'raining-sea_seed3.mp4'}\n")
-    assert "error: 1 of 2 rows failed\nerror: row 2: seed=x must be a whole number" in stderr
+    assert "error: 1 of 2 rows failed\nerror: row 2: sampling.seed=x must be a whole number" in stderr
     assert "--json lists all, and the same command tries these again" in stderr
     prompts.write_text(prompts.read_text().splitlines()[0])
     code, stdout, _ = osora("--prompts", str(prompts), "--json")
@@ -313,21 +313,6 @@ def test_a_file_from_elsewhere_describes_a_video_and_nothing_else(world, osora, 
     evil.write_text(json.dumps(document))
     assert again_with(world, str(evil), "--refine") == 2
     assert f"would send files to the server that {evil} names: --ref {world.picture}" in capsys.readouterr().err
-
-
-def test_ctrl_c_while_decoding(world, osora, out, monkeypatch):
-    def interrupt(*_args, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("opensora_cli.engine.generate.decode.decode_latents", interrupt)
-    code, stdout, stderr = osora("sea")
-    latents = out / "sea_seed42.latents.safetensors"
-    assert (code, stdout) == (130, "")
-    [command] = re.findall(r"go on with: osora (.*)", stderr)
-    assert command == f"generate --from-latents {latents} --weights {world.released}"
-    monkeypatch.undo()
-    assert app.main(shlex.split(command.replace("--from-latents", "--from"))) == 0
-    assert (out / "sea_seed42.mp4").exists()
 
 
 def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):

@@ -19,9 +19,8 @@ OSORA = [sys.executable, "-m", "opensora_cli"]
 SMALL = ["--height", "32", "--width", "32", "--num-frames", "1"]
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_a_generation_saves_its_latents(tmp_path, gpus):
-    steps = ["--steps", "1000", "--gpus", str(gpus), "--device", "cpu", "--out", "a.png"]
+def test_a_generation_on_two_ranks_saves_its_latents(tmp_path):
+    steps = ["--steps", "1000", "--gpus", "2", "--device", "cpu", "--out", "a.png"]
     with Terminal([*OSORA, "generate", "sea", *SMALL, *steps], cwd=tmp_path) as terminal:
         terminal.wait_for(lambda: re.search(r"\d\d/\d+ evaluations", terminal.shown))
         terminal.hang_up()

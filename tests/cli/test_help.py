@@ -29,7 +29,7 @@ from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.load import load_preset, read_request
 from opensora_cli.settings.tools import BenchCommSettings
 
-HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
+HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
 
 def modules_after(*commands: list[str]) -> list[set[str]]:
@@ -55,6 +55,25 @@ def test_help_version_and_presets_import_nothing_heavy() -> None:
     assert [{"pydantic", "opensora_cli.cli.train"} & modules for modules in every[:2]] == [set()] * 2
 
 
+def test_help_does_not_need_docstrings() -> None:
+    """Containers with PYTHONOPTIMIZE=2 have none."""
+    code = (
+        "from opensora_cli.cli.app import load_commands\n"
+        "def show(command):\n"
+        "    print(repr(command.help))\n"
+        "    for child in getattr(command, 'commands', {}).values():\n"
+        "        show(child)\n"
+        "show(load_commands())"
+    )
+    with_docstrings, without = (
+        subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=True).stdout
+        for options in ([], ["-OO"])
+    )
+    assert "None" not in with_docstrings.splitlines()
+    assert without == with_docstrings
+
+
+@pytest.mark.slow
 def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
     [modules] = modules_after(["generate", "raining, sea", "--model", "demo", "--dry-run", "--json"])
     assert {"torch", "opensora_cli.engine.generate.planning"} <= modules

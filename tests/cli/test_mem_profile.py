@@ -23,6 +23,7 @@ def recipe(settings: TrainSettings, folder: Path) -> str:
     return str(folder / "tiny.yaml")
 
 
+@pytest.mark.slow
 def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -63,35 +63,6 @@ def test_what_does_not_fit_there_ends_with_4(capsys: pytest.CaptureFixture[str])
     assert "cuda (NVIDIA H100 80GB HBM3) memory.limit allows" in err
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "says"),
-    [
-        (["--dry-run", "--on", "rig.yaml"], 3, "rig.yaml"),
-        (["--dry-run", "--on", "H100", "--device", "cpu"], 2, "--on H100 plans for GPUs, and the device is cpu"),
-        (["--dry-run", "--on", "H100", "--gpus", "16"], 2, "and gpus_per_node=8 of H100: use --on 16xH100"),
-        (
-            ["--dry-run", "--on", "64xH100", "--set", "parallel.tensor_parallel_degree=64"],
-            2,
-            "parallel.tensor_parallel_degree=64",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_what_makes_no_sense_is_refused(
-    args: list[str],
-    code: int,
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*GENERATE, *args]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert says in err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_who_asks_for_gpus_that_are_not_here_is_led_to_the_dry_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

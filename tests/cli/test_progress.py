@@ -9,7 +9,7 @@ from rich.console import Console
 
 from opensora_cli.cli import output
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.progress import ConsoleReporter
+from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 

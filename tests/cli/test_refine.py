@@ -10,7 +10,7 @@ from chat_server import KEY, ChatStub, serving
 from tiny_world import World, make_world, released_overrides
 
 from opensora_cli.cli import app
-from opensora_cli.engine.generate import chat, run
+from opensora_cli.engine.generate import chat, ranks
 from opensora_cli.settings.generate import GenerateSettings
 
 Start = Callable[..., ChatStub]
@@ -99,7 +99,7 @@ def test_a_plan_asks_nothing(start: Start, osora: Osora) -> None:
 
 def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
     stub, started = start("raining, a grey sea"), []
-    monkeypatch.setattr(run, "start_ranks", lambda settings, *_: started.append(settings))
+    monkeypatch.setattr(ranks, "start_ranks", lambda settings, *_: started.append(settings))
     assert osora("raining, sea", "--refine", "--gpus", "2", "--device", "cpu")[0] == 0
     [settings] = started
     assert isinstance(settings, GenerateSettings)

@@ -9,6 +9,7 @@ import pytest
 PROGRAM = """
 import sys
 from opensora_cli.cli import app, generate, output
+from opensora_cli.cli.command import make_command
 
 def work(*args, **kwargs):
     reporter = output.make_reporter(quiet=False)
@@ -23,7 +24,7 @@ def work(*args, **kwargs):
 
 if sys.argv[2:]:
     sys.exit(app.main(sys.argv[2:]))
-generate._run = work
+generate.COMMAND = make_command("generate", work, {"PROMPT": generate.ROWS["PROMPT"]}, about="Work.")
 sys.exit(app.main(["generate", "x"]))
 """
 FULL = "cannot write to standard output: No space left on device"
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its shell has n
 LIBRARY = """
 import sys, types, warnings
 from opensora_cli.cli import app, call, generate
+from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import OsoraWarning
 
 def work(*args, **kwargs):
@@ -45,7 +47,7 @@ def work(*args, **kwargs):
     warnings.warn(OsoraWarning("a.png may be lost"))
     raise AssertionError("a bug" + chr(27))
 
-generate._run = work
+generate.COMMAND = make_command("generate", work, {"PROMPT": generate.ROWS["PROMPT"]}, about="Work.")
 sys.exit(app.main(["generate", "x"]))
 """
 
@@ -62,7 +64,6 @@ def run(place: Path, redirection: str, *args: str) -> tuple[int, str, str]:
     [
         pytest.param("2>/dev/full", marks=needs_full),
         "2>&- <&-",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("2>&-", "2> >(true)")),
     ],
 )
 def test_a_log_that_is_lost_ends_no_run(tmp_path: Path, redirection: str) -> None:
@@ -82,17 +83,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path) -> None:
 
 
 @needs_full
-@pytest.mark.parametrize(
-    "args",
-    [
-        (),
-        ("--help",),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (("--version",), ("generate", "--list-presets", "--json"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("args", [(), ("--help",)])
 def test_a_result_that_is_lost_is_reported(tmp_path: Path, args: tuple[str, ...]) -> None:
     code, _, err = run(tmp_path / "result", ">/dev/full", *args)
     assert (code, err.splitlines()[-1]) == (3, f"error: {FULL}")

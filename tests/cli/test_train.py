@@ -12,7 +12,7 @@ import yaml
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.train import plan
-from opensora_cli.engine.train.objectives.vae import VAETask
+from opensora_cli.engine.train.objectives.reconstruction import VAETask
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_interrupt_resume_and_overwrite(
     assert main([*recipe, "--quiet"]) == 3
     assert "continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
     with monkeypatch.context() as patched:
-        patched.setattr(plan, "estimate_ranks", lambda settings, reporter: ())
+        patched.setattr(plan, "estimate_rank", lambda settings, reporter: None)
         assert main([*recipe, "--dry-run", "--resume"]) == 0
     assert f"resumed from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
     assert main([*recipe, "--quiet", "--resume", "--json"]) == 0

@@ -36,11 +36,10 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "environment"),
     [
         (["generate", "sea", *RANKS, *SMALL, "--out", "sea.png"], {}),
-        (["bench-comm", *RANKS, "--max-bytes", "8", "--iters", "1", "--collective", "all_to_all"], {}),
         (["env-check"], {"TORCH_LOGS": "x"}),
         (["env-check"], {}),
     ],
-    ids=["generate", "bench-comm", "env-check with a variable that torch refuses", "env-check"],
+    ids=["generate", "env-check with a variable that torch refuses", "env-check"],
 )
 def test_no_code_of_the_working_folder_runs(
     arguments: list[str], environment: dict[str, str], planted: Path, tmp_path_factory: pytest.TempPathFactory
@@ -63,3 +62,13 @@ def test_none_runs_where_the_allocator_is_tried(planted: Path) -> None:
     # It comes as far as the limit of memory, which a CPU has not.
     assert "its process failed: " in str(allocator_use._in_a_process(settings, None))
     assert not planted.exists(), planted.read_text()
+
+
+@pytest.mark.parametrize("arguments", [["generate", "sea", "--dry-run"], ["env-check"]])
+def test_a_deleted_working_folder_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})\n{SCRIPT}"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0] == "error: the working folder no longer exists"

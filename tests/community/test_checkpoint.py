@@ -16,7 +16,6 @@ from hostile_files import little_resident_memory, state_bombs
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.community import checkpoint
@@ -33,7 +32,7 @@ from opensora_cli.community.checkpoint import (
 )
 from opensora_cli.community.training import create_lr_scheduler
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 
 class Sampler:
@@ -301,13 +300,6 @@ def test_master_weights_of_optimizers_are_refused(function, instead):
     with pytest.raises(RequestError, match="does not exist in osora") as caught:
         function(None, None, {})
     assert instead in caught.value.hint
-
-
-def test_files_of_the_hub_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(checkpoint, "fetch_from_hub", lambda name, *, cache_dir: tmp_path / name / str(cache_dir))
-    assert load_from_hf_hub("owner/repo/a.safetensors", cache_dir="c") == str(
-        tmp_path / "owner/repo/a.safetensors" / "c"
-    )
 
 
 @pytest.mark.parametrize("name", ["owner/repo", "owner/repo/a.safetensors"])

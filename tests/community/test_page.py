@@ -13,7 +13,11 @@ import opensora_cli.community
 
 PAGE = (ROOT / "docs" / "reference" / "community.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
-MODULES = [f"opensora_cli.community.{found.name}" for found in pkgutil.iter_modules(opensora_cli.community.__path__)]
+MODULES = [
+    f"opensora_cli.community.{found.name}"
+    for found in pkgutil.iter_modules(opensora_cli.community.__path__)
+    if not found.name.startswith("_")
+]
 NOT_HERE = "not here"
 
 

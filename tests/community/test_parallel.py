@@ -78,12 +78,11 @@ class TestT5LayerNorm:
 def test_a_link_is_congested_when_it_becomes_slow():
     monitor = BandwidthMonitor()
     assert not monitor.is_congested()
-    link = monitor.link("any group")
     for _ in range(20):
-        link.record(1000, 1e-3)
+        monitor.record("any group", 1000, 1e-3)
     assert not monitor.is_congested()
     for _ in range(10):
-        link.record(1000, 5e-3)
+        monitor.record("any group", 1000, 5e-3)
     assert monitor.is_congested()
 
 

@@ -27,7 +27,7 @@ from opensora_cli.community.training import (
 )
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.train.schedules import Schedule
+from opensora_cli.engine.train.optimizer import Schedule
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train_loop import OptimizerSettings
 

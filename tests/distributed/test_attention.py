@@ -35,7 +35,6 @@ def _slow(*values: object) -> object:
         (1, 24, (3, 3, 3, 3)),
         _slow(1, 24, (4, 4, 3, 3, 3)),  # 5, 5, 5, 5 and 4 heads
         (2, 3, (6, 2, 1, 4)),
-        _slow(2, 2, (4, 4, 4, 4)),
     ],
 )
 def test_result_and_gradients_are_those_of_one_process(
@@ -53,7 +52,6 @@ def test_result_and_gradients_are_those_of_one_process(
         (4, 3, torch.float32, 1.0, 2e-6),
         (4, 3, torch.bfloat16, 1.0, 3e-2),
         (2, 5, torch.bfloat16, 1.0, 3e-2),
-        _slow(1, 5, torch.bfloat16, 1.0, 3e-2),
         # Scores of some 1e4: their exponentials are infinite even in fp64.
         (4, 3, torch.float64, 60.0, 1e-8),
     ],
@@ -80,18 +78,16 @@ def test_every_backend_computes_between_ranks(pool: Pool, name: str, ring: int, 
         assert dtypes == [torch.bfloat16] * 4
 
 
-@pytest.mark.parametrize("ranks", [2, _slow(4)])
-def test_no_rank_of_a_ring_gathers_the_keys(pool: Pool, ranks: int) -> None:
-    for share, forward, backward in pool(ranks).run(attention_bytes, ranks, 1, 2, 64):
+def test_no_rank_of_a_ring_gathers_the_keys(pool: Pool) -> None:
+    for share, forward, backward in pool(4).run(attention_bytes, 4, 1, 2, 64):
         # Beside the log-sum-exp: keys and values at hand, those that come, the result, and a part of it.
         assert forward < 7 * share
         # The result and its gradient; keys and values as before; gradients of q and of a part; sums that go and come.
         assert backward < 15 * share
 
 
-@pytest.mark.parametrize("ranks", [2, _slow(4)])
-def test_no_rank_of_ulysses_gathers_all(pool: Pool, ranks: int) -> None:
-    for share, forward, backward in pool(ranks).run(attention_bytes, 1, ranks, 4, 64):
+def test_no_rank_of_ulysses_gathers_all(pool: Pool) -> None:
+    for share, forward, backward in pool(4).run(attention_bytes, 1, 4, 4, 64):
         # q, k and v as they are sent and as they come, or as they come and in their places.
         assert forward < 6.5 * share
         # Those in their places, the result and its gradient, and what attention and the exchange take on the way.

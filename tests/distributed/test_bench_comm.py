@@ -23,14 +23,13 @@ from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
-from opensora_cli.engine.bench_comm.shapes import ModelShapes, ulysses
 from opensora_cli.engine.bench_comm.timing import Repeats
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import TwoStages, node_groups
+from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.divided_work import SharedBranches
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, stage_groups
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
@@ -54,7 +53,7 @@ def _place_of_two_machines() -> Place:
     place = _place()
     if place.ranks < 4:
         return place
-    return replace(place, two_stages=TwoStages(*node_groups(place.group, ranks_per_node=2)))
+    return replace(place, two_stages=TwoStages(*stage_groups([list(range(place.ranks))], inner=2)))
 
 
 def _all_operations() -> list[tuple[str, int, int, int]]:
@@ -144,26 +143,6 @@ def test_every_rank_fails_with_exit_code_4_where_one_has_a_wrong_element(pool: P
     assert pool(2).run(_bench_with_a_fault) == [expected, expected]
 
 
-def _uneven_ulysses() -> tuple[int, int, int, int]:
-    operation = ulysses(_place(), tokens=13, num_heads=5, head_dim=4)
-    with counted_bytes() as sent:
-        wrong = operation.count_wrong()
-    with patch.object(dist, "all_to_all_single", lambda received, *args, **kwargs: received.zero_()):
-        missed = operation.count_wrong()
-    return wrong, sent.num_bytes, missed, operation.size_bytes
-
-
-@both
-def test_tokens_for_heads_with_uneven_shares(pool: Pool, ranks: int) -> None:
-    heads, tokens = {2: ((3, 2), (7, 6)), 4: ((2, 1, 1, 1), (4, 3, 3, 3))}[ranks]
-    stays = sum(h * t for h, t in zip(heads, tokens, strict=True))
-    answers = pool(ranks).run(_uneven_ulysses)
-    assert [wrong for wrong, *_ in answers] == [0] * ranks
-    assert sum(sent for _, sent, *_ in answers) == (13 * 5 - stays) * 3 * 4 * 2
-    assert all(missed > 0 for *_, missed, _ in answers)
-    assert {size for *_, size in answers} == {tokens[0] * 5 * 3 * 4 * 2}
-
-
 # Bytes on the wire.
 
 
@@ -188,19 +167,6 @@ STEPS = [
     (MeshShape(ulysses=2), UNEVEN),
     (MeshShape(tensor=2, ring=2), UNEVEN),
     (MeshShape(guidance=2, ulysses=2), EVEN),
-    *(
-        pytest.param(shape, sizes, marks=SLOW)
-        for shape, sizes in (
-            (MeshShape(ring=2), EVEN),
-            (MeshShape(tensor=2), EVEN),
-            (MeshShape(guidance=2), UNEVEN),
-            (MeshShape(ulysses=4), EVEN),
-            (MeshShape(ring=4), UNEVEN),
-            (MeshShape(tensor=4), UNEVEN),
-            (MeshShape(ring=2, ulysses=2), UNEVEN),
-            (MeshShape(tensor=2, ulysses=2), UNEVEN),
-        )
-    ),
 ]
 
 
@@ -282,18 +248,10 @@ def _small_demo(*_: object, **__: object) -> GenerateSettings:
 
 # The whole command.
 
-SHAPES_OF_A_TINY_MODEL = ModelShapes(
-    tokens={Collective.ULYSSES_256PX: 30, Collective.ULYSSES_768PX: 10_000},
-    num_heads=4,
-    head_dim=8,
-    block_parameters=1001,
-)
-
 
 def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[BenchReport, list[list[str]]]:
     shown: list[list[str]] = []
     with (
-        patch.object(bench, "released_shapes", lambda: SHAPES_OF_A_TINY_MODEL),
         patch.object(scaling_steps, "load_preset", _small_demo),
         patch.object(bench, "affordable_bytes", affordable_bytes if free is None else lambda place: free),
     ):
@@ -323,21 +281,17 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     assert other.model_copy(update=own) == report.model_copy(update=own)
     rows = {collective: [row for row in report.rows if row.collective is collective] for collective in Collective}
     for collective, of_one in rows.items():
-        expected = {Collective.ULYSSES_256PX: 1, Collective.ULYSSES_768PX: 0, Collective.BLOCK_GATHER: 1}
         # Two ranks are no machines; a row of 128 for each of two ranks is over the sizes.
-        expected |= {Collective.HIERARCHICAL: 0, Collective.ALL_TO_ALL_FP8: 1}
+        expected = {Collective.HIERARCHICAL: 0, Collective.ALL_TO_ALL_FP8: 1}
         assert len(of_one) == expected.get(collective, 3), collective
         assert all(row.wrong == 0 and row.repeats in (1, 2) for row in of_one)
         assert all(0 < row.min_s <= row.p50_s <= row.p99_s for row in of_one)
-    assert rows[Collective.ULYSSES_256PX][0].size_bytes == 15 * 4 * 8 * 3 * 2
-    assert rows[Collective.BLOCK_GATHER][0].size_bytes == 1002 * 2
-    assert any(note.startswith("ulysses_768px is left out") for note in report.notes)
     assert {verdict.judgement.value for verdict in report.verdicts} == {"works"}
     assert any(note.startswith("hierarchical is left out: 2 ranks") for note in report.notes)
-    assert len(report.verdicts) == 12
+    assert len(report.verdicts) == 10
     # A line needs two sizes.
     alone = {Collective.HIERARCHICAL, Collective.ALL_TO_ALL_FP8}
-    assert set(report.fits) == {collective for collective in Collective if collective.has_sizes} - alone
+    assert set(report.fits) == set(Collective) - alone
     # All but the verdicts was shown while it was made: the header, then each row by itself.
     assert [len(lines) for lines in shown[1:]] == [1] * len(report.rows)
     assert [*chain.from_iterable(shown), *report.closing_lines()] == report.lines()

@@ -247,40 +247,33 @@ def _refusals() -> list[str]:
     return messages
 
 
-def _slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("ranks", "uneven"), [(2, True), (4, False), _slow(2, False), _slow(4, True)])
+@pytest.mark.parametrize(("ranks", "uneven"), [(2, False), (4, True)])
 def test_gathering_and_reducing_are_exact_with_gradients(pool: Callable[[int], Any], ranks: int, uneven: bool) -> None:
     assert pool(ranks).run(_gather_and_reduce, uneven) == [5] * ranks
 
 
-@pytest.mark.parametrize(("ranks", "uneven"), [(2, False), (4, True), _slow(2, True), _slow(4, False)])
+@pytest.mark.parametrize(("ranks", "uneven"), [(2, False), (4, True)])
 def test_exchanges_are_exact_with_gradients(pool: Callable[[int], Any], ranks: int, uneven: bool) -> None:
     assert pool(ranks).run(_exchange, uneven) == [15] * ranks
 
 
-@pytest.mark.parametrize(("ranks", "grad_scale"), [(2, None), (4, "up"), (2, "down"), _slow(4, None), _slow(4, "down")])
+@pytest.mark.parametrize(("ranks", "grad_scale"), [(2, None), (4, "up"), (2, "down")])
 def test_each_of_the_pair_is_the_backward_of_the_other(
     pool: Callable[[int], Any], ranks: int, grad_scale: str | None
 ) -> None:
     assert pool(ranks).run(_gather_and_split, grad_scale) == [6] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_parallel_linears_are_one_linear(pool: Callable[[int], Any], ranks: int) -> None:
-    pool(ranks).run(_two_linears)
+def test_parallel_linears_are_one_linear(pool: Callable[[int], Any]) -> None:
+    pool(4).run(_two_linears)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_second_gradients_are_exact(pool: Callable[[int], Any], ranks: int) -> None:
-    pool(ranks).run(_twice)
+def test_second_gradients_are_exact(pool: Callable[[int], Any]) -> None:
+    pool(4).run(_twice)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_dtypes_are_kept(pool: Callable[[int], Any], ranks: int) -> None:
-    assert pool(ranks).run(_types) == [6] * ranks
+def test_dtypes_are_kept(pool: Callable[[int], Any]) -> None:
+    assert pool(4).run(_types) == [6] * 4
 
 
 def test_a_group_of_some_ranks_leaves_the_others_alone(pool: Callable[[int], Any]) -> None:

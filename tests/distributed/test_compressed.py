@@ -1,6 +1,7 @@
 """The compressed all-to-all against the plain one: how wrong it is, and what it sends."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -9,10 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.parallel.all_to_all import WireFormat, compressed_all_to_all
-from opensora_cli.parallel.collectives import all_to_all
+from opensora_cli.parallel.collectives import all_to_all, exchange_directly
+from opensora_cli.parallel.compression import WireFormat, compressed
 
 _RANKS = 4
+
+
+def _compressed(x: Tensor, *dims: int, wire: WireFormat | None) -> Tensor:
+    exchange = partial(compressed, partial(exchange_directly, dist.group.WORLD), wire)
+    return all_to_all(x, dist.group.WORLD, *dims, exchange=exchange)
 
 
 def _allowed(exact: Tensor, wire: WireFormat) -> Tensor:
@@ -34,7 +40,7 @@ def _errors(wire: WireFormat) -> tuple[float, float]:
     ratios = []
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     outs = [
-        compressed_all_to_all(leaves[0], dist.group.WORLD, wire=wire),
+        _compressed(leaves[0], wire=wire),
         all_to_all(leaves[1], dist.group.WORLD),
     ]
     for out in outs:
@@ -50,7 +56,7 @@ def _errors(wire: WireFormat) -> tuple[float, float]:
 def _bytes(wire: WireFormat | None) -> list[int]:
     x = torch.ones(1, 3, 4, 32, requires_grad=True)
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
-        compressed_all_to_all(x, dist.group.WORLD, wire=wire).sum().backward()
+        _compressed(x, wire=wire).sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
     return [call.args[1].nbytes for call in sent.call_args_list]
 
@@ -58,20 +64,20 @@ def _bytes(wire: WireFormat | None) -> list[int]:
 def _special() -> None:
     x = torch.ones(1, 2, 4, 8)
     x[0, 0, dist.get_rank(), 3] = float("inf")
-    out = compressed_all_to_all(x, dist.group.WORLD, wire="fp8")
+    out = _compressed(x, wire="fp8")
     rows = out[0, :, 0].isfinite().all(-1)
     # This rank receives the row for its own place from each: only its own row was infinite.
     assert rows.tolist() == [not (row % 2 == 0 and row // 2 == dist.get_rank()) for row in range(8)]
     assert torch.equal(out[0, :, 0][rows], torch.ones(7, 8))
     with pytest.raises(ValueError, match="can be neither divided nor joined"):
-        compressed_all_to_all(x, dist.group.WORLD, 3, 1, wire="fp8")
+        _compressed(x, 3, 1, wire="fp8")
 
 
 def _types() -> None:
     x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
-    assert torch.equal(compressed_all_to_all(x, dist.group.WORLD, wire="bf16"), all_to_all(x, dist.group.WORLD))
+    assert torch.equal(_compressed(x, wire="bf16"), all_to_all(x, dist.group.WORLD))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        assert compressed_all_to_all(x.to(dtype), dist.group.WORLD, wire="fp8").dtype == dtype
+        assert _compressed(x.to(dtype), wire="fp8").dtype == dtype
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
@@ -93,8 +99,3 @@ def test_what_is_not_finite(pool: Callable[[int], Any]) -> None:
 
 def test_types(pool: Callable[[int], Any]) -> None:
     pool(_RANKS).run(_types)
-
-
-def test_one_rank_has_nothing_to_do() -> None:
-    x = torch.ones(2, 3, 4)
-    assert compressed_all_to_all(x, None, wire="fp8") is x

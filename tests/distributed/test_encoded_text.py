@@ -17,7 +17,9 @@ from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.text import text_embeds
+from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.generate import GenerateSettings
 
 Pool = Callable[[int], Any]
@@ -29,7 +31,7 @@ def _encode(settings: GenerateSettings) -> tuple[PromptEmbeds, int]:
     with patch.object(
         generate_models, "load_t5", lambda plan, **options: loads.append(plan) or load_t5(plan, **options)
     ):
-        models = LoadedModels(text_group=dist.group.WORLD)
+        models = LoadedModels(ranks=Ranks(MeshShape(ulysses=dist.get_world_size()), torch.device("cpu")))
         with models, torch.inference_mode():
             [embeds] = text_embeds(make_plan(settings), models, Events(RecordingReporter()))
     return embeds, len(loads)

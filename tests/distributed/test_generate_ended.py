@@ -27,8 +27,6 @@ TILES = [
     word for key in ("sample_size=32", "temporal_tiling=true", "sample_tsize=16") for word in ("--set", f"vae.{key}")
 ]
 
-# Rank 0 alone encodes references, keeps latents and saves.
-STAGES = {"load": 1, "text": 1, "encode": 0, "denoise": 1, "decode": 1, "save": 0}
 KEEPING = ("decode", "save")
 
 # What a rank does, the exit code, and what is said of it. One that asks its launcher to end waits for that.
@@ -39,14 +37,24 @@ EVENTS = {
     "interrupted": (f"os.kill(os.getppid(), signal.SIGINT); {HANG}", 130, None),
     "terminated": (f"os.kill(os.getppid(), signal.SIGTERM); {HANG}", 130, None),
 }
+# Every stage and every event, and each event before and after there is something to keep. Rank 0 alone encodes
+# references and saves. While it saves it is alone, waits for no other, and a disk may take as long as it takes.
 CASES = [
-    *((stage, rank, event) for stage, rank in STAGES.items() for event in EVENTS if event != "hung"),
-    # The rank that has kept something.
-    ("decode", 0, "killed"),
-    ("decode", 0, "stopped"),
-    # Not while rank 0 saves: it is alone then, waits for no other, and a disk may take as long as it takes.
+    ("load", 1, "killed"),
+    ("load", 1, "terminated"),
     ("text", 1, "hung"),
+    ("text", 1, "stopped"),
+    ("encode", 0, "interrupted"),
+    ("encode", 0, "killed"),
+    ("denoise", 1, "killed"),
     ("denoise", 1, "hung"),
+    ("denoise", 1, "interrupted"),
+    # The rank that has kept something, and the other.
+    ("decode", 0, "killed"),
+    ("decode", 1, "stopped"),
+    ("decode", 1, "terminated"),
+    ("save", 0, "killed"),
+    ("save", 0, "interrupted"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The all-to-all of two machines with two ranks each against the plain one, bit for bit."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -9,11 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.parallel.all_to_all import compressed_all_to_all, hierarchical_all_to_all, node_groups
-from opensora_cli.parallel.collectives import all_to_all
+from opensora_cli.parallel.all_to_all import TwoStages
+from opensora_cli.parallel.collectives import all_to_all, exchange_directly
+from opensora_cli.parallel.compression import compressed
+from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.parallel.shares import shares
 
 _RANKS = 4
+
+
+def _two_stages() -> TwoStages:
+    return TwoStages(*stage_groups([list(range(_RANKS))], inner=2))
 
 
 def _with_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,7 +32,7 @@ def _with_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Ten
 
 def _compare(uneven: bool) -> int:
     assert dist.group.WORLD is not None
-    groups = node_groups(dist.group.WORLD, ranks_per_node=2)
+    stages = _two_stages()
     rank, checked = dist.get_rank(), 0
     for dims in ((2, 1), (1, 2), (0, -1), (3, 0)):
         shape = [2, 3, 2, 3]
@@ -37,7 +44,9 @@ def _compare(uneven: bool) -> int:
         expected, expected_gradient = _with_gradient(
             lambda x, d=dims, s=sizes: all_to_all(x, dist.group.WORLD, *d, **s), x
         )
-        out, gradient = _with_gradient(lambda x, d=dims, s=sizes: hierarchical_all_to_all(x, *groups, *d, **s), x)
+        out, gradient = _with_gradient(
+            lambda x, d=dims, s=sizes: all_to_all(x, dist.group.WORLD, *d, **s, exchange=stages), x
+        )
         assert torch.equal(out, expected)
         assert torch.equal(gradient, expected_gradient)
         assert gradient.any() == bool(gathered[rank])
@@ -48,9 +57,9 @@ def _compare(uneven: bool) -> int:
 def _messages() -> tuple[list[int], list[int]]:
     """Return the ranks and elements of each group in which something was sent."""
     assert dist.group.WORLD is not None
-    groups = node_groups(dist.group.WORLD, ranks_per_node=2)
+    stages = _two_stages()
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
-        hierarchical_all_to_all(torch.zeros(1, 3, 8, 5), *groups)
+        all_to_all(torch.zeros(1, 3, 8, 5), dist.group.WORLD, exchange=stages)
     return [call.kwargs["group"].size() for call in sent.call_args_list], [
         call.args[1].numel() for call in sent.call_args_list
     ]
@@ -58,22 +67,18 @@ def _messages() -> tuple[list[int], list[int]]:
 
 def _compressed() -> int:
     assert dist.group.WORLD is not None
-    groups = node_groups(dist.group.WORLD, ranks_per_node=2)
+    stages = _two_stages()
     x = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
     formats = ("bf16", "fp8")
     for wire in formats:
-        ours = _with_gradient(lambda x, w=wire: hierarchical_all_to_all(x, *groups, wire=w), x)
-        theirs = _with_gradient(lambda x, w=wire: compressed_all_to_all(x, dist.group.WORLD, wire=w), x)
+        direct = partial(exchange_directly, dist.group.WORLD)
+        by_stages, directly = (partial(compressed, way, wire) for way in (stages, direct))
+        ours = _with_gradient(lambda x, e=by_stages: all_to_all(x, dist.group.WORLD, exchange=e), x)
+        theirs = _with_gradient(lambda x, e=directly: all_to_all(x, dist.group.WORLD, exchange=e), x)
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1], theirs[1])
         assert not torch.equal(ours[0], all_to_all(x, dist.group.WORLD))
     return len(formats)
-
-
-def _refused() -> None:
-    assert dist.group.WORLD is not None
-    with pytest.raises(ValueError, match="4 ranks are not machines of 3 each"):
-        node_groups(dist.group.WORLD, ranks_per_node=3)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -87,7 +92,3 @@ def test_one_message_goes_inside_and_one_between(pool: Callable[[int], Any]) -> 
 
 def test_it_can_be_compressed(pool: Callable[[int], Any]) -> None:
     assert pool(_RANKS).run(_compressed) == [2] * _RANKS
-
-
-def test_unequal_machines_are_refused(pool: Callable[[int], Any]) -> None:
-    pool(_RANKS).run(_refused)

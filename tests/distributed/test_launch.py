@@ -24,7 +24,7 @@ from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
 
 COMMAND = (sys.executable, launch_rank.__file__)
-PACE = Pace(look_s=0.05, frozen_s=5.0, settle_s=1.0, interrupt_s=2.0, terminate_s=0.5)
+PACE = Pace(look_s=0.05, stopped_s=5.0, settle_s=1.0, interrupt_s=2.0, terminate_s=0.5)
 PROMISED_S = 20.0
 
 pytestmark = [
@@ -144,18 +144,9 @@ class TestDone:
     def test_rank_0_has_the_terminal_of_the_launcher(self, tmp_path, processes):
         assert processes.program(tmp_path, on_a_terminal, tmp_path).end(60.0)[:2] == (0, "123 columns\n")
 
-    @pytest.mark.slow
-    def test_busy_ranks_are_not_frozen(self, tmp_path):
-        """A rank that sends nothing for longer than the limit, but computes."""
-        busy = "import time; start = time.monotonic()\nwhile time.monotonic() < start + 2.5: pass\nprint('done')"
-        launch(request(tmp_path), [], command=(sys.executable, "-c", busy), pace=Pace(frozen_s=1.5))
-        assert log(tmp_path, 1) == "done\n"
-
 
 class TestKilled:
-    @pytest.mark.parametrize(
-        "stage", ["start", "denoise", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("load", "decode"))]
-    )
+    @pytest.mark.parametrize("stage", ["start", "denoise"])
     def test_in_each_stage(self, tmp_path, capfd, stage):
         failure = failing(tmp_path, "--rank", "1", "--stage", stage, "--act", "kill")
         assert failure.message == f"rank 1 on {socket.gethostname()}, in the stage {stage}: killed (SIGKILL)"
@@ -242,13 +233,12 @@ class TestFailing:
         assert failure.exit_code == 3
         assert capfd.readouterr() == ("", "")
 
-    @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-    def test_an_error_of_one_rank_names_it(self, tmp_path, rank):
-        failure = failing(tmp_path, "--rank", str(rank), "--act", "refuse")
+    def test_an_error_of_one_rank_names_it(self, tmp_path):
+        failure = failing(tmp_path, "--rank", "0", "--act", "refuse")
         assert failure.message == "weights.safetensors is truncated"
         assert failure.hint.startswith(
-            f"download it again\nreported by rank {rank} on {socket.gethostname()}, in the stage denoise\n"
-            f"log: {tmp_path}/logs/rank{rank}.log"
+            f"download it again\nreported by rank 0 on {socket.gethostname()}, in the stage denoise\n"
+            f"log: {tmp_path}/logs/rank0.log"
         )
         assert failure.exit_code == 3
 
@@ -270,20 +260,17 @@ class TestFailing:
 
 
 class TestFrozen:
-    @pytest.mark.parametrize(
-        "stage", ["denoise", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("start", "load", "decode"))]
-    )
+    @pytest.mark.parametrize("stage", ["denoise", pytest.param("start", marks=pytest.mark.slow)])
     def test_stopped(self, tmp_path, stage):
-        pace = dataclasses.replace(PACE, frozen_s=3.0)
+        pace = dataclasses.replace(PACE, stopped_s=3.0)
         failure = failing(tmp_path, "--rank", "1", "--stage", stage, "--act", "stop", pace=pace)
         assert f"rank 1 on {socket.gethostname()}, in the stage {stage}: stopped (SIGSTOP)" in failure.message
         assert failure.exit_code == 4
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("busy", [0, 20])
-    def test_while_the_others_wait_in_a_collective_with_the_usual_pace(self, tmp_path, busy):
-        """Also beside more busy processes than there are cores."""
-        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    def test_while_the_others_wait_in_a_collective_with_the_usual_pace(self, tmp_path):
+        """Beside more busy processes than there are cores."""
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(20)]
         try:
             failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", "stop", pace=None)
         finally:
@@ -302,8 +289,7 @@ class TestSilent:
         ("rank", "stage", "act"),
         [
             pytest.param(1, "load", "wait", marks=pytest.mark.slow),
-            pytest.param(0, "denoise", "wait", marks=pytest.mark.slow),
-            pytest.param(1, "denoise", "silence", marks=pytest.mark.slow),
+            pytest.param(0, "denoise", "silence", marks=pytest.mark.slow),
             pytest.param(1, "denoise", "spin", marks=pytest.mark.slow),
         ],
     )
@@ -384,8 +370,9 @@ class TestInterrupted:
         assert [path for path in temporary.rglob("*") if path.is_file()] == []
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("stage", ["start", "load", "denoise", "decode"])
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize(
+        ("stage", "number"), [("start", signal.SIGTERM), ("load", signal.SIGINT), ("decode", signal.SIGTERM)]
+    )
     def test_in_each_stage(self, tmp_path, driver, stage, number):
         launcher = driver(tmp_path, "--gloo", "--stage", stage, "--act", "wait")
         waiting = (lambda: len(left(tmp_path)) == 2) if stage == "start" else (tmp_path / f"{stage}1").exists

@@ -1,32 +1,37 @@
 """Several ranks draw the video that one draws: the demo, under all conditions and by every way to share its work."""
 
 import sys
-from functools import cache
 from math import prod
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from adapter_styles import fused_factors, write_styles
 from closeness import assert_close
 from mapped_memory import NO_FILE, mapped_files
 from shared_models import plan_without_estimate
 from shared_tokens import prompt_exchanges
+from storage_sizes import storage_bytes
+from tiny_adapters import write_lora
 from torch._dynamo.utils import counters
 from wire_formulas import StepSizes, step_traffic
 
 from opensora_cli.cli.app import main
-from opensora_cli.core.conditions import CONDITION_MODES, reference_parts
+from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
+from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate import models
+from opensora_cli.engine.generate import loading
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.settings.load import load_preset
 
 STEPS = 2
@@ -65,7 +70,7 @@ def plan_of(
 def on_this_rank(plan):
     """Return the ranks that share the work, None in one process, and the transformer or this rank's share of it."""
     ranks = Ranks(plan.mesh, torch.device("cpu")) if plan.mesh.size > 1 else None
-    transformer = models.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
+    transformer = loading.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
     transformer.set_attention(sdpa)
     return ranks, transformer
 
@@ -87,7 +92,7 @@ def drawn(plan):
     ]
     with torch.inference_mode(), counted_bytes() as sent:
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks)
+        latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks or ALONE)
     return latents, sent.num_bytes, STEPS * step_bytes(plan, transformer.config)
 
 
@@ -125,26 +130,11 @@ def velocity(plan):
         )
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        {"ulysses": 2},
-        {"tensor_parallel": 2, "ring": 2},
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"ring": 2}, {"tensor_parallel": 2})),
-    ],
-    ids=str,
-)
-def test_velocity_is_that_of_one_process(pool, degrees):
-    expected = velocity(plan_of())
-    for computed in pool(prod(degrees.values())).run(velocity, plan_of("t2v", degrees)):
-        assert_close(computed, expected)
-
-
 def compiled_velocity(plan):
     """Return the same of compiled blocks, after attention was handed in anew, and how many graphs there are."""
     torch._dynamo.reset()
     counters.clear()
-    with mock.patch.object(models, "prepare", lambda transformer, plan: compile_blocks(transformer, **COMPILED)):
+    with mock.patch.object(loading, "prepare", lambda transformer, plan: compile_blocks(transformer, **COMPILED)):
         velocity(plan)
         return velocity(plan), counters["stats"]["unique_graphs"]
 
@@ -165,13 +155,33 @@ def test_compiled_blocks_exchange_tokens_in_one_graph_of_each_kind(pool, degrees
         assert graphs == 2
 
 
-@cache
-def drawn_alone(mode):
-    return drawn(plan_of(mode))[0]
-
-
-def assert_sampled_alike(pool, mode, degrees):
-    plan, expected = plan_of(mode, degrees), drawn_alone(mode)
+@pytest.mark.parametrize(
+    ("mode", "degrees"),
+    [
+        ("v2v_tail", {"ulysses": 2}),
+        ("i2v_head", {"ulysses": 2, "ring": 2}),
+        # Every condition and every way to share the work at least once.
+        *(
+            pytest.param(mode, degrees, marks=pytest.mark.slow)
+            for mode, degrees in (
+                ("t2v", {"ring": 2}),
+                ("i2v_tail", {"tensor_parallel": 2}),
+                ("i2v_loop", {"cfg_parallel": 2}),
+                ("v2v_head", {"ulysses": 4}),
+                ("v2v_head_easy", {"ring": 4}),
+                ("v2v_tail_easy", {"tensor_parallel": 4}),
+                ("i2v_loop", {"cfg_parallel": 2, "ulysses": 2}),
+                ("t2v", {"cfg_parallel": 2, "ring": 2}),
+                ("i2v_head", {"cfg_parallel": 2, "tensor_parallel": 2}),
+                ("i2v_head", {"tensor_parallel": 2, "ulysses": 2}),
+                ("v2v_tail", {"tensor_parallel": 2, "ring": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_sample_what_one_process_samples(pool, mode, degrees):
+    plan, expected = plan_of(mode, degrees), drawn(plan_of(mode))[0]
     answers = pool(plan.mesh.size).run(drawn, plan)
     assert len(answers) == prod(degrees.values())
     for latents, _, _ in answers:
@@ -182,38 +192,6 @@ def assert_sampled_alike(pool, mode, degrees):
     assert steps > 0
     # Before the first step rank 0 sends the noise, and a short description of it.
     assert 0 <= sum(sent for _, sent, _ in answers) - steps - noise < 1000 * len(answers)
-
-
-# All modes: test_every_condition_with_all_degrees.
-@pytest.mark.parametrize("mode", ["i2v_loop", "v2v_tail"])
-def test_conditions_on_two_ranks_sample_what_one_process_samples(pool, mode):
-    assert_sampled_alike(pool, mode, {"ulysses": 2})
-
-
-ON_TWO = [{"ulysses": 2}, {"ring": 2}, {"cfg_parallel": 2}, {"tensor_parallel": 2}]
-ON_FOUR = [
-    {"ulysses": 4},
-    {"ring": 4},
-    {"tensor_parallel": 4},
-    {"ulysses": 2, "ring": 2},
-    {"cfg_parallel": 2, "ulysses": 2},
-    {"cfg_parallel": 2, "ring": 2},
-    {"cfg_parallel": 2, "tensor_parallel": 2},
-    {"tensor_parallel": 2, "ulysses": 2},
-    {"tensor_parallel": 2, "ring": 2},
-]
-
-
-@pytest.mark.parametrize("degrees", [ON_FOUR[3], pytest.param(ON_FOUR[7], marks=pytest.mark.slow)], ids=str)
-def test_combined_degrees_sample_what_one_process_samples(pool, degrees):
-    assert_sampled_alike(pool, "i2v_head", degrees)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", list(CONDITION_MODES))
-@pytest.mark.parametrize("degrees", [*ON_TWO, *ON_FOUR], ids=str)
-def test_every_condition_with_all_degrees(pool, mode, degrees):
-    assert_sampled_alike(pool, str(mode), degrees)
 
 
 def held(plan):
@@ -241,7 +219,7 @@ def test_memory_of_a_rank_is_predicted(pool, degrees):
 def mapped(plan):
     """Return the bytes of the weights, the file that each of them maps, and the bytes that this rank has for itself."""
     machine_group = Ranks(plan.mesh, torch.device("cpu")).machine_group
-    transformer = models.load_transformer(plan, machine_group=machine_group)
+    transformer = loading.load_transformer(plan, machine_group=machine_group)
     held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
     assert sum(float(weight.float().sum()) for weight in held) != 0  # touches every page
     files, own_bytes = mapped_files(held)
@@ -271,3 +249,48 @@ def test_ranks_share_one_copy_of_the_weights(pool, tmp_path, dtype, changes):
     for also_size, also_files, own_bytes in answers:
         assert (also_size, also_files) == (size, files)
         assert own_bytes < 0.05 * size
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Return one of all layers, a stronger one of the layers that osora trains, and a file as diffusers has it."""
+    folder = tmp_path_factory.mktemp("loras")
+    transformer = transformer_on_meta(plan_of().settings.model)
+    in_blocks = r".*_blocks\..*(proj|v_mlp|linear2|mlp\.\d)"
+    hidden, mlp = transformer.config.hidden_size, transformer.config.mlp_hidden_size
+    fused = fused_factors({"single_blocks.1.linear1.weight": torch.empty(3 * hidden + mlp, hidden)}, size=0.1)
+    return (
+        str(write_styles(folder, fused, hidden=hidden)["diffusers"]),
+        str(write_lora(folder / "all", transformer, rank=3)),
+        f"{write_lora(folder / 'blocks', transformer, like=in_blocks, rank=4, seed=500)}:-0.5",
+    )
+
+
+def drawn_with_adapters(degrees, changes):
+    """Return the latents, the adapters' bytes on this rank, and how many there are."""
+    plan = plan_of("t2v", degrees, frames=5, **changes)
+    layers = [module for module in on_this_rank(plan)[1].modules() if isinstance(module, LowRankLinear)]
+    held = storage_bytes(part for layer in layers for part in (layer.lora_a, layer.lora_b))
+    return drawn(plan)[0], held, len(layers)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "fp8_storage", "tolerance"),
+    [
+        ({"tensor_parallel": 2}, False, 1e-3),
+        # Halves of a row have scales of their own.
+        pytest.param({"tensor_parallel": 2}, True, 0.05, marks=pytest.mark.slow),
+        ({"ulysses": 2}, False, 1e-3),
+    ],
+    ids=str,
+)
+def test_ranks_divide_adapters_with_their_layers(pool, adapters, degrees, fp8_storage, tolerance):
+    changes = {"loras": adapters, "memory.fp8_storage": fp8_storage}
+    expected, whole_bytes, whole = drawn_with_adapters({}, changes)
+    for latents, held, count in pool(2).run(drawn_with_adapters, degrees, changes):
+        assert count == whole == 77
+        assert torch.linalg.vector_norm(latents - expected) <= tolerance * torch.linalg.vector_norm(expected)
+        if "tensor_parallel" in degrees:
+            assert 0.4 * whole_bytes < held < 0.8 * whole_bytes
+        else:
+            assert held == whole_bytes

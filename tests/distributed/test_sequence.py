@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
-from golden.compare import TOLERANCE, golden_error
-from shared_models import Scheme, divided, golden
+from shared_models import Scheme, divided
 from shared_tokens import prompt_exchanges
 from tiny_transformer import inputs, transformer
 from torch import Tensor
@@ -25,38 +24,6 @@ Pool = Callable[[int], Any]
 TENSOR = [Scheme(tensor=2), Scheme(tensor=4), Scheme(ulysses=2, tensor=2), Scheme(ring=2, tensor=2)]
 SCHEMES = [Scheme(ulysses=2), Scheme(ring=2), Scheme(ulysses=4), Scheme(ring=4), Scheme(ring=2, ulysses=2)]
 SLOW = pytest.mark.slow
-
-
-def _golden_errors(scheme: Scheme, name: str) -> tuple[float, float]:
-    model, given, recorded = golden(name)
-    latents = given.pop("packed_latents_BND")
-    with torch.inference_mode():
-        expected = model(latents, **given)
-        velocity = divided(model, scheme.mesh())(latents, **given)
-    assert expected.any()
-    return relative_error(velocity, expected), golden_error(velocity, recorded)
-
-
-@pytest.mark.parametrize(  # models of two heads
-    ("scheme", "name"),
-    [
-        (Scheme(ulysses=2), "mmdit_video"),
-        (Scheme(ring=2), "mmdit_image"),
-        (Scheme(ring=2, ulysses=2), "mmdit_video"),
-        (Scheme(tensor=2), "mmdit_video"),
-        (Scheme(ring=2, tensor=2), "mmdit_image"),
-        pytest.param(Scheme(ulysses=2), "mmdit_image", marks=SLOW),
-        pytest.param(Scheme(ring=2), "mmdit_video", marks=SLOW),
-        pytest.param(Scheme(ring=2, ulysses=2), "mmdit_image", marks=SLOW),
-        pytest.param(Scheme(ring=4), "mmdit_video", marks=SLOW),
-        pytest.param(Scheme(ring=4), "mmdit_image", marks=SLOW),
-    ],
-    ids=str,
-)
-def test_golden_velocity(pool: Pool, scheme: Scheme, name: str) -> None:
-    for error, error_to_recorded in pool(scheme.ranks).run(_golden_errors, scheme, name):
-        assert error < 1e-5
-        assert error_to_recorded <= TOLERANCE
 
 
 def _velocity_errors(scheme: Scheme, tokens: int, text: int, chunk: int | None) -> float:
@@ -80,11 +47,7 @@ def _velocity_errors(scheme: Scheme, tokens: int, text: int, chunk: int | None) 
         (Scheme(ring=2, ulysses=2), 13, 6, 2),
         (Scheme(tensor=2), 13, 6, 4),
         *((scheme, 13, 6, None) for scheme in TENSOR[1:]),
-        *(
-            pytest.param(scheme, *sizes, marks=SLOW)
-            for scheme in SCHEMES
-            for sizes in ((4, 1, None), (7, 2, None), (13, 6, 2), (5, 3, 1))
-        ),
+        pytest.param(Scheme(ring=2, ulysses=2), 4, 1, None, marks=SLOW),
         *(pytest.param(scheme, 13, 6, 4, marks=SLOW) for scheme in TENSOR[1:]),
     ],
     ids=str,
@@ -159,7 +122,8 @@ def _gradient_error(scheme: Scheme, text: int, checkpointed: bool) -> tuple[floa
         (Scheme(tensor=2), 5, False),
         (Scheme(ulysses=2, tensor=2), 5, True),
         (Scheme(ring=2, tensor=2), 5, False),
-        *(pytest.param(scheme, *way, marks=SLOW) for scheme in SCHEMES[2:] for way in ((5, False), (2, True))),
+        pytest.param(Scheme(ulysses=4), 5, True, marks=SLOW),
+        pytest.param(Scheme(ring=4), 2, False, marks=SLOW),
         pytest.param(Scheme(tensor=4), 5, False, marks=SLOW),
     ],
     ids=str,

@@ -16,7 +16,6 @@ from opensora_cli.settings.train import TrainSettings
 CASES = [
     Case("hybrid", 2, (("ring_degree", 2),)),
     Case("zero2", 2),
-    Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
 ]
 
 

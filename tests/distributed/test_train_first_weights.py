@@ -22,16 +22,8 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
 
 Pool = Callable[[int], Any]
+TENSOR = Case("hybrid", 2, (("tensor_parallel_degree", 2),))
 LORA = {"lora.rank": 2, "precision.compute": "bf16"}
-
-CASES = [
-    Case("zero3", 4),
-    Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
-    *(
-        pytest.param(case, marks=pytest.mark.slow)
-        for case in (Case("zero2", 2), Case("hybrid", 2, (("ulysses_degree", 2),)))
-    ),
-]
 
 
 def _settings(init: Path | None, *weights: Path, depth: int = 1, **changes: object) -> TrainSettings:
@@ -87,8 +79,7 @@ def _assert_same(weights: dict[str, Tensor], model: MMDiT) -> None:
     assert [name for name, weight in weights.items() if not torch.equal(weight, expected[name])] == []
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("from_file", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(("ranks", "from_file"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
 def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, from_file: bool) -> None:
     depth = 12 // ranks
     settings = _settings(_saved(tmp_path, torch.float32, depth=depth) if from_file else None, depth=depth)
@@ -104,8 +95,18 @@ def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, fr
         _assert_same(weights, model)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("from_file", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("case", "from_file"),
+    [
+        (Case("zero3", 4), True),
+        (TENSOR, True),
+        *(
+            pytest.param(case, False, marks=pytest.mark.slow)
+            for case in (Case("zero2", 2), TENSOR, Case("hybrid", 2, (("ulysses_degree", 2),)))
+        ),
+    ],
+    ids=str,
+)
 def test_parts_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, from_file: bool) -> None:
     settings = _settings(_saved(tmp_path, torch.float16, has_references=False) if from_file else None)
     model = _alone(settings)
@@ -117,10 +118,9 @@ def test_parts_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, 
         assert trained == weights.keys()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_weights_beside_an_adapter_are_those_of_one_process(pool: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_weights_beside_an_adapter_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    settings = _settings(_saved(tmp_path, dtype), **LORA)
+    settings = _settings(_saved(tmp_path, torch.float32), **LORA)
     model = _alone(settings)
     adapter = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert len(adapter) == 2 * (12 + 4)
@@ -140,9 +140,10 @@ def _built(case: Case | None, settings: TrainSettings) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("case", [pytest.param(Case("ddp", 2), marks=pytest.mark.slow), Case("zero3", 2)], ids=str)
 @pytest.mark.parametrize(
-    "changes", [pytest.param({"compile": True}, marks=pytest.mark.slow), LORA], ids=["compile", "lora"]
+    ("case", "changes"),
+    [(Case("zero3", 2), LORA), pytest.param(Case("ddp", 2), {"compile": True}, marks=pytest.mark.slow)],
+    ids=["lora", "compile"],
 )
 def test_runs_start_with_the_weights_of_one_process(
     pool: Pool, tmp_path: Path, case: Case, changes: dict[str, object]

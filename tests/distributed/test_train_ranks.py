@@ -19,7 +19,7 @@ from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
-from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
 from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
@@ -65,12 +65,11 @@ def _steps() -> tuple[list[dict[str, float]], list[int], dict[str, list[float]]]
     return [dict(trainer.do_step().figures) for _ in range(STEPS)], task.asked, _weights(trainer)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_steps_do_not_depend_on_the_number_of_ranks(pool, ranks):
+def test_steps_do_not_depend_on_the_number_of_ranks(pool):
     figures, asked, weights = _steps()
-    found = pool(ranks).run(_steps)
+    found = pool(2).run(_steps)
     for rank, (their_figures, their_numbers, their_weights) in enumerate(found):
-        assert their_numbers == [number for number in asked if number % ranks == rank]
+        assert their_numbers == [number for number in asked if number % 2 == rank]
         for ours, theirs in zip(figures, their_figures, strict=True):
             assert theirs == pytest.approx(ours, rel=1e-5)
         for name, values in weights.items():
@@ -134,44 +133,15 @@ def _second_half(folder: str) -> tuple[list[dict[str, float]], list[int], dict[s
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(2, 1), (4, 2), *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((1, 2), (2, 2)))],
-)
-def test_resumes_with_another_number_of_ranks(pool, tmp_path, before, after):
-    figures, asked, weights = _steps()
-    folder = _first_half(str(tmp_path)) if before == 1 else pool(before).run(_first_half, str(tmp_path))[0]
-    assert wrong_files(Path(folder)) == []
-    found = [_second_half(folder)] if after == 1 else pool(after).run(_second_half, folder)
-    half = STEPS // 2
-    assert sorted(number for _, numbers, _ in found for number in numbers) == asked[half * MICRO_BATCHES :]
-    for their_figures, _, their_weights in found:
-        for ours, theirs in zip(figures[half:], their_figures, strict=True):
-            assert theirs == pytest.approx(ours, rel=1e-5)
-        for name, values in weights.items():
-            assert their_weights[name] == pytest.approx(values, rel=1e-5, abs=1e-7)
-
-
 def test_as_many_ranks_resume_bit_for_bit(pool, tmp_path):
     whole = pool(2).run(_steps)
     folder = pool(2).run(_first_half, str(tmp_path))[0]
+    assert wrong_files(Path(folder)) == []
     for (figures, _, weights), (their_figures, _, their_weights) in zip(
         whole, pool(2).run(_second_half, folder), strict=True
     ):
         assert their_figures == figures[STEPS // 2 :]
         assert their_weights == weights
-
-
-@pytest.mark.slow
-def test_any_number_of_ranks_writes_the_same_files(pool, tmp_path):
-    folders = [pool(2).run(_first_half, str(tmp_path / "2"))[0], pool(4).run(_first_half, str(tmp_path / "4"))[0]]
-    # The same files of the same sizes; weights differ by rounding.
-    sizes = [
-        {str(path.relative_to(folder)): path.stat().st_size for path in Path(folder).rglob("*.safetensors")}
-        for folder in folders
-    ]
-    assert sizes[0] == sizes[1]
-    assert len(sizes[0]) == 3
 
 
 def _choose(run: str, allow_older: bool) -> str:
@@ -186,7 +156,7 @@ def _choose(run: str, allow_older: bool) -> str:
 
 def test_a_broken_file_is_found_whichever_rank_reads_it(pool, tmp_path):
     folder = Path(pool(2).run(_first_half, str(tmp_path))[0])
-    for name in ("ema.safetensors", "optimizer/updates.json"):
+    for name in ("ema.safetensors", "optimizer/moments.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         for message in pool(2).run(_choose, str(tmp_path), False):
@@ -341,7 +311,7 @@ def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path, processes, no_
 def test_a_folder_that_another_run_is_in_is_refused_to_all_ranks(tmp_path, processes, no_ranks_around):
     run = tmp_path / "run"
     command = _command(_settings(run), tmp_path, "--gpus", "2", "--device", "cpu")
-    with locked_folder(run):
+    with locked_file(run / LOCK_FILE):
         code, _, err = processes.program(tmp_path, _osora, command).end(120)
         assert [each.name for each in run.iterdir()] == [LOCK_FILE]
     assert code == 3, err

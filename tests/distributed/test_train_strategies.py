@@ -39,8 +39,8 @@ Trained = Callable[[Case], Any]
 
 DATA = [
     *(Case(strategy, ranks) for strategy in ("ddp", "zero1", "zero2", "zero3") for ranks in (2, 4)),
-    Case("zero1", 4, (("dp_replicate_degree", 2),)),
-    Case("zero3", 4, (("dp_shard_degree", 2),)),
+    (REPLICATED := Case("zero1", 4, (("dp_replicate_degree", 2),))),
+    (GROUPS := Case("zero3", 4, (("dp_shard_degree", 2),))),
 ]
 HYBRID = [
     Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
@@ -53,22 +53,18 @@ HYBRID = [
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ring_degree", 2))),
     Case("hybrid", 4, (("ulysses_degree", 2), ("ring_degree", 2))),
 ]
-FAST = {
-    Case("ddp", 2),
-    Case("zero2", 2),
-    Case("zero3", 4, (("dp_shard_degree", 2),)),
-    Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
-}
+TENSOR, ULYSSES, RING = HYBRID[:3]
+TENSOR_AND_ULYSSES, TENSOR_AND_RING = HYBRID[6:8]
+WHOLE_COPIES = Case("zero2", 2, (("dp_replicate_degree", 2),))
+"""Nothing is divided, though the strategy would."""
+FAST = [Case("ddp", 2), Case("zero2", 2), GROUPS, TENSOR_AND_ULYSSES]
+SLOW = [case for case in (*DATA, *HYBRID) if case not in FAST]
 
 
-def _slow_but(fast: set[Case], cases: Iterable[Case] = (*DATA, *HYBRID)) -> pytest.MarkDecorator:
-    marked = [pytest.param(case, marks=() if case in fast else pytest.mark.slow) for case in cases]
+def _cases(fast: Iterable[Case], slow: Iterable[Case] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test by cases, of which some are for the slow tier."""
+    marked = [*(pytest.param(case) for case in fast), *(pytest.param(case, marks=pytest.mark.slow) for case in slow)]
     return pytest.mark.parametrize("case", marked, ids=str)
-
-
-in_cases = _slow_but(FAST)
-in_hybrid_cases = _slow_but({case for case in FAST if case.strategy == "hybrid"})
-in_sharded_cases = _slow_but({case for case in FAST if case.ranks == 4})
 
 
 def _alone() -> Distribution:
@@ -102,16 +98,12 @@ def trained(pool: Pool) -> Callable[[Case], list[tuple[Figures, int]]]:
     return cache(lambda case: pool(case.ranks).run(_figures_of_rank, case))
 
 
-WHOLE_COPIES = Case("zero2", 2, (("dp_replicate_degree", 2),))
-"""Nothing is divided, though the strategy would."""
-
-
-@_slow_but({*FAST, WHOLE_COPIES}, (*DATA, *HYBRID, WHOLE_COPIES))
+@_cases([*FAST, WHOLE_COPIES], SLOW)
 def test_losses_are_those_of_one_process(trained: Trained, case: Case) -> None:
     _assert_as_alone(trained(case), _expected(case.micro_batches))
 
 
-@_slow_but(set())
+@_cases([], [Case("zero3", 2), TENSOR])
 def test_losses_over_20_steps_are_those_of_one_process(pool: Pool, case: Case) -> None:
     _assert_as_alone(pool(case.ranks).run(_figures_of_rank, case, 20), _expected(case.micro_batches, 20))
 
@@ -124,27 +116,29 @@ def _assert_as_alone(ranks: Iterable[tuple[Figures, int]], alone: Figures) -> No
         assert max((ours.weights[name] - weight).abs().max().item() for name, weight in alone.weights.items()) < 1e-4
 
 
-@in_cases
-def test_evaluating_changes_neither_losses_nor_what_is_held(trained: Trained, case: Case) -> None:
-    for ours, share in trained(case):
-        assert ours.evaluated == pytest.approx(_expected(case.micro_batches).evaluated, rel=0, abs=1e-5)
-        assert ours.held_after_evaluating == {share}
-
-
-def _row_bytes(weights: Iterable[Tensor], ranks: int, rank: int) -> int:
-    return sum(rows[rank].nbytes for weight in weights if rank < len(rows := weight.chunk(ranks)))
-
-
-@in_cases
-def test_bytes_per_rank(trained: Trained, case: Case) -> None:
+@_cases(FAST, SLOW)
+def test_bytes_held_and_sent_and_an_evaluation_that_changes_neither(trained: Trained, case: Case) -> None:
     whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
     shape = mesh_shape(Strategy(case.strategy), case.parallel)
     for ours, share in trained(case):
         assert ours.held_bytes == (share, share, 2 * share)
         # Rows and heads are few here, and modulation and norms are whole on every tensor-parallel rank.
         assert share < (1.1 if shape.tensor == 1 else 0.9) * whole / (shape.shard * shape.ring * shape.ulysses)
+        assert ours.evaluated == pytest.approx(_expected(case.micro_batches).evaluated, rel=0, abs=1e-5)
+        assert ours.held_after_evaluating == {share}
     if shape.tensor == 1:
         assert sum(share for _, share in trained(case)) == shape.replicate * whole
+    assert sum(ours.sent_bytes for ours, _ in trained(case)) == _sent_bytes(case, case.micro_batches) > 0
+
+
+def _row_bytes(weights: Iterable[Tensor], ranks: int, rank: int) -> int:
+    return sum(rows[rank].nbytes for weight in weights if rank < len(rows := weight.chunk(ranks)))
+
+
+def _sent_bytes(case: Case, micro_batches: int) -> int:
+    strategy = Strategy(case.strategy)
+    shape, sizes = mesh_shape(strategy, case.parallel), step_sizes(tiny_transformer())
+    return update_bytes(strategy, shape, sizes, micro_batches=micro_batches).total
 
 
 def _held_within_an_update(case: Case) -> dict[str, float]:
@@ -175,25 +169,13 @@ def test_what_is_held_within_an_update(pool: Pool, strategy: str, weights: float
         assert held["gradients"] == pytest.approx(gradients, rel=0.03)
 
 
-def _sent_bytes(case: Case, micro_batches: int) -> int:
-    strategy = Strategy(case.strategy)
-    shape, sizes = mesh_shape(strategy, case.parallel), step_sizes(tiny_transformer())
-    return update_bytes(strategy, shape, sizes, micro_batches=micro_batches).total
-
-
-@in_cases
-def test_bytes_on_the_wire(trained: Trained, case: Case) -> None:
-    assert sum(ours.sent_bytes for ours, _ in trained(case)) == _sent_bytes(case, case.micro_batches) > 0
-
-
 def _sent(case: Case, micro_batches: int) -> int:
     run = Run(case.open(), tiny_transformer(), micro_batches)
     run.step(2)  # in its second update DDP agrees on the order of gradients
     return run.sent_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*DATA, *HYBRID], ids=str)
+@_cases([], [Case("ddp", 2), REPLICATED, Case("zero2", 4), GROUPS, TENSOR_AND_RING])
 def test_bytes_on_the_wire_of_many_micro_batches(pool: Pool, case: Case) -> None:
     assert sum(pool(case.ranks).run(_sent, case, 8)) == _sent_bytes(case, 8)
 
@@ -222,8 +204,17 @@ def _round_trip(case: Case, mlp_ratio: float) -> tuple[int, list[str]]:
     return len(seen), wrong
 
 
-@in_hybrid_cases
-@pytest.mark.parametrize("mlp_ratio", [pytest.param(0.625, marks=pytest.mark.slow), 0.125])
+@pytest.mark.parametrize(
+    ("case", "mlp_ratio"),
+    [
+        (TENSOR_AND_ULYSSES, 0.125),
+        *(
+            pytest.param(case, mlp_ratio, marks=pytest.mark.slow)
+            for case, mlp_ratio in ((ULYSSES, 0.625), (HYBRID[3], 0.125), (HYBRID[5], 0.125), (TENSOR_AND_RING, 0.625))
+        ),
+    ],
+    ids=str,
+)
 def test_parts_make_up_the_whole_bit_for_bit(pool: Pool, case: Case, mlp_ratio: float) -> None:
     # With five features in the MLP the last of four ranks has none.
     for count, wrong in pool(case.ranks).run(_round_trip, case, mlp_ratio):
@@ -269,25 +260,38 @@ def _in_a_mode(case: Case, backend: str | None, checkpoints: bool, offload: bool
     return run.losses, manager.copied_to_device if manager else 0, graphs["unique_graphs"]
 
 
-@in_sharded_cases
-@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_checkpoints_and_offload_change_no_loss(pool: Pool, case: Case, offload: bool) -> None:
-    for losses, copied, _ in pool(case.ranks).run(_in_a_mode, case, None, True, offload):
-        assert losses == pytest.approx(_expected(case.micro_batches).losses[:3], rel=0, abs=1e-5)
-        assert (copied > 0) == offload
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", DATA, ids=str)
 @pytest.mark.parametrize(
-    ("backend", "checkpoints", "offload"),
-    [("eager", True, True), *(("aot_eager", *way) for way in ((False, False), (True, False), (True, True)))],
+    ("case", "backend", "checkpoints", "offload"),
+    [
+        (GROUPS, None, True, True),
+        (TENSOR_AND_ULYSSES, None, True, True),
+        # Each way with ranks that divide weights and with others. Blocks of hybrid communicate, and are not compiled.
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (Case("ddp", 4), None, True, False),
+                (Case("ddp", 2), "aot_eager", True, True),
+                (Case("zero1", 2), None, True, True),
+                (Case("zero2", 4), None, True, False),
+                (Case("zero2", 2), "aot_eager", False, False),
+                (Case("zero2", 4), "eager", True, True),
+                (Case("zero3", 2), "aot_eager", True, True),
+                (GROUPS, "aot_eager", True, False),
+                (RING, None, True, True),
+                (HYBRID[4], None, True, False),
+                (TENSOR_AND_RING, None, True, False),
+            )
+        ),
+    ],
+    ids=str,
 )
-def test_compiling_changes_no_loss(pool: Pool, case: Case, backend: str, checkpoints: bool, offload: bool) -> None:
+def test_checkpoints_offload_and_compiling_change_no_loss(
+    pool: Pool, case: Case, backend: str | None, checkpoints: bool, offload: bool
+) -> None:
     for losses, copied, graphs in pool(case.ranks).run(_in_a_mode, case, backend, checkpoints, offload):
         assert losses == pytest.approx(_expected(case.micro_batches).losses[:3], rel=0, abs=1e-5)
         assert (copied > 0) == offload
-        assert graphs >= 2
+        assert backend is None or graphs >= 2
 
 
 def _with_states_on_the_host(case: Case) -> tuple[list[float], list[float], set[str]]:
@@ -297,9 +301,7 @@ def _with_states_on_the_host(case: Case) -> tuple[list[float], list[float], set[
     return run.losses, run.norms, devices
 
 
-@pytest.mark.parametrize(
-    "case", [Case("zero1", 2), pytest.param(HYBRID[6], marks=pytest.mark.slow), Case("zero3", 2)], ids=str
-)
+@_cases([Case("zero1", 2), Case("zero3", 2)], [TENSOR_AND_ULYSSES])
 def test_states_on_the_host_change_no_loss(pool: Pool, case: Case) -> None:
     expected = _expected(case.micro_batches)
     for losses, norms, devices in pool(case.ranks).run(_with_states_on_the_host, case):
@@ -315,7 +317,7 @@ def _in_half_precision(case: Case) -> tuple[list[float], set[torch.dtype]]:
     return run.losses, {tensor.dtype for tensors in kept for tensor in tensors}
 
 
-@_slow_but({Case("zero3", 2)})
+@_cases([Case("zero3", 2)], [Case("ddp", 2), Case("zero2", 4), TENSOR_AND_RING])
 def test_half_precision_is_for_computing_alone(pool: Pool, case: Case) -> None:
     expected = _expected(case.micro_batches).losses[:5]
     for losses, kept in pool(case.ranks).run(_in_half_precision, case):
@@ -333,7 +335,7 @@ def _with_frozen_weights(case: Case, alone: bool) -> tuple[list[float], list[flo
     return run.losses, run.norms, run.whole()
 
 
-@in_hybrid_cases
+@_cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[5]])
 def test_frozen_weights_keep_their_values(pool: Pool, case: Case) -> None:
     losses, norms, weights = _with_frozen_weights(case, True)
     before = dict(tiny_transformer().named_parameters())
@@ -359,7 +361,7 @@ def _not_finite(case: Case) -> tuple[float, bool, bool, float]:
     return norm, distribution.any(distribution.rank == 1), distribution.any(False), mean
 
 
-@_slow_but({Case("zero1", 2), HYBRID[0]}, [Case("zero1", 2), Case("zero3", 4), *HYBRID[:3]])
+@_cases([Case("zero1", 2), TENSOR], [Case("zero3", 4), ULYSSES])
 def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
     for norm, some, none, mean in pool(case.ranks).run(_not_finite, case):
         assert norm == float("inf")
@@ -384,7 +386,7 @@ def _from_meta(case: Case) -> tuple[int, bool]:
     return held, run.losses == twin.losses
 
 
-@_slow_but({HYBRID[0]}, [Case("zero2", 2), Case("zero3", 4), *HYBRID[:2]])
+@_cases([TENSOR], [Case("zero2", 2), Case("zero3", 4), ULYSSES])
 def test_weights_can_come_after_dividing(pool: Pool, case: Case) -> None:
     whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
     for held, same in pool(case.ranks).run(_from_meta, case):

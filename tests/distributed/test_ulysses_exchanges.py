@@ -11,7 +11,7 @@ from shared_tokens import mesh_of, random_qkv
 
 from opensora_cli.engine.components.parallelize import AttentionSizes
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
+from opensora_cli.parallel.all_to_all import ExchangePlan, open_stages
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.sequence import sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths, shares, span
@@ -24,7 +24,7 @@ def _attended(plan: ExchangePlan, backward: bool) -> tuple[float, float, int, in
     """Return the largest errors of result and gradient over what is largest, and the bytes sent forward and in all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = mesh_of(ulysses=ranks)
-    route = open_route(mesh, plan)
+    stages = open_stages(mesh, plan)
     lengths = SequenceLengths.of_mesh(mesh)
     lengths.of_ranks = tuple(map(sum, zip(shares(VIDEO, ranks), shares(TEXT, ranks)[::-1], strict=True)))
     own = span(lengths.of_ranks, rank)
@@ -41,7 +41,7 @@ def _attended(plan: ExchangePlan, backward: bool) -> tuple[float, float, int, in
 
     given = [whole.detach()[:, :, own].clone().requires_grad_(backward) for whole in wholes]
     with patch.object(dist, "all_to_all_single", counting):
-        out = sequence_attention(sdpa, mesh, lengths, plan=plan, route=route)(*given)
+        out = sequence_attention(sdpa, mesh, lengths, plan=plan, stages=stages)(*given)
         forward = sum(sent)
         if backward:
             out.backward(gradient[:, :, own])

@@ -19,13 +19,14 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline
 from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate import run as generation_run
-from opensora_cli.engine.generate.decode import SampleFrames
+from opensora_cli.engine.generate.decode import Clip
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import SEGMENT, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.ranks import Ranks, chain_of_rank, joined_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.sample import Sample
@@ -117,7 +118,7 @@ def rehearse(
             stack.enter_context(mock.patch.object(pipeline, "text_embeds", _text_embeds))
         # There are no numbers to write.
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
-        ranks: Ranks | None = None
+        ranks: OneProcess = ALONE
         if world.size == 1:
             chain = generation_run.plan_here(settings, LoadedModels(), reporter=reporter)
         else:
@@ -134,13 +135,13 @@ def _planned(settings: GenerateSettings, **options: Any) -> Chain:
         return make_chain(settings, **options | {"tries_device": False}).with_threads()
 
 
-def _make(chain: Chain, ranks: Ranks | None, reporter: LoggedReporter, *, decodes: bool) -> None:
+def _make(chain: Chain, ranks: OneProcess, reporter: LoggedReporter, *, decodes: bool) -> None:
     files = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
     with _disable_current_modes():
-        references = references_of(chain.video, reporter) if ranks is None or ranks.is_main else []
-    with computing(chain.video, reporter), LoadedModels() if ranks is None else ranks.models() as models:
+        references = references_of(chain.video, reporter) if ranks.is_main else []
+    with computing(chain.video, reporter), LoadedModels(ranks=ranks) as models:
         samples = [Sample(chain, chain.video, each, references) for each in files]
-        make(chain, samples, models, Events(reporter), finish=_watched if decodes else None, ranks=ranks)
+        make(chain, samples, models, Events(reporter), finish=_watched if decodes else None)
 
 
 def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
@@ -150,6 +151,6 @@ def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
     return (embeds,) * len(plan.settings.segment_prompts)
 
 
-def _watched(decoding: SampleFrames) -> int:
+def _watched(clip: Clip) -> int:
     """Take the frames of a video, and return how many there are."""
-    return sum(len(piece_THWC) for piece_THWC in decoding.pieces())
+    return sum(len(piece_THWC) for piece_THWC in clip.pieces())

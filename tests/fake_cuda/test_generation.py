@@ -56,35 +56,28 @@ FAST = {
 SLOW = {
     # presets
     "768px": Row("768px"),
-    "256px on another GPU": Row("256px", changes={"runtime__device": "cuda:3"}),
     "256px from a picture": Row("t2i2v_256px", mode="i2v_head", changes=PICTURE),
-    "768px from a picture": Row("t2i2v_768px", mode="i2v_head", changes=PICTURE),
     "high compression": Row("high_compression", changes={**PICTURE, "video__num_frames": 32}, does=("decodes",)),
     "a picture": Row("flux1_dev", changes={"video__num_frames": 1}),
     "demo": Row("demo", changes={"video__num_frames": 17}),
     "two samples": Row("256px", changes={"sampling__num_samples": 2}),
     # conditions and offload
     "first frame, one model at a time": Row("256px", mode="i2v_head", changes={"memory__offload": "model"}),
-    "last frame, pinned": Row("256px", mode="i2v_tail", changes=PINNED),
-    "first frames, mapped": Row("256px", mode="v2v_head", changes={"video__num_frames": 65, **MAPPED}),
-    "last frames, 8 bits": Row("256px", mode="v2v_tail", changes={"video__num_frames": 65, **FP8}),
-    "more first frames, adapter": Row(
-        "256px", mode="v2v_head_easy", changes={"video__num_frames": 97}, given=("adapter",)
+    "last frame, pinned, on another GPU": Row(
+        "256px", mode="i2v_tail", changes={**PINNED, "runtime__device": "cuda:3"}
     ),
+    "first frames, mapped": Row("256px", mode="v2v_head", changes={"video__num_frames": 65, **MAPPED}),
     "more last frames, adapter, 8 bits, mapped": Row(
         "256px", mode="v2v_tail_easy", changes={"video__num_frames": 97, **FP8, **MAPPED}, given=("adapter",)
     ),
     "products in int8, pinned": Row("256px", changes={**INT8_PRODUCTS, **PINNED}),
-    "products in fp8, adapter": Row("256px", changes=FP8_PRODUCTS, given=("adapter",)),
     "products in fp8, the rest stored so, tensor parallel": Row(
         "256px", 2, changes=along(tensor_parallel=2) | FP8_PRODUCTS | FP8
     ),
     # meshes
     "Ulysses, both ends": Row("256px", 2, "i2v_loop", {"parallel__ulysses_degree": 2}),
     "ring": Row("768px", 2, changes=along(ring=2)),
-    "branches": Row("256px", 2, changes={"parallel__cfg_parallel_degree": 2}),
     "three branches": Row("256px", 3, "i2v_loop", {"parallel__cfg_parallel_degree": 3}),
-    "Ulysses and ring": Row("256px", 4, changes=along(ulysses=2, ring=2)),
     "tensor parallel and Ulysses, adapter, 8 bits": Row(
         "768px", 4, changes=along(tensor_parallel=2, ulysses=2) | FP8 | {"video__num_frames": 129}, given=("adapter",)
     ),
@@ -93,23 +86,14 @@ SLOW = {
     ),
     "8 bits on the way": Row("256px", 2, changes=along(ulysses=2) | {"parallel__compression": "fp8"}),
     "chunks of heads": Row("256px", 2, changes=along(ulysses=2) | {"parallel__ulysses_chunks": 3}),
-    "Ulysses, pinned": Row("256px", 2, changes=along(ulysses=2) | PINNED),
     "Ulysses in two stages on 2 machines": Row(
         "256px", 16, changes=along(ulysses=16) | {"parallel__all_to_all": "hierarchical"}
     ),
-    "bf16 on the way": Row(
-        "256px", 2, changes=along(ulysses=2) | {"runtime__dtype": "float32", "parallel__compression": "bf16"}
-    ),
-    "8 ranks": Row("768px", 8),
     "64 ranks": Row("768px", 64, changes={"video__num_frames": 5}),
     # of full depth
-    "256px, all blocks": Row("256px", changes=ALL_BLOCKS),
-    "256px, all blocks, one of 8 ranks": Row("256px", 8, changes=ALL_BLOCKS, turns=(0,)),
-    "768px, all blocks": Row("768px", changes=ALL_BLOCKS),
     "768px, all blocks, one of 8 ranks": Row("768px", 8, changes=ALL_BLOCKS, turns=(0,)),
     # other stages
     "draft": Row("768px", changes={"draft__resolution": "256px"}),
-    "step cache": Row("256px", changes={"sampling__num_inference_steps": 8, "sampling__step_cache": 0.6}),
     "step cache, branches": Row(
         "256px",
         2,
@@ -117,7 +101,6 @@ SLOW = {
     ),
     "extended": Row("256px", changes={"video__extend": 1, "video__num_frames": 37}, does=("decodes",)),
     "texts": Row("256px", changes=NO_DOUBLE_BLOCK, given=("text",), does=("encodes",)),
-    "frames": Row("256px", changes=NO_DOUBLE_BLOCK, does=("decodes",)),
     # of many tiles, so that each rank has a whole one
     "frames of 2 ranks": Row("768px", 2, changes=NO_DOUBLE_BLOCK | {"video__num_frames": 5}, does=("decodes",)),
 }

@@ -29,18 +29,19 @@ from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
-from opensora_cli.engine.train import build, estimate, ranks, stand_ins
+from opensora_cli.engine.train import build, estimate, ranks, stand_ins, transformer
 from opensora_cli.engine.train import distribution as alone
 from opensora_cli.engine.train.activations import plan_activations, saved_activations
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import FakeDistribution
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
-from opensora_cli.engine.train.objectives import mmdit
-from opensora_cli.engine.train.trainer import Trainer, _Sums
+from opensora_cli.engine.train.objectives import flow_matching as mmdit
+from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.trainer import Trainer, _Done
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 STEP = "a step"
-MAY_WAIT = lines_of(_Sums.add) | lines_of(Trainer.do_step)
+MAY_WAIT = lines_of(_Done.read) | lines_of(Trainer.do_step)
 """Losses and norms, once an update, which depends on them."""
 
 
@@ -108,7 +109,7 @@ def rehearse(
         module = trainer.task.module
         stack.enter_context(streamed_weights(module, frozen, settings, device=turn.device, reporter=reporter))
         with saved_activations(module, activations), reporter.stage(STEP):
-            trainer.step = estimate.measured_steps(settings)[-1]
+            trainer.step = find_objective(settings).measured_steps(settings)[-1]
             trainer.do_step()
             reporter.advance()
         return Turn(turn, settings)
@@ -128,10 +129,10 @@ class _Rehearsed(FakeDistribution):
 
 
 def _task(settings: TrainSettings, distribution: Distribution, reporter: LoggedReporter) -> Any:
-    attention = partial(build.plan_attention, tries_device=False)
+    attention = partial(transformer.plan_attention, tries_device=False)
     clips: Any = _Cache(settings) if settings.train_mmdit.cache is not None else None
     with (
-        mock.patch.object(build, "plan_attention", attention),
+        mock.patch.object(transformer, "plan_attention", attention),
         mock.patch.object(mmdit, "load_encoders", _encoders),
     ):
         return build.build_task(settings, distribution=distribution, clips=clips, reporter=reporter)

@@ -13,7 +13,7 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.clip_conditions import encoded_parts
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
 from opensora_cli.engine.encode.encoders import Encoders
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT

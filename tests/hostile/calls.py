@@ -176,8 +176,8 @@ class Calls:
         after = judge.tree(folder)
         kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
         if breakage is Breakage.KILL:
-            # The next run drops the line of a log that a kill has cut.
-            kept = {path: content for path, content in kept.items() if not path.endswith(_RUN_LOG)}
+            # The next run drops the line of a new log that a kill has cut.
+            kept = {path: content for path, content in kept.items() if path in before or not path.endswith(_RUN_LOG)}
         found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
         found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
         found += _lost(old, ended.results(folder.work), whole)

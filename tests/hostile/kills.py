@@ -49,15 +49,6 @@ def generate_on(folder: Folder, base: Base) -> Commands:
     return [*(("generate", "--from-latents", each.name, "--weights", "tiny") for each in kept), base.argv]
 
 
-def _generate_and_replace(folder: Folder, base: Base) -> Commands:
-    """Go on, and then start ranks in any case: these remove the logs of those that were killed."""
-    return [*generate_on(folder, base), (*base.argv, "--overwrite")]
-
-
-def _one_collective(folder: Folder, base: Base) -> Commands:
-    return [(*base.argv, "--collective", "all_reduce")]
-
-
 def _train(folder: Folder, base: Base) -> Commands:
     run = folder.work / "run"
     if any(run.glob("[!.]*/running_states.json")):
@@ -95,11 +86,6 @@ def named(name: str, *more: str) -> Base:
     """Return a base, with more words."""
     base = next(each for each in BASES if each.name == name)
     return Base(base.name, (*base.argv, *more), base.reads, base.replaces, seconds=base.seconds)
-
-
-def _ranks(base: Base, *more: str) -> Base:
-    argv = (*base.argv, "--device", "cpu", "--gpus", "2", *more)
-    return Base(f"{base.name} on 2 ranks", argv, base.reads, base.replaces, seconds=20.0)
 
 
 SHORT = ("--num-frames", "5", "--steps", "1")
@@ -140,18 +126,6 @@ ENDED: tuple[Ended, ...] = (
         2.0,
     ),
 )
-"""Commands in one process."""
-
-ENDED_RANKS: tuple[Ended, ...] = (
-    Ended(_ranks(named("generate")), _generate_and_replace, files_of("out.mp4")),
-    Ended(_ranks(named("train vae"), *_EVERY_STEP), _train, files_of(_WEIGHTS)),
-    Ended(
-        Base("bench-comm", ("bench-comm", "--device", "cpu", "--gpus", "2", "--max-bytes", "1KiB", "--iters", "2")),
-        _one_collective,
-        files_of("*"),
-    ),
-)
-"""Commands in several."""
 
 
 @dataclass
@@ -162,10 +136,10 @@ class Kills:
     inputs: Inputs
     _whole: dict[str, tuple[float, Mapping[str, bytes]]] = field(default_factory=dict)
 
-    def faults(self, number: int, choices: Sequence[Ended] = ENDED) -> tuple[str, list[Fault]]:
+    def faults(self, number: int) -> tuple[str, list[Fault]]:
         """Return what was ended how, and what is wrong with what it left, or with what the next run made of that."""
         rng = random.Random(number)
-        ended = rng.choices(choices, [each.weight for each in choices])[0]
+        ended = rng.choices(ENDED, [each.weight for each in ENDED])[0]
         seconds, whole = self._uninterrupted(ended)
         sent = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
         at_s = seconds * rng.random()

@@ -10,14 +10,14 @@ from hostile.trial import Case, Trials
 pytestmark = pytest.mark.slow
 
 
-@batches(1300)
+@batches(260)
 def test_what_is_wrong_around_a_command_is_refused_or_does_no_harm(
     numbers: range, trials: Trials, inputs: Inputs
 ) -> None:
     trials.run_all(circumstance(number, inputs) for number in numbers)
 
 
-@batches(300)
+@batches(50)
 def test_downloads_from_a_hostile_hub_are_refused_or_whole(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(hub_case(number, inputs) for number in numbers)
 

@@ -10,12 +10,12 @@ from hostile.yaml_texts import yaml_text
 pytestmark = pytest.mark.slow
 
 
-@batches(3500)
+@batches(400)
 def test_hostile_command_lines_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(command_line(number, inputs) for number in numbers)
 
 
-@batches(1500)
+@batches(200)
 def test_hostile_settings_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(yaml_text(number, inputs) for number in numbers)
 

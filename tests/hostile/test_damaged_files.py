@@ -9,6 +9,6 @@ from hostile.trial import Trials
 pytestmark = pytest.mark.slow
 
 
-@batches(3000)
+@batches(400)
 def test_damaged_files_are_refused_or_read(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(damaged_file(number, inputs) for number in numbers)

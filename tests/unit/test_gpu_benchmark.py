@@ -6,7 +6,7 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
-from gpu_bench import Bench, tried
+from gpu_bench import Bench
 
 CPU = ["--tiny", "--device", "cpu"]
 FAIL_ON_A_CPU = {"settings": ["fp8 products", "compiled, fp8 products"]}
@@ -41,23 +41,6 @@ def test_every_part_runs(tmp_path: Path) -> None:
         assert name == "rates" or failed == FAIL_ON_A_CPU.get(name, []), name
 
 
-def test_an_evaluation_is_timed_beside_the_plain_one(tmp_path: Path) -> None:
-    part = figures(tmp_path, "--part", "rates", "--part", "256px")["256px"]
-    assert part["status"] == "done", part["reason"]
-    ours, plain, batched, evaluations = part["rows"]
-    assert (ours["what"], plain["what"], batched["what"]) == ("ours", "plain, 1 branches", "plain, 3 branches")
-    for row in (ours, plain, batched):
-        assert row["seconds"] > 0
-        assert row["of_product_rate"] > 0
-    assert (evaluations["ours"], evaluations["plain"]) == (80 / 50, 3)
-
-
-def test_a_part_that_has_no_time_is_skipped_and_what_was_measured_is_written(tmp_path: Path) -> None:
-    parts = figures(tmp_path, "--minutes", "0", "--part", "rates", "--part", "256px")
-    assert [part["status"] for part in parts.values()] == ["skipped", "skipped"]
-    assert parts["256px"]["reason"] == "0 s were left, and it is to have 25"
-
-
 def test_a_part_that_fails_leaves_its_rows_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,15 +60,3 @@ def test_a_part_that_fails_leaves_its_rows_and_the_next_one_runs(
     assert first["rows"] == [{"what": "before"}]
     assert "test_gpu_benchmark" in first["traceback"]
     assert (second["status"], second["rows"]) == ("done", [{"what": "after"}])
-
-
-def test_a_row_that_fails_has_its_reason() -> None:
-    assert tried("a", lambda: {"seconds": 1}) == {"what": "a", "seconds": 1}
-    assert tried("b", lambda: {"x": 1 / 0}) == {"what": "b", "failed": "ZeroDivisionError: division by zero"}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_ends_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--out", str(tmp_path / "gpu.json")]) == 4
-    assert "--device cpu --tiny" in capsys.readouterr().err
-    assert not (tmp_path / "gpu.json").exists()

@@ -1,16 +1,12 @@
 """The benchmark of speed: the plain way computes the same, pairs take turns, and a missed goal is an exit code."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import speed
 import speed_pairs
 import torch
 from closeness import assert_close
 from plain_mmdit import plain_forward
-from speed_pairs import Row, compared
+from speed_pairs import compared
 from tiny_transformer import inputs, transformer
 
 
@@ -36,24 +32,6 @@ def test_pairs_take_turns_after_one_of_each(monkeypatch: pytest.MonkeyPatch) -> 
     assert order == ["plain", "ours", "plain", "ours", "ours", "plain", "plain", "ours"]
     assert row.faster == row.faster_processor == 1.5
     assert not row.is_reached
-
-
-@pytest.mark.parametrize(("goal", "code"), [(1.4, 0), (1.6, 1), (None, 0)])
-def test_rows_are_printed_and_written(
-    goal: float | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measure(options: object) -> Iterator[Row]:
-        yield Row(
-            name="x", plain_s=3.0, ours_s=2.0, faster=1.5, spread=(1.4, 1.6), faster_processor=1.45, goal=goal, note="n"
-        )
-
-    monkeypatch.setitem(speed.PARTS, "loop", speed.Part("what", measure))
-    assert speed.main(["--part", "loop", "--json", str(tmp_path / "found.json")]) == code
-    _, line = capsys.readouterr().out.splitlines()
-    assert line.split()[:6] == ["loop", "x", "3.000", "2.000", "1.50", "1.40-1.60"]
-    document = json.loads((tmp_path / "found.json").read_text())
-    assert document["schema"] == "osora.bench.speed/1"
-    assert [(each["part"], each["faster"], each["goal"]) for each in document["rows"]] == [("loop", 1.5, goal)]
 
 
 @pytest.mark.slow

@@ -82,15 +82,3 @@ def test_everything_is_measured_and_printed(
     for line, share in zip(printed[1:], found, strict=True):
         assert f" {share:.1%} " in line
     assert code == int(any(share > most for share, most in zip(found[-2:], (0.01, 0.05), strict=True)))
-
-
-@pytest.mark.parametrize(("wait", "is_fine"), [(0.05, True), (0.051, False)])
-def test_too_much_is_noticed(benchmark: ModuleType, wait: float, is_fine: bool) -> None:
-    step = {"compute": "bf16", "trainer_s": 1.0, "plain_s": 1.25, "slower": -0.2, "slower_processor": 0.0}
-    figures = {
-        "throughput": [step],
-        "data": {"workers": 2, "step_s": 1.0, "reading_alone_s": 0.1, "wait": wait},
-    }
-    lines, found = benchmark.table(figures)
-    assert found is is_fine
-    assert ["-20.0%" in line for line in lines] == [False, True, False]

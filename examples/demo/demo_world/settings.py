@@ -13,7 +13,7 @@ from opensora_cli.core.section import Count, CountOrZero, FileName, Section, Sha
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.devices import DeviceName
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import read_settings_file
 from opensora_cli.settings.layers import collect_overrides, read_sections, validate
 from opensora_cli.settings.train import TrainSettings, model_entry
 from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
@@ -123,7 +123,7 @@ def load_recipe(name: str, assignments: Iterable[str] = ()) -> Recipe | TextReci
     path = Path(name) if name.endswith(".yaml") else RECIPES / f"{name}.yaml"
     if path.parent == RECIPES and not path.exists():
         raise RequestError(f"recipe {name!r} is not one of {', '.join(list_recipes())}")
-    sections = read_yaml(path)
+    sections = read_settings_file(path)
     schema = TextRecipe if "text_encoders" in sections else _Keys
     overrides = collect_overrides(schema, {}, assignments)
     given = {**read_sections(schema, sections, source=str(path)), **overrides}

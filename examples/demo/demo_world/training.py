@@ -16,21 +16,19 @@ from demo_world.source import SceneSource
 from demo_world.text_encoders import VOCABULARY_FILE, TextTask, sample_captions
 from demo_world.thing_weights import ThingWeights
 from opensora_cli.cli import errors
-from opensora_cli.cli.progress import ConsoleReporter
+from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import find_context
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
-from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.files import LOG_FILE, VAE_FILE
+from opensora_cli.engine.train.early import LOG_FILE, Resume
+from opensora_cli.engine.train.objectives.base import VAE_FILE
 from opensora_cli.engine.train.objectives.task import SampledBatches
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import whole_weights
-from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.train import TrainTarget
+from opensora_cli.engine.train.trainer import Clock, Trainer
 
 
 def train_on_scenes(
@@ -38,7 +36,7 @@ def train_on_scenes(
 ) -> list[Path]:
     """Train the autoencoder or the transformer on scenes; return the exported files. It raises what `train` raises."""
     settings, demo = recipe.settings, recipe.demo
-    changes_export = settings.target is TrainTarget.VAE and (demo.gather_taps or demo.whitening_clips > 0)
+    changes_export = not settings.trains_transformer and (demo.gather_taps or demo.whitening_clips > 0)
     if changes_export:
         # Rounded once, at the end.
         settings = settings.replace({"train_vae.export_half": False})

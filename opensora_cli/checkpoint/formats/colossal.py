@@ -9,9 +9,6 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object, require_schema
 from opensora_cli.core.weight_choices import Selection
 
-TRAINING_FILE = "checkpoint.pt"
-"""File with the state of a run of early versions, in its folder."""
-
 SETTINGS_FILE = "settings.json"
 """File with the settings of a run, in its folder."""
 

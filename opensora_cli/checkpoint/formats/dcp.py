@@ -8,21 +8,21 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from math import prod
+from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.contents import Checkpoint, Format
-from opensora_cli.checkpoint.formats.pickles import DTYPES, broken_file, check_pickle, refusal_of_name
-from opensora_cli.checkpoint.formats.torch import open_tensor, save_whole
-from opensora_cli.checkpoint.lazy import MAX_DIMENSIONS, Extent, LazyTensor
-from opensora_cli.checkpoint.readable import reading
-from opensora_cli.checkpoint.shards import refuse_outside
+from opensora_cli.checkpoint.contents import Checkpoint
+from opensora_cli.checkpoint.formats.pickles import PLAIN_NAMES, Record, StandIns, unpickle
+from opensora_cli.checkpoint.formats.torch import load_tensor
+from opensora_cli.checkpoint.lazy import Extent, LazyTensor, are_sizes, is_possible
+from opensora_cli.checkpoint.readable import reading, refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.strict_json import shown
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 METADATA_FILE = ".metadata"
 """File that identifies a folder of this format, and makes it complete."""
@@ -37,65 +37,27 @@ _MAX_METADATA_BYTES = 2**29
 _MAX_OPERATIONS = 32_000_000
 """Limit of the operations of the pickle: enough for 5,000 tensors that are sharded over 100 ranks."""
 
-_RECORDS = frozenset(
-    {
-        *(
-            f"torch.distributed.checkpoint.metadata.{name}"
-            for name in (
-                *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
-                *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
-            )
-        ),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-    }
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_RECORDS = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
+    *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
 )
-_UNUSED = frozenset(
-    {
-        *("torch.device", "torch.serialization._get_layout", "collections.Counter", "_codecs.encode"),
-        *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytearray", "complex", "set")),
-        *(
-            f"{module}.{name}"
-            for module in ("pathlib", "pathlib._local")
-            for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        ),
-    }
-)
-"""Names that `.metadata` may import although no tensor needs them. They are replaced by None."""
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
-class _Record:
-    """Stand-in for an object; it keeps only the object's state."""
-
-    state: Any = None
-
-    def __init__(self, *_: object) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+def _make_record(_: object) -> Record:
+    return Record()
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler whose imports are only inert stand-ins, made for one pickle."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        imported = f"{module}.{name}"
-        if imported in DTYPES:
-            return DTYPES[imported]
-        if imported in _RECORDS:
-            return _Record
-        if imported == "torch.Size":
-            return lambda sizes: tuple(sizes)
-        if imported == "collections.OrderedDict":
-            return lambda: {}
-        if imported == "builtins.getattr":  # Python before 3.11.4 pickles enum members with it
-            return lambda *_: _Record()
-        if imported in _UNUSED:
-            return lambda *_: None
-        raise _ImportRefusedError(imported)
-
-
-class _ImportRefusedError(Exception):
-    """Error of a pickle that imports a name that is not allowed."""
+_NAMES: StandIns = {
+    **PLAIN_NAMES,
+    **{f"{_METADATA_MODULE}.{name}": _make_record for name in _RECORDS},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _make_record,
+    "builtins.getattr": _make_record,  # Python before 3.11.4 pickles enum members with it
+    "_codecs.encode": _make_record,
+    **{f"{module}.bytearray": _make_record for module in ("builtins", "__builtin__")},
+    **{f"{module}.{name}": _make_record for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}
 
 
 class _Tensor(NamedTuple):
@@ -156,7 +118,7 @@ def write_dcp(folder: Path, entries: Mapping[str, LazyTensor], *, advance: Calla
     with (folder / _DATA_FILE).open("wb") as file:
         for name, entry in entries.items():
             start = file.tell()
-            save_whole(entry.read(), file)
+            _save(entry.read(), file)
             if advance is not None:
                 advance(entry.nbytes)
             index = dcp.MetadataIndex(name, torch.Size([0] * len(entry.shape)))
@@ -178,6 +140,16 @@ def write_dcp(folder: Path, entries: Mapping[str, LazyTensor], *, advance: Calla
     (folder / METADATA_FILE).write_bytes(pickle.dumps(described))
 
 
+def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        # On a full disk torch itself reports only an unexpected position in the file.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def _read_metadata(path: Path) -> dict[str, Any]:
     refuse_outside(path, path.parent)
     with reading(path):
@@ -186,20 +158,13 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_METADATA_BYTES:
             raise CheckpointError(f"{path} is too long for a description of tensors")
         content = path.read_bytes()
-    check_pickle(content, path=path, max_operations=_MAX_OPERATIONS)
-    try:
-        found = _Unpickler(io.BytesIO(content)).load()
-    except _ImportRefusedError as error:
-        raise refusal_of_name(path, str(error)) from None
-    except Exception as error:
-        # A broken pickle may do anything in any order, so every error is caught.
-        raise broken_file(path, error) from None
-    if not isinstance(found, _Record) or not isinstance(found.state, dict):
+    found = unpickle(io.BytesIO(content), path=path, names=_NAMES, max_operations=_MAX_OPERATIONS)
+    if not isinstance(found, Record) or not isinstance(found.state, dict):
         raise CheckpointError(f"{path} describes something else than tensors")
     return found.state
 
 
-def _tree(described: dict[str, _Record], nesting: dict[str, tuple[str | int, ...]] | None) -> dict[Any, Any]:
+def _tree(described: dict[str, Record], nesting: dict[str, tuple[str | int, ...]] | None) -> dict[Any, Any]:
     """Return the tensors in their original nested dictionaries."""
     tree: dict[Any, Any] = {}
     for name, record in described.items():
@@ -220,11 +185,13 @@ def _tree(described: dict[str, _Record], nesting: dict[str, tuple[str | int, ...
             node = node.setdefault(key, {})
         if not isinstance(node, dict) or keys[-1] in node:
             raise ValueError("it has two tensors of the same name")
-        node[keys[-1]] = _Tensor(name, dtype, _as_shape(state["size"], dtype), chunks)
+        if not is_possible(state["size"], dtype):
+            raise ValueError("it holds a tensor of an impossible shape")
+        node[keys[-1]] = _Tensor(name, dtype, _as_sizes(state["size"]), chunks)
     return tree
 
 
-def _places(folder: Path, stored: dict[_Record, _Record], wanted: set[str]) -> _Places:
+def _places(folder: Path, stored: dict[Record, Record], wanted: set[str]) -> _Places:
     """Return the places of the chunks of some tensors, after checking that the files exist."""
     places: _Places = {}
     for index, info in stored.items():
@@ -257,24 +224,26 @@ def _entry(tensor: _Tensor, places: _Places, path: Path) -> LazyTensor:
     if not prod(tensor.shape):
         return LazyTensor.of(torch.empty(tensor.shape, dtype=tensor.dtype))
     _check_cover(tensor)
-    tiles: list[tuple[tuple[int, ...], LazyTensor]] = []
+    tiles: list[tuple[tuple[int, ...], tuple[int, ...], Extent]] = []
     for offsets, shape in tensor.chunks:
         if prod(shape):
             place = places.get((tensor.name, offsets))
             if place is None:
                 raise ValueError(f"a chunk of {name} is in no file")
-            part = open_tensor(place.path, start=place.offset, length=place.length)
-            if part.shape != shape or part.dtype != tensor.dtype:
-                raise CheckpointError(f"{place.path} holds another tensor than {path.name} describes, for {name}")
-            tiles.append((offsets, part))
-    if len(tiles) == 1:
-        return tiles[0][1]
+            tiles.append((offsets, shape, place))
+
+    def read_tile(shape: tuple[int, ...], place: Extent) -> torch.Tensor:
+        part = load_tensor(place.read().numpy().data, place.path)
+        if part.shape != shape or part.dtype != tensor.dtype:
+            raise CheckpointError(f"{place.path} holds another tensor than {path.name} describes, for {name}")
+        return part
 
     def read() -> torch.Tensor:
+        if len(tiles) == 1:
+            return read_tile(tensor.shape, tiles[0][2])
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for offsets, part in tiles:
-            place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-            whole[place] = part.read()
+        for offsets, shape, place in tiles:
+            whole[tuple(map(slice, offsets, map(add, offsets, shape)))] = read_tile(shape, place)
         return whole
 
     return LazyTensor(tensor.shape, tensor.dtype, read)
@@ -300,19 +269,8 @@ def _check_cover(tensor: _Tensor) -> None:
         raise ValueError(f"chunks of {shown(tensor.name)} are missing")
 
 
-def _as_shape(value: object, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return `value` as a shape. Raises ValueError if torch cannot have this shape."""
-    sizes = _as_sizes(value)
-    # Zeros count as ones, because torch computes strides from the other sizes even if there is no element.
-    if prod(max(1, size) for size in sizes) * dtype.itemsize >= 2**63:
-        raise ValueError("it holds a tensor of an impossible shape")
-    return sizes
-
-
 def _as_sizes(value: object) -> tuple[int, ...]:
-    """Return `value` as sizes or offsets. Raises ValueError if it is no tuple of them, or has too many dimensions."""
-    if not isinstance(value, tuple) or len(value) > MAX_DIMENSIONS:
-        raise ValueError("it holds a tensor without a shape")
-    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
+    """Return `value` as sizes or offsets. Raises ValueError if it is no tuple of them."""
+    if not are_sizes(value):
         raise ValueError("it holds a tensor of an impossible shape")
-    return value
+    return tuple(value)

@@ -1,4 +1,4 @@
-"""Adapters in one file with tensor names of diffusers, ComfyUI or kohya, and detection of the style.
+"""Adapters: PEFT's folders, and files with tensor names of diffusers, ComfyUI or kohya.
 
 `X.lora_A.weight` and `X.lora_down.weight` are A, `X.lora_B.weight` and `X.lora_up.weight` are B; an optional `X.alpha`
 is divided by the rank. X is the layer's path after the prefix of the style; kohya writes `_` for its dots.
@@ -8,14 +8,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from opensora_cli.checkpoint.formats import peft
+from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import Adapter, LowRank
-from opensora_cli.checkpoint.readable import reading
+from opensora_cli.checkpoint.readable import reading, refuse_outside
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.reading import read_bytes
 from opensora_cli.core.strict_json import parse_object, shown
 
 KOHYA_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
@@ -25,13 +27,17 @@ _PEFT_PREFIX, _COMFYUI_PREFIX = "base_model.model.", "diffusion_model."
 DOTTED_PREFIXES = (_PEFT_PREFIX, _COMFYUI_PREFIX, "transformer.", "model.")
 """Possible prefixes of layer paths with dots."""
 
+_PICKLED_FILE = "adapter_model.bin"
 _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_METADATA = "lora_adapter_metadata"
 _MAX_ALPHA = 1_000_000
+_MAX_CONFIG_BYTES = 1_000_000
 
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<letter>[AB])|lora[._](?P<word>down|up))(?:\.default)?\.weight", re.DOTALL
 )
+_TABLE_FACTOR = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<letter>[AB])", re.DOTALL)
+_IS_TABLE = "is a table"
 _ALPHA = ".alpha"
 _TEXT_ENCODERS = re.compile(r"(?:lora_te\d?_|text_encoders?[._\d])", re.DOTALL)
 
@@ -81,42 +87,108 @@ def open_adapter(path: Path) -> Adapter:
         is_folder, is_there = path.is_dir(), path.exists()
     if not is_there:
         raise CheckpointError(f"{path} is no folder with an adapter, and no file of one")
-    if is_folder:
-        file = path / _DIFFUSERS_FILE
-        return _open_file(file) if file.is_file() and not (path / peft.CONFIG_FILE).exists() else peft.open_peft(path)
-    return peft.open_peft(path) if path.name == peft.WEIGHTS_FILE else _open_file(path)
-
-
-def _open_file(path: Path) -> Adapter:
-    entries, metadata = open_safetensors(path)
-    style = style_of(entries)
+    if is_folder and (path / _DIFFUSERS_FILE).is_file() and not (path / CONFIG_FILE).exists():
+        path = path / _DIFFUSERS_FILE
+    config_file, weights = adapter_files(path)
+    fields = _read_fields(config_file) if path.is_dir() or path.name == WEIGHTS_FILE else None
+    if fields is not None and not weights.exists() and (path / _PICKLED_FILE).exists():
+        raise CheckpointError(
+            f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",
+            hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
+        )
+    entries, metadata = open_safetensors(weights if fields is None else _regular_file(weights))
+    style = "PEFT" if fields is not None else style_of(entries)
     if style == "PEFT":
-        return peft.open_peft(path)
-    _refuse_other_kinds(path, entries)
+        named = {key.removeprefix(_PEFT_PREFIX): entry for key, entry in entries.items()}
+        return _open_peft(path, weights, named, metadata, fields or _read_fields(config_file))
+    _refuse_other_kinds(weights, entries)
     if style is None:
         raise CheckpointError(
-            f"{path} has no lora_A and lora_B, and no lora_down and lora_up: it is no adapter",
+            f"{weights} has no lora_A and lora_B, and no lora_down and lora_up: it is no adapter",
             hint="weights of a whole transformer are named with --weights FOLDER --set files.transformer=FILE",
         )
+    factors, others = _factors(entries)
+    alphas = {key.removesuffix(_ALPHA): others.pop(key) for key in list(others) if key.endswith(_ALPHA)}
+    unknown = [*others, *(f"{module}{_ALPHA}" for module in alphas if module not in factors)]
+    if unknown:
+        raise CheckpointError(f"{weights} has {len(unknown)} tensors that are not of LoRA: {first_few(unknown)}")
+    stated = _stated_scales(weights, metadata, factors)
+    updates = {}
+    for module, pair in factors.items():
+        a, b = _matrices(weights, module, pair)
+        scale = _alpha(weights, module, alphas[module]) / a.shape[0] if module in alphas else stated.get(module, 1.0)
+        updates[f"{module}.weight"] = (LowRank(a=a, b=b, scale=scale, transposed=_IS_TABLE in pair),)
+    return Adapter(path=weights, files=(weights,), style=style, metadata=metadata, updates=updates, replacements={})
+
+
+def _open_peft(
+    path: Path,
+    weights: Path,
+    entries: Mapping[str, LazyTensor],
+    metadata: Mapping[str, str],
+    fields: Mapping[str, Any],
+) -> Adapter:
+    factors, others = _factors(entries)
+    for key in others:
+        if ".lora_" in key:
+            raise RequestError(f"{weights} has {shown(key)}: this kind of LoRA cannot be merged")
+    config = PeftConfig.of(weights.parent / CONFIG_FILE, fields, factors)
+    if not factors:
+        raise CheckpointError(f"{weights} has no lora_A and lora_B", hint="is it an adapter?")
+    if others and not config.trains_more:
+        raise CheckpointError(f"{weights} has tensors that are not of LoRA: {first_few(list(others))}")
+    updates = {}
+    for module, pair in factors.items():
+        a, b = _matrices(weights, module, pair)
+        if a.shape[0] != config.ranks[module]:
+            raise CheckpointError(
+                f"{weights}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
+                f"which are not of rank {config.ranks[module]} as in {CONFIG_FILE}"
+            )
+        is_transposed = _IS_TABLE in pair or config.fan_in_fan_out
+        updates[f"{module}.weight"] = (LowRank(a=a, b=b, scale=config.scales[module], transposed=is_transposed),)
+    return Adapter(
+        path=path,
+        files=(config.path, weights),
+        style="PEFT",
+        metadata=metadata,
+        updates=updates,
+        replacements={name.replace(".base_layer.", "."): entry for name, entry in others.items()},
+    )
+
+
+def _factors(entries: Mapping[str, LazyTensor]) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, LazyTensor]]:
+    """Return the matrices of each module, under `A` and `B`, and the other tensors.
+
+    The matrices of an embedding are also under `_IS_TABLE`.
+    """
     factors: dict[str, dict[str, LazyTensor]] = {}
-    alphas: dict[str, LazyTensor] = {}
-    unknown = []
+    others = {}
     for key, entry in entries.items():
         if match := _FACTOR.fullmatch(key):
             factors.setdefault(match["module"], {})[_letter(match)] = entry
-        elif key.endswith(_ALPHA):
-            alphas[key.removesuffix(_ALPHA)] = entry
+        elif match := _TABLE_FACTOR.fullmatch(key):
+            factors.setdefault(match["module"], {}).update({match["letter"]: entry, _IS_TABLE: entry})
         else:
-            unknown.append(key)
-    unknown += [f"{module}{_ALPHA}" for module in alphas if module not in factors]
-    if unknown:
-        raise CheckpointError(f"{path} has {len(unknown)} tensors that are not of LoRA: {first_few(unknown)}")
-    stated = _stated_scales(path, metadata, factors)
-    updates = {}
-    for module, pair in factors.items():
-        alpha = _alpha(path, module, alphas[module]) if module in alphas else None
-        updates[f"{module}.weight"] = (_update(path, module, pair, alpha, stated.get(module, 1.0)),)
-    return Adapter(path=path, files=(path,), style=style, metadata=metadata, updates=updates, replacements={})
+            others[key] = entry
+    return factors, others
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    content = read_bytes(_regular_file(path), max_bytes=_MAX_CONFIG_BYTES, problem=CheckpointError)
+    try:
+        return parse_object(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is broken: {error}") from error
+
+
+def _regular_file(path: Path) -> Path:
+    """Return a file of an adapter, after checking that it is a regular file in the adapter's folder."""
+    with reading(path):
+        if not refuse_outside(path, path.parent).is_file():
+            hint = None if path.exists() else "an adapter is the folder that PEFT saved"
+            raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'does not exist'}", hint=hint)
+    return path
 
 
 def _letter(match: re.Match[str]) -> str:
@@ -138,13 +210,14 @@ def _refuse_other_kinds(path: Path, keys: Iterable[str]) -> None:
             )
 
 
-def _update(path: Path, module: str, pair: Mapping[str, LazyTensor], alpha: float | None, stated: float) -> LowRank:
-    if len(pair) != 2:
+def _matrices(path: Path, module: str, pair: Mapping[str, LazyTensor]) -> tuple[LazyTensor, LazyTensor]:
+    """Return the matrices A and B of a module, which have a common rank."""
+    if "A" not in pair or "B" not in pair:
         raise CheckpointError(f"{path}: {shown(module)} has one of its two matrices and not the other")
     a, b = pair["A"], pair["B"]
     if min(len(a.shape), len(b.shape)) < 2 or a.shape[0] < 1 or b.shape[1] != a.shape[0]:
         raise CheckpointError(f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, of no common rank")
-    return LowRank(a=a, b=b, scale=stated if alpha is None else alpha / a.shape[0], transposed=False)
+    return a, b
 
 
 def _alpha(path: Path, module: str, entry: LazyTensor) -> float:
@@ -167,7 +240,6 @@ def _stated_scales(path: Path, metadata: Mapping[str, str], modules: Iterable[st
     own = {key.removeprefix("transformer."): value for key, value in fields.items()}
     if "lora_alpha" not in own:
         return {}
-    config = peft.PeftConfig.of(path, {"peft_type": "LORA", **own})
     names = {module: module.removeprefix("transformer.") for module in modules}
-    config.check(set(names.values()))
-    return {module: config.scale(name) for module, name in names.items()}
+    scales = PeftConfig.of(path, {"peft_type": "LORA", **own}, set(names.values())).scales
+    return {module: scales[name] for module, name in names.items()}

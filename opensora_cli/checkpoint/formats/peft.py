@@ -1,29 +1,22 @@
-"""Reader of PEFT adapters: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Configuration of PEFT adapters."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import Adapter, LowRank
-from opensora_cli.checkpoint.readable import reading
-from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.core.exceptions import CheckpointError, RequestError, missing_library
 from opensora_cli.core.formatting import first_few, plain
-from opensora_cli.core.strict_json import parse_object, shown
+from opensora_cli.core.strict_json import shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_PICKLED_FILE = "adapter_model.bin"
-_PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<table>[AB]))", re.DOTALL)
-_MAX_CONFIG_BYTES = 1_000_000
+_Number = TypeVar("_Number", int, float)
+
 _MAX_NAME_LENGTH = 1000
 _MAX_NUMBER = 1_000_000
 
@@ -69,89 +62,25 @@ def adapter_files(path: Path) -> tuple[Path, Path]:
     return weights.parent / CONFIG_FILE, weights
 
 
-def open_peft(path: Path) -> Adapter:
-    """Open an adapter in PEFT's format, from its folder or its tensor file.
-
-    Raises:
-        CheckpointError: a file is missing or broken, or the two do not fit each other.
-        RequestError: the adapter is no LoRA, or has a part that cannot be merged.
-    """
-    config_file, weights = adapter_files(path)
-    config = PeftConfig.read(config_file)
-    if not weights.exists() and (path / _PICKLED_FILE).exists():
-        raise CheckpointError(
-            f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",
-            hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
-        )
-    entries, metadata = open_safetensors(_regular_file(weights))
-    factors: dict[tuple[str, bool], dict[str, LazyTensor]] = {}
-    replacements: dict[str, LazyTensor] = {}
-    for key, entry in entries.items():
-        name = key.removeprefix(_PREFIX)
-        match = _FACTOR.fullmatch(name)
-        if match is not None:
-            pair = factors.setdefault((match["module"], match["table"] is not None), {})
-            pair[match["linear"] or match["table"]] = entry
-        elif ".lora_" in name:
-            raise RequestError(f"{weights} has {shown(key)}: this kind of LoRA cannot be merged")
-        else:
-            replacements[name.replace(".base_layer.", ".")] = entry
-    config.check({module for module, _ in factors})
-    if not factors:
-        raise CheckpointError(f"{weights} has no lora_A and lora_B", hint="is it an adapter?")
-    if replacements and not config.trains_more:
-        raise CheckpointError(f"{weights} has tensors that are not of LoRA: {first_few(list(replacements))}")
-    updates = {
-        f"{module}.weight": (_update(weights, module, pair, config, is_table=is_table),)
-        for (module, is_table), pair in factors.items()
-    }
-    return Adapter(
-        path=path,
-        files=(config_file, weights),
-        style="PEFT",
-        metadata=metadata,
-        updates=updates,
-        replacements=replacements,
-    )
-
-
-def _update(
-    path: Path, module: str, pair: Mapping[str, LazyTensor], config: "PeftConfig", *, is_table: bool
-) -> LowRank:
-    if len(pair) != 2:
-        raise CheckpointError(f"{path}: {shown(module)} has one of lora_A and lora_B and not the other")
-    a, b = pair["A"], pair["B"]
-    rank = config.rank(module)
-    if min(len(a.shape), len(b.shape)) < 2 or a.shape[0] != rank or b.shape[1] != rank:
-        raise CheckpointError(
-            f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
-            f"which are not of rank {rank} as in {CONFIG_FILE}"
-        )
-    return LowRank(a=a, b=b, scale=config.scale(module), transposed=is_table or config.fan_in_fan_out)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
     """Fields of `adapter_config.json` that affect the result, under PEFT's names."""
 
     path: Path
-    r: int
-    lora_alpha: float
-    use_rslora: bool
     fan_in_fan_out: bool
     trains_more: bool
     """Whether the adapter may hold tensors that replace the model's."""
-    ranks: "_ValuesByName"
-    alphas: "_ValuesByName"
+    ranks: Mapping[str, int]
+    """Rank of the matrices of each module."""
+    scales: Mapping[str, float]
+    """Alpha of each module, divided by the rank or by the square root of the rank."""
 
     @classmethod
-    def read(cls, path: Path) -> "PeftConfig":
-        """Read a file. Raises CheckpointError and RequestError for the reasons of `open_peft`."""
-        return cls.of(path, _read_json(path))
+    def of(cls, path: Path, config: Mapping[str, Any], modules: Collection[str]) -> "PeftConfig":
+        """Parse the fields of the file `path` for some modules.
 
-    @classmethod
-    def of(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
-        """Parse the fields of the file `path`. Raises CheckpointError and RequestError like `open_peft`."""
+        Raises CheckpointError and RequestError like `open_adapter`.
+        """
         kind = config.get("peft_type")
         if kind != "LORA":
             raise RequestError(f"{path}: peft_type={_quoted(kind)} is no LoRA, and cannot be merged")
@@ -164,70 +93,36 @@ class PeftConfig:
                 f"{path}: init_lora_weights={_quoted(beginning)} has changed the weights that the adapter is for",
                 hint="save it as plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...)",
             )
-        return cls(
-            path=path,
-            r=_rank(path, "r", config.get("r")),
-            lora_alpha=_number(path, "lora_alpha", config.get("lora_alpha")),
-            use_rslora=config.get("use_rslora") is True,
-            fan_in_fan_out=config.get("fan_in_fan_out") is True,
-            trains_more=bool(config.get("modules_to_save")) or config.get("bias", "none") != "none",
-            ranks=_by_name(path, config, "rank_pattern", _rank),
-            alphas=_by_name(path, config, "alpha_pattern", _number),
-        )
-
-    def check(self, modules: Set[str]) -> None:
-        """Refuse module names that would take long to match: too long ones, or too many for the patterns."""
         too_long = [module for module in modules if len(module) > _MAX_NAME_LENGTH]
         if too_long:
-            raise CheckpointError(f"{self.path.parent} is for a module of too long a name: {first_few(too_long)}")
-        for key, values in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
-            try:
-                values.check(modules)
-            except ValueError as error:
-                raise CheckpointError(f"{self.path}: {key}: {error}") from None
-
-    def rank(self, module: str) -> int:
-        """Return the rank of a module's matrices."""
-        return int(self.ranks.get(module, self.r))
-
-    def scale(self, module: str) -> float:
-        """Return alpha divided by the rank, or by the square root of the rank."""
-        rank = self.rank(module)
-        return self.alphas.get(module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def _regular_file(path: Path) -> Path:
-    """Return a file of an adapter, after checking that it is a regular file in the adapter's folder."""
-    with reading(path):
-        if not refuse_outside(path, path.parent).is_file():
-            hint = None if path.exists() else "an adapter is the folder that PEFT saved"
-            raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'does not exist'}", hint=hint)
-    return path
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with reading(path), _regular_file(path).open("rb") as file:
-        content = file.read(_MAX_CONFIG_BYTES + 1)
-    if len(content) > _MAX_CONFIG_BYTES:
-        raise CheckpointError(f"{path} is too long to be the configuration of an adapter")
-    try:
-        return parse_object(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is broken: {error}") from error
+            raise CheckpointError(f"{path.parent} is for a module of too long a name: {first_few(too_long)}")
+        rank, alpha = _rank(path, "r", config.get("r")), _number(path, "lora_alpha", config.get("lora_alpha"))
+        ranks = dict.fromkeys(modules, rank) | _by_name(path, config, "rank_pattern", _rank, modules)
+        alphas = dict.fromkeys(modules, alpha) | _by_name(path, config, "alpha_pattern", _number, modules)
+        divisor = math.sqrt if config.get("use_rslora") is True else float
+        return cls(
+            path=path,
+            fan_in_fan_out=config.get("fan_in_fan_out") is True,
+            trains_more=bool(config.get("modules_to_save")) or config.get("bias", "none") != "none",
+            ranks=ranks,
+            scales={module: alphas[module] / divisor(ranks[module]) for module in modules},
+        )
 
 
 def _by_name(
-    path: Path, config: Mapping[str, Any], key: str, checked: Callable[[Path, str, Any], float]
-) -> "_ValuesByName":
+    path: Path,
+    config: Mapping[str, Any],
+    key: str,
+    checked: Callable[[Path, str, Any], _Number],
+    modules: Collection[str],
+) -> dict[str, _Number]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{path}: {key} must be an object")
-    values = {pattern: checked(path, pattern, value) for pattern, value in patterns.items()}
     try:
-        return _ValuesByName(values)
+        return values_by_name({text: checked(path, text, value) for text, value in patterns.items()}, modules)
     except ValueError as error:
-        hint = "list the modules by their names"
-        raise CheckpointError(f"{path}: {key}: {error}", hint=hint) from None
+        raise CheckpointError(f"{path}: {key}: {error}", hint="list the modules by their names") from None
 
 
 def _number(path: Path, key: str, value: Any) -> float:
@@ -251,50 +146,43 @@ def _quoted(value: object) -> str:
     return shown(value) if isinstance(value, str) else plain(json.dumps(value))
 
 
-class _ValuesByName:
-    """Values by patterns of module names; the first pattern that matches a name counts.
+def values_by_name(values: Mapping[str, _Number], names: Collection[str]) -> dict[str, _Number]:
+    """Return the value of each name that matches a pattern; the first pattern that matches counts.
 
     PEFT treats each key as a regular expression for the whole name, or for the end of the name after a dot. Most keys
     are plain names; their dots match only dots here. An adapter may be hostile, and `re` can take years to match an
     expression. So only patterns with bounded steps are accepted: few repeats, and no repeated group.
 
     Raises:
-        ValueError: a pattern is refused, or there are too many.
+        ValueError: a pattern is refused, or there are too many for so many names.
     """
-
-    def __init__(self, values: Mapping[str, float]) -> None:
-        self._plain: dict[str, tuple[int, float]] = {}
-        self._regular: list[tuple[int, float, re.Pattern[str]]] = []
-        self._costs: list[tuple[int, int]] = []
-        for number, (text, value) in enumerate(values.items()):
-            key = text.removesuffix("$")
-            if _PLAIN_NAME.fullmatch(key):
-                self._plain.setdefault(key.replace("\\.", "."), (number, value))
-                continue
-            try:
-                self._costs.append(_cost(text))
-                self._regular.append((number, value, re.compile(rf"(?:.*\.)?(?:{text})\Z")))
-            except (ValueError, re.error) as error:
-                raise ValueError(f"the pattern {shown(text)} is refused: {error}") from None
-            if len(self._regular) > _MAX_PATTERNS:
-                raise ValueError(f"there are more than {_MAX_PATTERNS} regular expressions")
-
-    def check(self, names: Iterable[str]) -> None:
-        """Check that all values are found in bounded time. Raises ValueError if not."""
-        lengths = [len(name) for name in names]
+    plain_names: dict[str, tuple[int, _Number]] = {}
+    regular: list[tuple[int, _Number, re.Pattern[str]]] = []
+    steps = 0
+    for number, (text, value) in enumerate(values.items()):
+        key = text.removesuffix("$")
+        if _PLAIN_NAME.fullmatch(key):
+            plain_names.setdefault(key.replace("\\.", "."), (number, value))
+            continue
+        try:
+            repeats, choices = _cost(text)
+            regular.append((number, value, re.compile(rf"(?:.*\.)?(?:{text})\Z")))
+        except (ValueError, re.error) as error:
+            raise ValueError(f"the pattern {shown(text)} is refused: {error}") from None
         # The number of steps is at most the number of ways to divide a name among the repeats, PEFT's own included.
-        steps = sum(math.comb(n + count + 1, count + 1) * choices for count, choices in self._costs for n in lengths)
-        if steps > _MAX_STEPS:
+        steps += sum(math.comb(len(name) + repeats + 1, repeats + 1) for name in names) * choices
+        if len(regular) > _MAX_PATTERNS or steps > _MAX_STEPS:
             raise ValueError("there are too many regular expressions for so many modules")
-
-    def get(self, name: str, default: float) -> float:
-        """Return the value for a name."""
-        ends = [name]
+    found = {}
+    for name in names:
+        ends: list[str] = [name]
         while "." in ends[-1]:
             ends.append(ends[-1].partition(".")[2])
-        found = [self._plain[key] for key in (f"^{name}", *ends) if key in self._plain]
-        found += [(number, value) for number, value, pattern in self._regular if pattern.match(name)]
-        return min(found)[1] if found else default
+        matches = [plain_names[key] for key in (f"^{name}", *ends) if key in plain_names]
+        matches += [(number, value) for number, value, pattern in regular if pattern.match(name)]
+        if matches:
+            found[name] = min(matches)[1]
+    return found
 
 
 def _cost(text: str) -> tuple[int, int]:

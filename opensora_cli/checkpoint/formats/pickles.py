@@ -1,9 +1,14 @@
-"""Checks of pickles before they are loaded: their imports, and the number of their operations."""
+"""Reader of pickles that are not trusted. It makes plain containers and stand-ins, and runs nothing.
+
+A pickle is a program for a stack machine. `unpickle` runs the operations that weights need. Imported names are looked
+up in a table of stand-ins, each of which takes its arguments as one tuple. So each operation takes bounded time and
+memory, and their number is limited.
+"""
 
 import io
 import pickletools
-from collections.abc import Collection, Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +18,23 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.strict_json import shown
 
-SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
-"""Hint for files that cannot be read without trusting them."""
-FETCH_AGAIN = "fetch it again"
-_MAX_DEPTH = 1000
-"""Limit of the nesting of tuples: hashing very deep ones crashes the process."""
-_COPIES_FOR_EACH_OPERATION, _FREE_COPIES = 4, 10_000
-"""Limits of visits: an object is visited when it is put into another and, rarely, when a call copies it."""
-_MAX_PARTS = 8
-_NO_TENSOR = 2**30
-_TENSOR_IN_LIST = 2
-"""Depth of a tensor in the arguments of a call whose first argument is a list of tensors."""
-_ITERATING = frozenset(
-    {
-        *("collections.OrderedDict", "collections.Counter", "torch.Size"),
-        *("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"),
-    }
-)
-"""Callables that iterate over their argument."""
-_REBUILD, _REBUILD_SUBCLASS = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
-_CONTAINERS = frozenset({"LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT", "EMPTY_SET", "FROZENSET"})
-_MAKING = _CONTAINERS | {"GLOBAL", "EMPTY_TUPLE", "PERSID"}
-"""Operations that do more than make a plain object."""
-
-PROTOCOL = 2
+WEIGHTS_ONLY_PROTOCOL = 2
 """The highest pickle protocol that `weights_only` reads, and the one that `torch.save` uses."""
 
-STORAGE_NAMES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex128: "ComplexDoubleStorage",
-    torch.complex64: "ComplexFloatStorage",
+FETCH_AGAIN = "fetch it again"
+SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
+"""Hint for files that cannot be read without trusting them."""
+
+_MAX_KEY_LENGTH = 100
+_NEWEST_PROTOCOL = 5
+
+STORAGE_NAMES: dict[torch.dtype, str] = {
+    dtype: name
+    for dtype, name in torch.storage._dtype_to_storage_type_map().items()
+    if not name.startswith("Q")  # quantized tensors are more than a storage
 }
+"""Storage class of each dtype that has one."""
+
 _UNTYPED_DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
@@ -62,194 +44,185 @@ _UNTYPED_DTYPES = (
 DTYPES = {str(dtype): dtype for dtype in (*STORAGE_NAMES, *_UNTYPED_DTYPES)}
 """Dtypes that the tensors of a file may have, by torch's names."""
 
-# Bytes and bytearrays are missing on purpose: in a chain of calls that make them, each call can double the memory.
-WEIGHT_NAMES = frozenset(
-    {
-        *DTYPES,
-        *(f"torch.{name}" for name in STORAGE_NAMES.values()),
-        *("torch.storage.UntypedStorage", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.Size", "torch.device"),
-        *("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
-        *("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"),
-        *("torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout"),
-        *("collections.OrderedDict", "collections.Counter"),
-        *("__builtin__.set", "__builtin__.complex", "builtins.set", "builtins.complex"),
-    }
-)
-"""Names that the pickle of a file of weights may import."""
+StandIns = Mapping[str, object]
+"""Values of imported names. A callable takes the tuple of its arguments."""
 
 
-def check_pickle(
-    content: bytes, *, path: Path, max_operations: int, names: Collection[str] | None = None, count: int = 1
-) -> None:
-    """Refuse pickles that are cut off, too long or import too much, without running them.
+class _Tuple(tuple[Any, ...]):
+    """Tuple of a pickle. It is hashed only if it is short and flat: nested tuples could take exponential time."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        if len(self) > _MAX_KEY_LENGTH or any(isinstance(item, tuple) for item in self):
+            raise ValueError("a key nests tuples too deep")
+        return super().__hash__()
+
+
+class Record:
+    """Stand-in for an object; it keeps only the object's state."""
+
+    state: Any = None
+
+
+class Unused:
+    """Stand-in for an object that no tensor needs."""
+
+
+def _copy(kind: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a stand-in for a type that copies one container."""
+
+    def make(arguments: Any) -> Any:
+        return kind(*arguments[:1])
+
+    return make
+
+
+PLAIN_NAMES: StandIns = {
+    **DTYPES,
+    "collections.OrderedDict": _copy(dict),
+    "collections.Counter": _copy(Counter),
+    "torch.Size": _copy(_Tuple),
+    "torch.device": lambda _: Unused(),
+    "torch.serialization._get_layout": lambda _: Unused(),
+    **{f"{module}.set": _copy(set) for module in ("builtins", "__builtin__")},
+    **{f"{module}.complex": lambda parts: complex(*parts[:2]) for module in ("builtins", "__builtin__")},
+}
+"""Stand-ins for the names that may be in any pickle of tensors."""
+
+
+def unpickle(
+    file: io.BytesIO,
+    *,
+    path: Path,
+    names: StandIns,
+    max_operations: int,
+    max_protocol: int = _NEWEST_PROTOCOL,
+    persistent: Callable[[Any], object] | None = None,
+) -> Any:
+    """Return the object of the next pickle in a file.
 
     Args:
-        content: begins with `count` pickles.
-        path: the file they are from, for messages.
-        max_operations: limit of the operations; each may take about 100 bytes of memory.
-        names: names that the pickles may import; None skips this check. With names, the protocol must be one that
-            `weights_only` reads.
+        file: content of the file `path`, which is for messages.
+        names: stand-ins for the names that the pickle may import.
+        max_operations: limit of the operations; each may take about 100 bytes of memory. Copied items count.
+        max_protocol: highest protocol.
+        persistent: makes an object from its persistent ID.
 
     Raises:
-        CheckpointError: the pickles are refused.
+        CheckpointError: the pickle is broken, too long or too deep, or imports another name.
     """
-    file = io.BytesIO(content)
-    operation: pickletools.OpcodeInfo
-    argument: Any
     try:
-        objects = _Objects()
-        for number, (operation, argument, _) in enumerate(chain(*(pickletools.genops(file) for _ in range(count)))):
-            if number == max_operations:
-                raise ValueError(f"it takes more than {max_operations} operations")
-            if operation.name in ("BINPUT", "LONG_BINPUT", "PUT") and argument > max_operations:
-                raise ValueError(f"it remembers object {argument}")
-            if names is not None and operation.name == "PROTO" and argument > PROTOCOL:
-                raise CheckpointError(
-                    f"{path} is a pickle of protocol {argument}, which torch.load(weights_only=True) does not read",
-                    hint="save it again without pickle_protocol=",
-                )
-            if names is not None and operation.name in ("GLOBAL", "INST"):
-                imported = argument.replace(" ", ".", 1)
-                if imported not in names:
-                    raise refusal_of_name(path, imported)
-            objects.follow(operation, argument)
-            if objects.copied > _COPIES_FOR_EACH_OPERATION * number + _FREE_COPIES:
-                raise ValueError("it copies the same objects again and again")
+        return _run(file, path, names, max_operations, max_protocol, persistent)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise broken_file(path, error) from None
+        # A broken pickle may do anything in any order, so every error is caught.
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{path} is broken: {plain(lines[0])}", hint=FETCH_AGAIN) from None
 
 
-class _Object:
-    """Summary of an object on the stack of a pickle, derived without making the object."""
+def _run(
+    file: io.BytesIO,
+    path: Path,
+    names: StandIns,
+    left: int,
+    max_protocol: int,
+    persistent: Callable[[Any], object] | None,
+) -> Any:
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
 
-    __slots__ = ("depth", "items", "name", "parts", "tensor_depth")
+    def take(count: int) -> list[Any]:
+        if not 0 <= count <= len(stack):
+            raise ValueError("it takes more than it has")
+        items = stack[len(stack) - count :]
+        del stack[len(stack) - count :]
+        return items
 
-    def __init__(
-        self, *, items: int = 0, depth: int = 0, tensor_depth: int = _NO_TENSOR, name: str = "", parts: Any = ()
-    ) -> None:
-        self.items = items
-        """Number of objects that copying or hashing this one visits. For a tuple, objects in nested tuples count."""
-        self.depth = depth
-        """Depth of nested tuples in the object."""
-        self.tensor_depth = tensor_depth
-        """Depth of the first tensor or storage in the object; 0 for a tensor. Values of a dictionary are at 2."""
-        self.name = name
-        """Name of the object, if it was imported."""
-        self.parts: Sequence[_Object] = parts
-        """The items of a short tuple."""
+    def marked() -> list[Any]:
+        return take(len(stack) - marks.pop())
 
+    def find(name: str) -> Any:
+        if name not in names:
+            reason = f"it imports {shown(name)}, which no weights need and which could run any code"
+            raise CheckpointError(f"{path} is refused: {reason}", hint=SAVE_STATE_DICT)
+        return names[name]
 
-_PLAIN = _Object()
-
-
-class _Objects:
-    """Objects that a pickle makes, with the properties that determine the time and memory of reading.
-
-    An operation of a few bytes may do much work. A call copies a list, and hashing a key visits all tuples in it. A
-    call that iterates over a tensor makes an object of each element, and a file may claim any number of elements.
-    """
-
-    def __init__(self) -> None:
-        self.copied = 0
-        """Number of objects that the operations have visited."""
-        self._stack: list[_Object] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, _Object] = {}
-        self._new_tuple: _Object | None = None
-        """The tuple that the last operation made."""
-
-    def follow(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Apply an operation to the objects. Raises ValueError if it does too much, or takes a missing object."""
-        name, stack = operation.name, self._stack
-        if name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
-            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
-            return
-        new_tuple, self._new_tuple = self._new_tuple, None
-        if name == "MARK":
-            self._marks.append(len(stack))
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(self._memo[argument])
-        elif not operation.stack_before and name not in _MAKING:
-            stack.extend([_PLAIN] * len(operation.stack_after))
-        else:
-            taken = operation.stack_before
-            count = len(taken)
-            if pickletools.markobject in taken:
-                count = taken.index(pickletools.markobject) + len(stack) - self._marks.pop()
-            if count > len(stack):
-                raise ValueError("it takes more than it has")
-            items = stack[len(stack) - count :]
-            del stack[len(stack) - count :]
-            made = self._made(name, argument, items, new_tuple)
-            stack.extend([made] * len(operation.stack_after))
-
-    def _made(self, name: str, argument: Any, items: list[_Object], new_tuple: _Object | None) -> _Object:
-        """Return the object that an operation makes from its items."""
-        if name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"):
-            target, *items = items
-            self._visit(items)
-            if target is not _PLAIN:
-                target.items += len(items)
-                target.tensor_depth = min(target.tensor_depth, _around(items) + name.startswith("SET"))
-            return target
-        self._visit(items)
-        if name in ("GLOBAL", "INST"):
-            return _Object(name=argument.replace(" ", ".", 1), tensor_depth=0 if name == "INST" else _NO_TENSOR)
-        if "TUPLE" in name:
-            depth = 1 + max((item.depth for item in items), default=0)
-            if depth > _MAX_DEPTH:
-                raise ValueError("it nests tuples too deep")
-            size = len(items) + sum(item.items for item in items)
-            parts = tuple(items) if len(items) <= _MAX_PARTS else ()
-            self._new_tuple = _Object(items=size, depth=depth, tensor_depth=_around(items), parts=parts)
-            return self._new_tuple
-        if name in ("REDUCE", "NEWOBJ"):
-            called, arguments = items
-            return self._called(called, arguments, new_tuple)
-        if name == "BUILD":
-            target, state = items
-            if state.tensor_depth == 0 or (target.tensor_depth > 0 and state.tensor_depth == 1):
-                raise ValueError("it takes a tensor for a state")
-            if target is not _PLAIN:
-                target.items += state.items
-            return target
-        if name in _CONTAINERS:
-            return _Object(items=len(items), tensor_depth=_around(items) + (name == "DICT"))
-        return _Object(tensor_depth=0) if name in ("BINPERSID", "PERSID", "OBJ", "NEWOBJ_EX") else _PLAIN
-
-    def _called(self, called: _Object, arguments: _Object, new_tuple: _Object | None) -> _Object:
-        """Return the result of a call. The arguments must be a new tuple, so that the number of copies is known."""
-        if arguments is not new_tuple:
-            raise ValueError("it calls with something else than new arguments")
-        if called.name in _ITERATING:
-            if arguments.tensor_depth <= _TENSOR_IN_LIST:
-                raise ValueError("it makes a collection of the elements of a tensor")
-            return _Object(items=arguments.items)
-        if called.name == _REBUILD_SUBCLASS:
-            function, _, inner, *_ = (*arguments.parts, _PLAIN, _PLAIN, _PLAIN)
-            if not function.name.startswith(_REBUILD) or not inner.parts:
-                raise ValueError(f"it calls {called.name} with something else than a tensor's parts")
-        return _Object(tensor_depth=0)
-
-    def _visit(self, items: Sequence[_Object]) -> None:
-        self.copied += sum(item.items for item in items)
-
-
-def _around(items: Sequence[_Object]) -> int:
-    """Return the `tensor_depth` of a container of items."""
-    return 1 + min((item.tensor_depth for item in items), default=_NO_TENSOR - 1)
-
-
-def refusal_of_name(path: Path, imported: str) -> CheckpointError:
-    """Return the error for a pickle that imports a name that could run any code."""
-    reason = f"it imports {shown(imported)}, which no weights need and which could run any code"
-    return CheckpointError(f"{path} is refused: {reason}", hint=SAVE_STATE_DICT)
-
-
-def broken_file(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file whose pickle cannot be read."""
-    # torch puts several lines of advice around the cause.
-    lines = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines() or [type(error).__name__]
-    return CheckpointError(f"{path} is broken: {plain(lines[0])}", hint=FETCH_AGAIN)
+    operation: pickletools.OpcodeInfo
+    argument: Any
+    for operation, argument, _ in pickletools.genops(file):
+        left -= 1
+        if left < 0:
+            raise ValueError("it takes more operations than any weights need")
+        match operation.name:
+            case "PROTO":
+                if argument > max_protocol:
+                    raise CheckpointError(
+                        f"{path} is a pickle of protocol {argument}, which torch.load(weights_only=True) does not read",
+                        hint="save it again without pickle_protocol=",
+                    )
+            case "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case "MARK":
+                marks.append(len(stack))
+            case "BINPUT" | "LONG_BINPUT" | "PUT":
+                memo[argument] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET" | "GET":
+                stack.append(memo[argument])
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(operation.name == "NEWTRUE")
+            case "EMPTY_TUPLE":
+                stack.append(_Tuple())
+            case "TUPLE":
+                stack.append(_Tuple(marked()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(_Tuple(take(int(operation.name[-1]))))
+            case "EMPTY_LIST":
+                stack.append([])
+            case "LIST":
+                stack.append(marked())
+            case "APPEND" | "APPENDS":
+                items = take(1) if operation.name == "APPEND" else marked()
+                list.extend(stack[-1], items)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "DICT" | "SETITEM" | "SETITEMS":
+                items = take(2) if operation.name == "SETITEM" else marked()
+                target = {} if operation.name == "DICT" else stack.pop()
+                dict.update(target, zip(items[::2], items[1::2], strict=True))
+                stack.append(target)
+            case "EMPTY_SET":
+                stack.append(set())
+            case "ADDITEMS":
+                items = marked()
+                set.update(stack[-1], items)
+            case "GLOBAL" | "INST":
+                stack.append(find(argument.replace(" ", ".", 1)))
+            case "STACK_GLOBAL":
+                stack.append(find(".".join(take(2))))
+            case "REDUCE" | "NEWOBJ":
+                function, arguments = take(2)
+                left -= sum(len(each) for each in arguments if isinstance(each, Sized))
+                stack.append(function(arguments))
+            case "BUILD":
+                target, state = take(2)
+                if isinstance(target, Record):
+                    target.state = state
+                elif not isinstance(state, dict):
+                    raise ValueError("it takes something else than a dictionary for a state")
+                else:
+                    left -= len(state)
+                stack.append(target)
+            case "BINPERSID" if persistent is not None:
+                stack.append(persistent(stack.pop()))
+            case name if not operation.stack_before and name != "LONG4":
+                stack.append(argument)
+            case other:
+                raise ValueError(f"it has the operation {other}, which no weights need")
+    raise ValueError("it has no end")

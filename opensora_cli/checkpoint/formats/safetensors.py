@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from opensora_cli.checkpoint.lazy import MAX_DIMENSIONS, Extent, LazyTensor, write_all
+from opensora_cli.checkpoint.lazy import Extent, LazyTensor, is_possible, write_all
 from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.strict_json import (
     MAX_JSON_BYTES,
     as_unicode,
     is_too_large,
     is_unicode,
-    parse_object,
     shown,
 )
 
@@ -55,32 +55,31 @@ _ALIGNMENT = 8
 _FETCH_AGAIN = "fetch it again"
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Tensor in a header, with the place of its bytes in the data."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-
 def open_safetensors(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Read the header of a safetensors file, and return its tensors, in the order of their bytes, and its metadata.
 
     Raises:
         CheckpointError: the file is missing, truncated or longer than its header states, or the header is invalid.
     """
-    header, data_bytes = _read_header(path)
+    start = _check_start(path)
     try:
-        placed, metadata = _parse(header, data_bytes)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no sound safetensors file: {error}", hint=_FETCH_AGAIN) from None
-    first = _LENGTH.size + len(header)
-    entries = {
-        name: LazyTensor.stored(each.shape, each.dtype, Extent(path, first + each.start, each.stop - each.start))
-        for name, each in placed.items()
-    }
+        with reading_file(path), safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+            names = file.offset_keys()
+            described = {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in names}
+    except SafetensorError as error:
+        reason = plain(" ".join(str(error).split()))
+        if "incomplete" in reason:
+            raise CheckpointError(f"{path} is truncated, or longer than its header states", hint=_FETCH_AGAIN) from None
+        raise CheckpointError(f"{path} is no sound safetensors file: {reason}", hint=_FETCH_AGAIN) from None
+    entries = {}
+    for name, (shape, dtype_name) in described.items():
+        dtype = _DTYPES.get(dtype_name)
+        if dtype is None or not is_possible(shape, dtype):
+            raise CheckpointError(f"{path}: tensor {shown(name)} is {dtype_name} {shape}, which torch cannot have")
+        length = prod(shape) * dtype.itemsize
+        entries[name] = LazyTensor.stored(shape, dtype, Extent(path, start, length))
+        start += length
     return entries, metadata
 
 
@@ -139,69 +138,23 @@ def place_tensors(entries: Mapping[str, LazyTensor], *, metadata: Mapping[str, s
     return Placement(header=header, positions=dict(zip(ordered, ends, strict=False)), size=ends[-1])
 
 
-def _read_header(path: Path) -> tuple[bytes, int]:
-    """Return the header's JSON and the number of bytes after it."""
-    with reading_file(path):
+def _check_start(path: Path) -> int:
+    """Return the number of bytes before the tensors. Refuse headers that would take a lot of memory."""
+    with reading_file(path), path.open("rb") as file:
         size = path.stat().st_size
         if not size:
             raise CheckpointError(f"{path} is empty", hint=_FETCH_AGAIN)
-        with path.open("rb") as file:
-            start = file.read(_LENGTH.size)
-            length = int.from_bytes(start, "little")
-            if file.peek(1)[:1] != b"{":
-                raise CheckpointError(f"{path} is no safetensors file: it does not begin with a header")
-            if length > MAX_JSON_BYTES:
-                raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes is too long")
-            data_bytes = size - _LENGTH.size - length
-            if data_bytes < 0:
-                reason = f"of {length} bytes of its header {size - _LENGTH.size} are there"
-                raise CheckpointError(f"{path} is truncated: {reason}", hint=_FETCH_AGAIN)
-            return file.read(length), data_bytes
-
-
-def _parse(header: bytes, data_bytes: int) -> tuple[dict[str, _Placed], dict[str, str]]:
-    document = parse_object(header)
-    metadata = document.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata is not text by text")
-    placed = {name: _parse_tensor(name, description) for name, description in document.items()}
-    ordered = dict(sorted(placed.items(), key=lambda named: (named[1].start, named[1].stop)))
-    end = 0
-    for name, each in ordered.items():
-        if each.start != end:
-            what = "overlaps another tensor" if each.start < end else "follows a gap"
-            raise ValueError(f"tensor {shown(name)} {what}")
-        end = each.stop
-    if end > data_bytes:
-        raise ValueError(f"it is truncated: {data_bytes} of {end} bytes of its tensors are there")
-    if end < data_bytes:
-        raise ValueError(f"{data_bytes - end} bytes follow its last tensor")
-    return ordered, metadata
-
-
-def _parse_tensor(name: str, description: Any) -> _Placed:
-    tensor = f"tensor {shown(name)}"
-    if not isinstance(description, dict) or description.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{tensor} is described by something else than dtype, shape and data_offsets")
-    shape, offsets = description["shape"], description["data_offsets"]
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"{tensor} has an impossible shape")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{tensor} has impossible offsets")
-    dtype = _DTYPES.get(description["dtype"]) if isinstance(description["dtype"], str) else None
-    if dtype is None:
-        raise ValueError(f"{tensor} has the unknown dtype {shown(str(description['dtype']))}")
-    # Zeros count as ones, because torch computes strides from the other sizes even if there is no element.
-    if prod(max(1, size) for size in shape) * dtype.itemsize >= 2**63:
-        raise ValueError(f"{tensor} has an impossible shape")
-    start, stop = offsets
-    if prod(shape) * dtype.itemsize != stop - start:
-        raise ValueError(f"{tensor} is {shape} of {description['dtype']}, which is not {stop - start} bytes")
-    return _Placed(tuple(shape), dtype, start, stop)
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+        length = int.from_bytes(file.read(_LENGTH.size), "little")
+        if file.peek(1)[:1] != b"{":
+            raise CheckpointError(f"{path} is no safetensors file: it does not begin with a header")
+        if length > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes is too long")
+        if length > size - _LENGTH.size:
+            reason = f"of {length} bytes of its header {size - _LENGTH.size} are there"
+            raise CheckpointError(f"{path} is truncated: {reason}", hint=_FETCH_AGAIN)
+        if is_too_large(file.read(length)):
+            raise CheckpointError(f"{path} is refused: its header has more values than any model needs")
+    return _LENGTH.size + length
 
 
 def _header(entries: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:

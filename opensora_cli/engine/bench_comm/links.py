@@ -193,9 +193,7 @@ def expected_bandwidth(
     return rate, between
 
 
-_ULYSSES = (Collective.ULYSSES_256PX, Collective.ULYSSES_768PX)
-_COMPRESSED = (Collective.ALL_TO_ALL_BF16, Collective.ALL_TO_ALL_FP8)
-_SORTED = (*_ULYSSES, *_COMPRESSED, Collective.HIERARCHICAL)
+_SORTED = (Collective.ALL_TO_ALL_BF16, Collective.ALL_TO_ALL_FP8, Collective.HIERARCHICAL)
 _EACH_TO_EACH = (Collective.ALL_TO_ALL, *_SORTED)
 _COPIES = 0.5
 """Share of the good rate that is enough for exchanges that also sort or round elements in memory."""

@@ -11,18 +11,22 @@ sides round alike.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from opensora_cli.parallel.all_to_all import Direct, Route, TwoStages, WireFormat, compressed, to_wire, unpacked
+from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import (
+    Exchange,
     Parts,
     all_gather_single,
+    exchange_directly,
     gather_forward_split_backward,
     reduce_scatter_single,
     split_forward_gather_backward,
 )
+from opensora_cli.parallel.compression import WireFormat, compressed, to_wire, unpacked
 from opensora_cli.settings.enums import Collective
 
 _PERIOD = 31
@@ -84,70 +88,64 @@ def bus_factor(collective: Collective, ranks: int) -> float:
     return (ranks - 1) / ranks * _ON_WIRE.get(collective, 1.0)
 
 
-def all_reduce(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Sum over all ranks, in place."""
-    values = place.empty(_whole(size_bytes, dtype, 1), dtype)
+def _operation(
+    place: Place,
+    sized: torch.Tensor,
+    run: Callable[[], Any],
+    *filled: tuple[torch.Tensor, int],
+    wrong: Callable[[Any], int],
+) -> Operation:
+    """Return an operation of the size of `sized`.
 
-    def run() -> None:
-        dist.all_reduce(values, group=place.group)
+    `filled` are the tensors that this rank writes its numbers into, each with the index of its first element. `wrong`
+    counts wrong elements, of the result of `run` too.
+    """
 
     def count_wrong() -> int:
-        fill(values, scale=place.rank + 1)
-        run()
-        return count_mismatches(values, scale=sum_of_scales(place.ranks))
+        for values, start in filled:
+            fill(values.detach(), scale=place.rank + 1, start=start)
+        return wrong(run())
 
-    return Operation(values.nbytes, dtype, run, count_wrong)
+    return Operation(sized.nbytes, sized.dtype, run, count_wrong)
+
+
+def _whole_and_own(place: Place, size_bytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return a tensor of all ranks, an equal share of it, and the index of this rank's share in the whole."""
+    whole = place.empty(_whole(size_bytes, dtype, place.ranks), dtype)
+    length = whole.numel() // place.ranks
+    return whole, place.empty(length, dtype), place.rank * length
+
+
+def all_reduce(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
+    """Sum over all ranks, in place."""
+    values, scale = place.empty(_whole(size_bytes, dtype, 1), dtype), sum_of_scales(place.ranks)
+    run = partial(dist.all_reduce, values, group=place.group)
+    return _operation(place, values, run, (values, 0), wrong=lambda _: count_mismatches(values, scale=scale))
 
 
 def all_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Join equal shares of all ranks."""
-    whole = place.empty(_whole(size_bytes, dtype, place.ranks), dtype)
-    length = whole.numel() // place.ranks
-    own = place.empty(length, dtype)
-
-    def run() -> None:
-        all_gather_single(whole, own, group=place.group)
-
-    def count_wrong() -> int:
-        fill(own, scale=place.rank + 1, start=place.rank * length)
-        run()
-        return count_mismatches_of_pieces(whole, ranks=place.ranks)
-
-    return Operation(whole.nbytes, dtype, run, count_wrong)
+    whole, own, start = _whole_and_own(place, size_bytes, dtype)
+    run = partial(all_gather_single, whole, own, group=place.group)
+    wrong = partial(count_mismatches_of_pieces, whole, ranks=place.ranks)
+    return _operation(place, whole, run, (own, start), wrong=lambda _: wrong())
 
 
 def reduce_scatter(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Sum over all ranks, of which each keeps an equal share."""
-    whole = place.empty(_whole(size_bytes, dtype, place.ranks), dtype)
-    length = whole.numel() // place.ranks
-    own = place.empty(length, dtype)
-
-    def run() -> None:
-        reduce_scatter_single(own, whole, group=place.group)
-
-    def count_wrong() -> int:
-        fill(whole, scale=place.rank + 1)
-        run()
-        return count_mismatches(own, scale=sum_of_scales(place.ranks), start=place.rank * length)
-
-    return Operation(whole.nbytes, dtype, run, count_wrong)
+    whole, own, start = _whole_and_own(place, size_bytes, dtype)
+    run = partial(reduce_scatter_single, own, whole, group=place.group)
+    wrong = partial(count_mismatches, own, scale=sum_of_scales(place.ranks), start=start)
+    return _operation(place, whole, run, (whole, 0), wrong=lambda _: wrong())
 
 
 def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Send another equal piece to each rank."""
-    sent = place.empty(_whole(size_bytes, dtype, place.ranks), dtype)
+    sent, _, start = _whole_and_own(place, size_bytes, dtype)
     received = torch.zeros_like(sent)
-    length = sent.numel() // place.ranks
-
-    def run() -> None:
-        dist.all_to_all_single(received, sent, group=place.group)
-
-    def count_wrong() -> int:
-        fill(sent, scale=place.rank + 1)
-        run()
-        return count_mismatches_of_pieces(received, ranks=place.ranks, start=place.rank * length)
-
-    return Operation(sent.nbytes, dtype, run, count_wrong)
+    run = partial(dist.all_to_all_single, received, sent, group=place.group)
+    wrong = partial(count_mismatches_of_pieces, received, ranks=place.ranks, start=start)
+    return _operation(place, sent, run, (sent, 0), wrong=lambda _: wrong())
 
 
 def hierarchical(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -159,46 +157,36 @@ def hierarchical(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation
 
 def compressed_all_to_all(wire: WireFormat, place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Do as `all_to_all`, with elements that are rounded on the way; each arrives as one process would round it."""
-    return _exchange(place, Direct(place.group), wire, size_bytes, dtype)
+    return _exchange(place, partial(exchange_directly, place.group), wire, size_bytes, dtype)
 
 
-def _exchange(place: Place, route: Route, wire: WireFormat | None, size_bytes: int, dtype: torch.dtype) -> Operation:
+def _exchange(
+    place: Place, exchange: Exchange, wire: WireFormat | None, size_bytes: int, dtype: torch.dtype
+) -> Operation:
     row = _ROW if wire == "fp8" else 1
     sent = place.empty(_whole(size_bytes, dtype, place.ranks * row), dtype)
     length = sent.numel() // place.ranks
     parts = Parts(length, (1,) * place.ranks, (1,) * place.ranks, row)
 
-    def run() -> torch.Tensor:
-        return compressed(route, wire, sent, parts)
-
-    def count_wrong() -> int:
-        fill(sent, scale=place.rank + 1)
-        wrong = 0
-        for source, piece in enumerate(run().view(place.ranks, -1)):
+    def wrong(received: torch.Tensor) -> int:
+        count = 0
+        for source, piece in enumerate(received.view(place.ranks, -1)):
             expected = torch.empty_like(piece)
             fill(expected, scale=source + 1, start=place.rank * length)
             if wire is not None:
                 alone = Parts(length, (1,), (1,), row)
                 expected = unpacked(to_wire(expected, alone, wire), alone, wire, dtype=dtype)
-            wrong += int((piece != expected).sum())
-        return wrong
+            count += int((piece != expected).sum())
+        return count
 
-    return Operation(sent.nbytes, dtype, run, count_wrong)
+    return _operation(place, sent, partial(compressed, exchange, wire, sent, parts), (sent, 0), wrong=wrong)
 
 
 def broadcast(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Copy what the first rank has to all."""
     values = place.empty(_whole(size_bytes, dtype, 1), dtype)
-
-    def run() -> None:
-        dist.broadcast(values, group_src=0, group=place.group)
-
-    def count_wrong() -> int:
-        fill(values, scale=place.rank + 1)
-        run()
-        return count_mismatches(values, scale=1)
-
-    return Operation(values.nbytes, dtype, run, count_wrong)
+    run = partial(dist.broadcast, values, group_src=0, group=place.group)
+    return _operation(place, values, run, (values, 0), wrong=lambda _: count_mismatches(values, scale=1))
 
 
 def send_recv(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -216,52 +204,40 @@ def send_recv(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
-    def count_wrong() -> int:
-        fill(sent, scale=rank + 1)
-        run()
-        return count_mismatches(received, scale=(rank - 1) % ranks + 1)
-
-    return Operation(sent.nbytes, dtype, run, count_wrong)
+    scale = (rank - 1) % ranks + 1
+    return _operation(place, sent, run, (sent, 0), wrong=lambda _: count_mismatches(received, scale=scale))
 
 
 def gather_split(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Join shares, and backward take the share of the gradient (`gather_forward_split_backward`)."""
-    gradient = place.empty(_whole(size_bytes, dtype, place.ranks), dtype)
-    length = gradient.numel() // place.ranks
-    own = place.empty(length, dtype).requires_grad_()
+    gradient, own, start = _whole_and_own(place, size_bytes, dtype)
+    own.requires_grad_()
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         whole = gather_forward_split_backward(own, 0, place.group)
         return whole.detach(), torch.autograd.grad(whole, own, gradient)[0]
 
-    def count_wrong() -> int:
-        fill(gradient, scale=place.rank + 1)
-        fill(own.detach(), scale=place.rank + 1, start=place.rank * length)
-        whole, back = run()
-        wrong = count_mismatches_of_pieces(whole, ranks=place.ranks)
-        return wrong + count_mismatches(back, scale=place.rank + 1, start=place.rank * length)
+    def wrong(results: tuple[torch.Tensor, torch.Tensor]) -> int:
+        of_whole = count_mismatches_of_pieces(results[0], ranks=place.ranks)
+        return of_whole + count_mismatches(results[1], scale=place.rank + 1, start=start)
 
-    return Operation(gradient.nbytes, dtype, run, count_wrong)
+    return _operation(place, gradient, run, (gradient, 0), (own, start), wrong=wrong)
 
 
 def split_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Take the own share, and backward join the gradients of all (`split_forward_gather_backward`)."""
-    whole = place.empty(_whole(size_bytes, dtype, place.ranks), dtype).requires_grad_()
-    length = whole.numel() // place.ranks
-    gradient = place.empty(length, dtype)
+    whole, gradient, start = _whole_and_own(place, size_bytes, dtype)
+    whole.requires_grad_()
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         own = split_forward_gather_backward(whole, 0, place.group)
         return own.detach(), torch.autograd.grad(own, whole, gradient)[0]
 
-    def count_wrong() -> int:
-        start = place.rank * length
-        fill(whole.detach(), scale=1)
-        fill(gradient, scale=place.rank + 1, start=start)
-        own, back = run()
-        return count_mismatches(own, scale=1, start=start) + count_mismatches_of_pieces(back, ranks=place.ranks)
+    def wrong(results: tuple[torch.Tensor, torch.Tensor]) -> int:
+        of_own = count_mismatches(results[0], scale=place.rank + 1, start=start)
+        return of_own + count_mismatches_of_pieces(results[1], ranks=place.ranks)
 
-    return Operation(whole.nbytes, dtype, run, count_wrong)
+    return _operation(place, whole, run, (whole, 0), (gradient, start), wrong=wrong)
 
 
 BUILDERS: Mapping[Collective, Build] = {

@@ -2,9 +2,8 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -12,7 +11,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Verdict
 from opensora_cli.engine.bench_comm.scaling import ScalingTable
-from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Times
+from opensora_cli.engine.bench_comm.timing import LatencyBandwidth
 from opensora_cli.engine.bench_comm.topology import Header
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.enums import Collective
@@ -44,33 +43,6 @@ class Row(Document):
     wire_bytes: float = Field(serialization_alias="sent_bytes_per_rank")
     """Bytes that one rank sends, counted: the mean over ranks."""
 
-    @classmethod
-    def of(
-        cls,
-        collective: Collective,
-        times: Times,
-        *,
-        size_bytes: int,
-        dtype: str,
-        repeats: int,
-        bus_factor: float,
-        wrong: int,
-        wire_bytes: float,
-    ) -> Self:
-        """Return the row of a measurement. `bus_factor` is the result of `operations.bus_factor`."""
-        bandwidth = size_bytes / times.avg_s / 1e9
-        return cls(
-            collective=collective,
-            size_bytes=size_bytes,
-            dtype=dtype,
-            repeats=repeats,
-            **asdict(times),
-            algorithm_bandwidth_gb_per_s=bandwidth,
-            bus_bandwidth_gb_per_s=bandwidth * bus_factor,
-            wrong=wrong,
-            wire_bytes=wire_bytes,
-        )
-
     def line(self) -> str:
         times = (self.min_s, self.avg_s, self.p50_s, self.p99_s)
         cells = "".join(f"{seconds * 1e6:>12.2f}" for seconds in times)
@@ -90,37 +62,12 @@ class BenchReport(Document):
     verdicts: tuple[Verdict, ...]
     fits: Mapping[Collective, LatencyBandwidth]
     """Time as a function of the bytes that one rank sends, for collectives with several sizes."""
-    scaling: tuple[ScalingTable, ...]
+    scaling: tuple[ScalingTable, ...] = ()
     wrong: int
     """Wrong elements in all rows."""
-    notes: tuple[str, ...]
-    files: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    files: Mapping[str, str] = {}
     """Written files by kind."""
-
-    @classmethod
-    def of(
-        cls,
-        header: Header,
-        rows: Sequence[Row],
-        *,
-        verdicts: Sequence[Verdict],
-        fits: Mapping[Collective, LatencyBandwidth],
-        scaling: Sequence[ScalingTable] = (),
-        notes: Sequence[str] = (),
-        plot: str | None = None,
-    ) -> Self:
-        """Return the report of the measurements. `plot` is the path of its chart."""
-        return cls(
-            header=header,
-            shows="function" if header.is_gloo else "speed",
-            rows=tuple(rows),
-            verdicts=tuple(verdicts),
-            fits=fits,
-            scaling=tuple(scaling),
-            wrong=sum(row.wrong for row in rows),
-            notes=tuple(notes),
-            files={} if plot is None else {"plot": plot},
-        )
 
     def raise_for_problems(self) -> None:
         """Raise HardwareError if any element was wrong."""

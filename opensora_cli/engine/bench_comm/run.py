@@ -1,7 +1,7 @@
 """`osora bench-comm`: start the ranks, join them, and measure with all of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,13 +17,13 @@ from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, ju
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import measure_scaling
-from opensora_cli.engine.bench_comm.shapes import released_shapes
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Repeats, fit_latency_bandwidth, measure
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
-from opensora_cli.parallel.all_to_all import TwoStages, node_groups
+from opensora_cli.parallel.all_to_all import TwoStages
+from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import BenchDevice, Collective
 from opensora_cli.settings.tools import BenchCommSettings
 
@@ -129,14 +129,16 @@ def bench_comm(
                 steps=min(settings.iters, _SCALING_STEPS),
                 is_gloo=header.is_gloo,
             )
-    report = BenchReport.of(
-        header,
-        rows,
-        verdicts=[_verdict(header, of_one) for of_one in _by_collective(rows).values()],
+    report = BenchReport(
+        header=header,
+        shows="function" if header.is_gloo else "speed",
+        rows=tuple(rows),
+        verdicts=tuple(_verdict(header, of_one) for of_one in _by_collective(rows).values()),
         fits={of: _fit(of_one) for of, of_one in _by_collective(rows).items() if len(of_one) > 1},
-        scaling=tables,
+        scaling=tuple(tables),
+        wrong=sum(row.wrong for row in rows),
         notes=(*place_notes, *notes),
-        plot=settings.plot,
+        files={"plot": settings.plot} if settings.plot else {},
     )
     if writes and settings.plot is not None:
         report.write_plot(settings.plot, replace=settings.overwrite)
@@ -187,12 +189,7 @@ class _Bench:
         for collective in dict.fromkeys(self.settings.collectives):
             if collective is Collective.HIERARCHICAL and self.place.two_stages is None:
                 continue
-            if not collective.has_sizes:
-                size = released_shapes().size_bytes(collective, self.place.ranks)
-                if size > largest:
-                    notes.append(f"{collective} is left out: its {size} bytes are over the largest size, {largest}")
-                    continue
-            with self.reporter.stage(collective.value, total=len(sizes) if collective.has_sizes else 1) as progress:
+            with self.reporter.stage(collective.value, total=len(sizes)) as progress:
                 for operation in self._operations(collective, sizes):
                     row = self._row(collective, operation)
                     rows.append(row)
@@ -201,9 +198,6 @@ class _Bench:
         return rows, notes
 
     def _operations(self, collective: Collective, sizes: Sequence[int]) -> Iterator[Operation]:
-        if not collective.has_sizes:
-            yield released_shapes().build(collective, self.place)
-            return
         before = 0
         for size in sizes:
             operation = BUILDERS[collective](self.place, size, _DTYPE)
@@ -224,13 +218,15 @@ class _Bench:
         counts = torch.tensor([operation.count_wrong(), sent.num_bytes], dtype=torch.int64, device=self.place.device)
         dist.all_reduce(counts, group=self.place.group)
         wrong, sent_bytes = counts.tolist()
-        return Row.of(
-            collective,
-            times,
+        bandwidth = operation.size_bytes / times.avg_s / 1e9
+        return Row(
+            collective=collective,
+            **asdict(times),
             size_bytes=operation.size_bytes,
             dtype=str(operation.dtype).removeprefix("torch."),
             repeats=repeats,
-            bus_factor=bus_factor(collective, self.place.ranks),
+            algorithm_bandwidth_gb_per_s=bandwidth,
+            bus_bandwidth_gb_per_s=bandwidth * bus_factor(collective, self.place.ranks),
             wrong=wrong,
             wire_bytes=sent_bytes / self.place.ranks,
         )
@@ -248,7 +244,7 @@ def _place(
         notes.append(f"hierarchical divides one machine as if it were two of {inner} ranks each")
     if inner == 1 or ranks % inner:
         return Place(group, device), [f"hierarchical is left out: {ranks} ranks are not equal parts of several each"]
-    return Place(group, device, TwoStages(*node_groups(group, ranks_per_node=inner))), notes
+    return Place(group, device, TwoStages(*stage_groups([dist.get_process_group_ranks(group)], inner=inner))), notes
 
 
 def affordable_bytes(place: Place) -> int:

@@ -65,20 +65,11 @@ def bench_generate(
     settings that differ in more than sampling. For several devices, ranks are started, and rank 0 prints the report.
 
     Args:
-        settings: complete settings of the exact run.
         tries: changed settings by name. None means the standard set, without settings that the request does not allow
             or that need no fewer evaluations.
         options: number of timed runs of each row, and a file for a chart.
-        reporter: shows progress.
         context: set in one of several ranks, which all call this; only rank 0 gets a report.
         rank_flags: options of the command line for ranks that are started here.
-
-    Raises:
-        RequestError: the settings contradict themselves.
-        FileProblem: a reference or weights are missing or broken.
-        OutputError: the chart cannot be written.
-        HardwareError: there is no such device, not enough memory, or no matplotlib for the chart.
-        KeyboardInterrupt: its argument says how many runs were finished.
     """
     if options.plot is not None:  # report a missing library, or a file with this name, before the work
         new_figure()
@@ -233,7 +224,7 @@ class _Runner:
         self.references: Sequence[Reference] = ()
         self._device = device
         self._models = models
-        self._ranks: dict[object, generate_ranks.Ranks] = {}
+        self._ranks: generate_ranks.Ranks | None = None
 
     def plan(self, settings: GenerateSettings) -> Chain:
         """Return the jobs of one video; all ranks call it."""
@@ -244,21 +235,21 @@ class _Runner:
 
         All ranks call it. Without a way to measure peaks the list is empty.
         """
-        ranks, plan = None, chain.video
-        if self._device is not None:
-            if (key := (plan.mesh, plan.exchange)) not in self._ranks:
-                self._ranks[key] = generate_ranks.Ranks(plan.mesh, self._device, plan.exchange)
-            ranks = self._ranks[key]
+        plan = chain.video
+        if self._device is not None and self._ranks is None:
+            self._ranks = generate_ranks.Ranks(plan.mesh, self._device, plan.exchange)
         events = Events(self.reporter, keeps_results=False)
 
         with ExitStack() as stack:
-            models = self._models if ranks is None else stack.enter_context(ranks.models())
-            chain = chain.change(models.planned, only=VIDEO) if ranks is None else chain
+            models = self._models
+            if self._ranks is not None:
+                models = stack.enter_context(LoadedModels(ranks=self._ranks.of(plan)))
+            chain = chain.change(models.planned, only=VIDEO)
             sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
             stack.enter_context(computing(plan, self.reporter))
             is_measured = start_peak_memory(plan.hardware.device)
-            videos = make(chain, [sample], models, events, finish=hold, ranks=ranks)
+            videos = make(chain, [sample], models, events, finish=hold)
             peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
-        if ranks is not None:
+        if self._ranks is not None:
             peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
         return (videos[0] if videos else None), events.timings_s, peaks

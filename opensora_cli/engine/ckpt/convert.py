@@ -14,7 +14,6 @@ from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.ckpt.early import check_paths
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.layout import change_layout
 from opensora_cli.engine.ckpt.output import Product, ProductDocument, WrittenDocument, check_product, write
@@ -76,7 +75,6 @@ def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> C
 def _plan(settings: ConvertSettings) -> Product:
     released = None if settings.preset is None else read_released(settings.preset)
     source = open_checkpoint(Path(settings.source), select=settings.select)
-    check_paths([source.path, *source.files], settings)
     entries, metadata = _converted(source, settings)
     if not entries:
         raise RequestError(f"nothing of {source.path} is left to write")
@@ -84,8 +82,8 @@ def _plan(settings: ConvertSettings) -> Product:
         problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, released)
         if problems:
             raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
-    product = Product(source=source, entries=entries, metadata=metadata, options=settings.options, settings=settings)
-    check_product(product)
+    product = Product(source=source, entries=entries, metadata=metadata, settings=settings)
+    check_product(product, sources=[source.path, *source.files])
     return product
 
 

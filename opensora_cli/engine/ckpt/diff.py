@@ -19,7 +19,7 @@ from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.ckpt.inspect import dtype_name
-from opensora_cli.engine.ckpt.statistics import as_integers, as_real_numbers, steps
+from opensora_cli.engine.ckpt.statistics import as_real_numbers, steps
 from opensora_cli.settings.ckpt import DiffSettings
 
 
@@ -161,11 +161,9 @@ def _compare(first: LazyTensor, second: LazyTensor, settings: DiffSettings) -> V
         if same_dtype and torch.equal(*(_bits(piece) for piece in pair)):
             continue
         a, b = (as_real_numbers(piece).double() for piece in pair)
-        whole = as_integers(*pair)
-        if whole is None:
-            largest, far = _far_apart(a, b, settings)
-        else:
-            largest, far = _integers_far_apart(*whole, settings.atol + settings.rtol * b.abs())
+        distance = (a - b).abs()
+        largest = float(distance.where(distance.isfinite(), 0.0).max())
+        far = ~torch.isclose(a, b, rtol=settings.rtol, atol=settings.atol, equal_nan=True)
         farthest = max(farthest, largest)
         if settings.is_exact and same_dtype:
             bits = (_bits(piece).view(len(piece), -1) for piece in pair)
@@ -173,25 +171,6 @@ def _compare(first: LazyTensor, second: LazyTensor, settings: DiffSettings) -> V
         else:
             differing += int(far.sum())
     return ValueDifference(differing=differing, largest_difference=farthest)
-
-
-def _far_apart(a: Tensor, b: Tensor, settings: DiffSettings) -> tuple[float, Tensor]:
-    """Return the largest finite distance of numbers in fp64, and a mask of the pairs outside the tolerance."""
-    distance = (a - b).abs()
-    finite = distance[distance.isfinite()]
-    largest = float(finite.max()) if finite.numel() else 0.0
-    return largest, ~torch.isclose(a, b, rtol=settings.rtol, atol=settings.atol, equal_nan=True)
-
-
-def _integers_far_apart(a: Tensor, b: Tensor, allowed: Tensor) -> tuple[float, Tensor]:
-    """Return the largest distance of 64-bit integers, which fp64 would round, and a mask of those over `allowed`."""
-    distance = torch.maximum(a, b) - torch.minimum(a, b)
-    # Distances of 2^63 or more wrap around to negative numbers.
-    wrapped = distance < 0
-    rough = distance.double() + wrapped * 2.0**64
-    exact = ~wrapped & (allowed < 2.0**63)
-    far = torch.where(exact, distance > torch.where(exact, allowed.floor(), 0.0).long(), rough > allowed)
-    return float(rough.max()), far
 
 
 def _bits(piece: Tensor) -> Tensor:

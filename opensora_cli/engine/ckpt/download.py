@@ -1,7 +1,8 @@
 """`osora ckpt download`: fetch the files of a released model into the folder that `osora generate` reads."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
@@ -14,8 +15,15 @@ from opensora_cli.core.files import require_space
 from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, OfflineProblem, fetch, part_of, read_repo
-from opensora_cli.engine.ckpt.hub_records import Record, read_listing, read_record, write_listing, write_record
+from opensora_cli.engine.ckpt.hub import OfflineProblem, fetch, is_content, part_of, read_repo
+from opensora_cli.engine.ckpt.hub_records import (
+    HubFile,
+    HubRepo,
+    read_listing,
+    recorded_digest,
+    write_listing,
+    write_record,
+)
 from opensora_cli.models.registry import ARCHITECTURES, WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
 
@@ -119,11 +127,6 @@ class DownloadPlan(Document):
     files: tuple[PlannedFile, ...]
     hub_repos: tuple[HubRepo, ...] = Field(exclude=True)
 
-    def with_files(self, files: Iterable[PlannedFile]) -> "DownloadPlan":
-        """Return the plan with new states of the files."""
-        files = tuple(files)
-        return self.model_copy(update={"files": files, "bytes_to_fetch": _bytes_to_fetch(files)})
-
     def lines(self) -> list[str]:
         """Return the plan for people."""
         left = f"{format_bytes(self.bytes_to_fetch)} to fetch" if self.bytes_to_fetch else "all there"
@@ -144,10 +147,6 @@ _STATE_NOTES = {
 }
 
 
-def _bytes_to_fetch(files: Iterable[PlannedFile]) -> int:
-    return sum(planned.bytes - planned.bytes_here for planned in files)
-
-
 def plan_download(settings: DownloadSettings) -> DownloadPlan:
     """List the files to fetch from the Hub, and the files that exist already.
 
@@ -158,12 +157,12 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
     """
     folder = Path(settings.to)
     sources = _sources(settings.preset)
-    repos, offline = _read(sources, settings.preset, folder)
-    files = [
-        _planned(file, name, folder)
-        for source, repo in zip(sources, repos, strict=True)
-        for name, file in _needed(source, repo).items()
-    ]
+    try:
+        repos, offline = tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False
+    except OfflineProblem as problem:
+        repos, offline = _recorded(sources, settings.preset, folder, problem), True
+    needed = [_needed(source, repo) for source, repo in zip(sources, repos, strict=True)]
+    files = tuple(_planned(file, name, folder) for each in needed for name, file in each.items())
     return DownloadPlan(
         preset=settings.preset,
         folder=folder,
@@ -174,7 +173,7 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
         ),
         bytes=sum(planned.bytes for planned in files),
         bytes_to_fetch=_bytes_to_fetch(files),
-        files=tuple(files),
+        files=files,
         hub_repos=repos,
     )
 
@@ -194,52 +193,57 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
     plan = plan_download(settings)
     for line in plan.lines():
         reporter.note(line)
-    if plan.offline:  # nothing is fetched, and the folder may be read-only
-        return _completed(plan, settings, reporter)
-    doing, hint = f"downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
-    with sole_run(plan.folder / ".osora-download.lock", doing=doing, hint=hint):
-        # Files that another run fetched after this one was planned are not fetched again.
-        files = (_planned(planned.file, planned.name, plan.folder) for planned in plan.files)
-        return _completed(plan.with_files(files), settings, reporter)
-
-
-def _completed(plan: DownloadPlan, settings: DownloadSettings, reporter: Reporter) -> DownloadPlan:
-    """Check the existing files, fetch the rest, and return the finished plan. Errors are those of `download`."""
-    plan = _checked(plan, reporter)
-    others = [str(plan.folder / planned.name) for planned in plan.files if planned.state is State.OTHER]
-    if others and not settings.overwrite:
-        raise OutputError(
-            f"other files than on the Hub are there: {', '.join(others)}",
-            hint="give another folder with --to, or replace them with --overwrite",
-        )
-    require_space(plan.folder, plan.bytes_to_fetch)
-    try:
-        return _fetch_all(plan, reporter)
-    except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop
-
-
-def _read(sources: Sequence[_Source], preset: str, folder: Path) -> tuple[tuple[HubRepo, ...], bool]:
-    """Return the repositories, and whether they come from the local record because the machine is offline."""
-    try:
-        return tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False
-    except OfflineProblem as problem:
-        recorded = read_listing(folder, preset)
-        names = [name for source in sources for name in source.names]
-        if all(source.repo in recorded for source in sources):
-            repos = tuple(
-                replace(repo, files={name: file for name, file in repo.files.items() if source.wants(name)})
-                for source, repo in ((source, recorded[source.repo]) for source in sources)
+    problem, hint = f"another run downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
+    # Offline nothing is fetched, and the folder may be read-only.
+    with nullcontext() if plan.offline else sole_run(plan.folder / ".osora-download.lock", problem=problem, hint=hint):
+        files = _checked(plan, reporter)
+        others = [str(plan.folder / planned.name) for planned in files if planned.state is State.OTHER]
+        if others and not settings.overwrite:
+            raise OutputError(
+                f"other files than on the Hub are there: {', '.join(others)}",
+                hint="give another folder with --to, or replace them with --overwrite",
             )
-            names = [name for source, repo in zip(sources, repos, strict=True) for name in _needed(source, repo)]
-            if all((folder / name).is_file() for name in names):
-                return repos, True
-        missing = [name for name in names if not (folder / name).exists()]
-        lacking = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(names)}, but no record of a download"
-        raise CheckpointError(
-            f"{problem.message}; {folder} {lacking}",
-            hint="unset HF_HUB_OFFLINE, or copy the files from another machine, .cache included",
-        ) from problem
+        require_space(plan.folder, _bytes_to_fetch(files))
+        left = [planned for planned in files if planned.state is not State.PRESENT]
+        try:
+            with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
+                for planned in left:
+                    target = plan.folder / planned.name
+                    fetch(planned.file, target, advance=progress.advance, report=reporter.warn)
+                    write_record(plan.folder, planned.name, commit=planned.commit, digest=planned.hash)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop
+        if not plan.offline:
+            write_listing(plan.folder, plan.preset, plan.hub_repos)
+    present = tuple(
+        planned.model_copy(update={"state": State.PRESENT, "bytes_here": planned.bytes}) for planned in files
+    )
+    return plan.model_copy(update={"files": present, "bytes_to_fetch": 0})
+
+
+def _bytes_to_fetch(files: Iterable[PlannedFile]) -> int:
+    return sum(planned.bytes - planned.bytes_here for planned in files)
+
+
+def _recorded(sources: Sequence[_Source], preset: str, folder: Path, problem: OfflineProblem) -> tuple[HubRepo, ...]:
+    """Return the repositories of an earlier download. Raises CheckpointError if its record or a file is missing."""
+    recorded = read_listing(folder, preset)
+    names = [name for source in sources for name in source.names]
+    if all(source.repo in recorded for source in sources):
+        repos = []
+        for source in sources:
+            files = recorded[source.repo].files
+            wanted = {name: file for name, file in files.items() if source.wants(name)}
+            repos.append(recorded[source.repo].model_copy(update={"files": wanted}))
+        names = [name for source, repo in zip(sources, repos, strict=True) for name in _needed(source, repo)]
+        if all((folder / name).is_file() for name in names):
+            return tuple(repos)
+    missing = [name for name in names if not (folder / name).exists()]
+    lacking = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(names)}, but no record of a download"
+    raise CheckpointError(
+        f"{problem.message}; {folder} {lacking}",
+        hint="unset HF_HUB_OFFLINE, or copy the files from another machine, .cache included",
+    ) from problem
 
 
 def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:
@@ -250,28 +254,29 @@ def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:
         inside = {name: file for name, file in repo.files.items() if name.startswith(f"{folder}/")}
         if f"{folder}/config.json" not in inside:
             lacking.append(f"{folder}/config.json")
-        needed |= {name: file for name, file in inside.items() if not _is_superfluous(name, inside)}
+        has_safetensors = any(name.endswith(_SAFETENSORS) for name in inside)
+        for name, file in inside.items():
+            # Weights that are also in safetensors files are superfluous.
+            if not (has_safetensors and PurePosixPath(name.removesuffix(".index.json")).suffix in _OTHER_WEIGHTS):
+                needed[name] = file
     if lacking:
         raise CheckpointError(f"{repo.name} has no {', '.join(lacking)}", hint="check HF_ENDPOINT if it is set")
     return needed
 
 
-def _is_superfluous(name: str, names: Iterable[str]) -> bool:
-    """Return whether the weights in `name` are also in safetensors files of the folder."""
-    path = PurePosixPath(name.removesuffix(".index.json"))
-    return path.suffix in _OTHER_WEIGHTS and any(other.endswith(_SAFETENSORS) for other in names)
-
-
 def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
     """Compare a file with the local file, without reading it."""
-    target = folder / name
-    part = part_of(file, target)
-    if target.is_file():
-        state = _state(file, target, read_record(folder, name))
-        here = 0 if state is State.OTHER else file.size
-    else:
+    target, part = folder / name, part_of(file, folder / name)
+    here = file.size
+    if not target.is_file():
         here = part.stat().st_size if part.is_file() else 0
         state = State.PARTIAL if here else State.MISSING
+    elif target.stat().st_size != file.size:
+        state = State.OTHER
+    elif digest := recorded_digest(folder, name):
+        state = State.PRESENT if digest == file.digest else State.OTHER
+    else:
+        state = State.UNCHECKED
     return PlannedFile(
         name=name,
         repo=file.repo,
@@ -279,50 +284,23 @@ def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
         bytes=file.size,
         hash=file.digest,
         state=state,
-        bytes_here=here,
+        bytes_here=0 if state is State.OTHER else here,
         file=file,
     )
 
 
-def _state(file: HubFile, target: Path, record: Record | None) -> State:
-    if target.stat().st_size != file.size:
-        return State.OTHER
-    if record is None or not record.is_newer_than(target):
-        return State.UNCHECKED
-    return State.PRESENT if record.digest == file.digest else State.OTHER
-
-
-def _checked(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
-    """Hash the local files without a record."""
-    unchecked = [planned.bytes for planned in plan.files if planned.state is State.UNCHECKED]
+def _checked(plan: DownloadPlan, reporter: Reporter) -> list[PlannedFile]:
+    """Compare the local files again, which another run may have fetched, and hash those without a record."""
+    files = [_planned(planned.file, planned.name, plan.folder) for planned in plan.files]
+    unchecked = [number for number, planned in enumerate(files) if planned.state is State.UNCHECKED]
     if not unchecked:
-        return plan
-    files = []
-    with reporter.stage("check", total=sum(unchecked), unit=BYTES) as progress:
-        for planned in plan.files:
-            if planned.state is State.UNCHECKED:
-                if planned.file.is_content_of(plan.folder / planned.name, advance=progress.advance):
-                    _record(planned, plan.folder)
-                    planned = planned.model_copy(update={"state": State.PRESENT})
-                else:
-                    planned = planned.model_copy(update={"state": State.OTHER, "bytes_here": 0})
-            files.append(planned)
-    return plan.with_files(files)
-
-
-def _fetch_all(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
-    """Fetch the missing files, and return the finished plan."""
-    left = [planned for planned in plan.files if planned.state is not State.PRESENT]
-    with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
-        for planned in left:
-            fetch(planned.file, plan.folder / planned.name, advance=progress.advance, report=reporter.warn)
-            _record(planned, plan.folder)
-    if not plan.offline:
-        write_listing(plan.folder, plan.preset, plan.hub_repos)
-    return plan.with_files(
-        planned.model_copy(update={"state": State.PRESENT, "bytes_here": planned.bytes}) for planned in plan.files
-    )
-
-
-def _record(planned: PlannedFile, folder: Path) -> None:
-    write_record(folder, planned.name, commit=planned.commit, digest=planned.hash)
+        return files
+    with reporter.stage("check", total=sum(files[number].bytes for number in unchecked), unit=BYTES) as progress:
+        for number in unchecked:
+            planned = files[number]
+            update: dict[str, object] = {"state": State.OTHER, "bytes_here": 0}
+            if is_content(planned.file, plan.folder / planned.name, advance=progress.advance):
+                write_record(plan.folder, planned.name, commit=planned.commit, digest=planned.hash)
+                update = {"state": State.PRESENT}
+            files[number] = planned.model_copy(update=update)
+    return files

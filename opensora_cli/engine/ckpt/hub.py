@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face Hub: their files, and downloads that resume after an interruption.
+"""Requests to the Hugging Face Hub, and downloads that resume after an interruption.
 
-huggingface_hub finds the endpoint, the token and the files. The bytes are fetched here, because huggingface_hub
-restarts a file after each interruption, and files have up to 24 GB.
+huggingface_hub finds the endpoint, the token and the addresses. The bytes are fetched here: huggingface_hub restarts a
+file after each interruption, and files have up to 24 GB. It also reads and decompresses answers of any size.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -26,20 +25,22 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
     get_session,
     hf_raise_for_status,
 )
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain, without_credentials
 from opensora_cli.core.regular_files import hint_for, open_regular
 from opensora_cli.core.strict_json import MAX_JSON_BYTES, is_too_large
+from opensora_cli.engine.ckpt.hub_records import Commit, HubFile, HubRepo
 
 RETRY_AFTER_S = 1.0
 _MAX_FAILURES = 5
 _MAX_REDIRECTS = 10
 _CHUNK_BYTES = 2**20
 _PART_SUFFIX = ".part"
-_COMMIT = re.compile(r"[0-9A-Za-z._-]{1,64}")
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHECK = "check HF_ENDPOINT if it is set"
+_PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "http_proxy", "HTTP_PROXY")
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 # Base of all errors of the HTTP library, httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -59,50 +60,33 @@ class OfflineProblem(CheckpointError):
     """Error in offline mode, in which no request may be made."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubFile:
-    """File in a repository."""
+class _Answered(BaseModel):
+    """Part of an answer of the Hub; other fields are ignored."""
 
-    repo: str
-    commit: str
-    name: str
-    size: int
-    digest: str
-    """SHA-256 of the content, with 64 digits, for large files; else SHA-1 as git computes it."""
-
-    def hasher(self) -> "hashlib._Hash":
-        """Return the hash object that computes `digest` from the content."""
-        if len(self.digest) == 64:
-            return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
-
-    def is_content_of(self, path: Path, *, advance: Advance) -> bool:
-        """Read a file, and return whether it has this content. `advance` is called with the bytes of each piece.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
-        hasher = self.hasher()
-        try:
-            with path.open("rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    hasher.update(chunk)
-                    advance(len(chunk))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        return hasher.hexdigest() == self.digest
+    model_config = ConfigDict(strict=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubRepo:
-    """Repository at one commit."""
+class _Lfs(_Answered):
+    sha256: str
 
-    name: str
-    commit: str
-    licence: str | None
-    is_gated: bool
-    """Whether only users who accepted its terms may download its files."""
-    files: dict[str, HubFile]
+
+class _Sibling(_Answered):
+    rfilename: InstanceOf[str]  # half a character may be in it
+    size: int | None = None
+    blob_id: str | None = Field(default=None, alias="blobId")
+    lfs: _Lfs | None = None
+
+
+class _Card(_Answered):
+    license: object = None
+    license_name: object = None
+
+
+class _Model(_Answered):
+    sha: Commit = "main"
+    gated: bool | str = False
+    siblings: list[_Sibling] = []
+    card: _Card | None = Field(default=None, alias="cardData")
 
 
 def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
@@ -119,39 +103,36 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
             f"HF_ENDPOINT={_endpoint()} must be an address of http:// or https://, without query or fragment",
             hint="unset HF_ENDPOINT, or export HF_ENDPOINT=https://HOST",
         )
-    with _explained(name), _like_the_hub():
-        found = _metadata(name, f"{constants.ENDPOINT}/api/models/{name}?blobs=true")
-        info = huggingface_hub.ModelInfo(**found)  # type: ignore[no-untyped-call]  # its **kwargs have no types
-    commit, card = info.sha or "main", info.card_data or huggingface_hub.ModelCardData()
-    if not (isinstance(commit, str) and _COMMIT.fullmatch(commit) and isinstance(card, huggingface_hub.ModelCardData)):
-        raise _unlike_the_hub()
-    files = {}
-    for sibling in info.siblings or ():
-        if not isinstance(sibling.rfilename, str):
-            raise _unlike_the_hub()
-        if wanted(sibling.rfilename):
-            digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-            files[sibling.rfilename] = _file(name, commit, sibling.rfilename, size=sibling.size, digest=digest)
-    noted = vars(card)
-    licence = noted.get("license_name") or noted.get("license")
+    with _explained(name):
+        content = _metadata(name, f"{constants.ENDPOINT}/api/models/{name}?blobs=true")
+        if is_too_large(content):
+            raise ValueError("JSON with more values than any repository needs")
+        found = _Model.model_validate(json.loads(content))
+        if not found.model_fields_set:
+            raise ValueError("JSON of something else")
+    card = found.card or _Card()
+    licence = card.license_name or card.license
+    siblings = (each for each in found.siblings if wanted(each.rfilename))
     return HubRepo(
         name=name,
-        commit=commit,
+        commit=found.sha,
         licence=plain(str(licence)) if licence else None,
-        is_gated=bool(info.gated),
-        files=files,
+        is_gated=bool(found.gated),
+        files={each.rfilename: _file(name, found.sha, each) for each in siblings},
     )
 
 
-def _file(repo: str, commit: str, name: str, *, size: object, digest: object) -> HubFile:
+def _file(repo: str, commit: str, listed: _Sibling) -> HubFile:
     """Return a file from a repository's listing. Raises CheckpointError if its size or hash is missing."""
+    name, size, digest = listed.rfilename, listed.size, listed.lfs.sha256 if listed.lfs else listed.blob_id
     if size is None or digest is None:  # a mirror that lists names only
-        with _explained(repo), _like_the_hub():
-            found = huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, name, revision=commit))
-        size, digest = found.size, found.etag
-    if type(size) is not int or size < 0 or not is_digest(str(digest)):
-        raise CheckpointError(f"{repo}: no valid size and hash of {name}", hint=_CHECK)
-    return HubFile(repo=repo, commit=commit, name=name, size=size, digest=str(digest))
+        with _explained(repo):
+            asked = huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, name, revision=commit))
+        size, digest = asked.size, asked.etag
+    try:
+        return HubFile.model_validate({"repo": repo, "commit": commit, "name": name, "size": size, "digest": digest})
+    except ValueError as error:
+        raise CheckpointError(f"{repo}: no valid size and hash of {name}", hint=_CHECK) from error
 
 
 def _is_web_address(url: str) -> bool:
@@ -168,11 +149,8 @@ def _endpoint() -> str:
     return plain(re.sub(r"(?<=://).*@", "<hidden>@", constants.ENDPOINT, flags=re.DOTALL))
 
 
-def _metadata(repo: str, url: str) -> dict[str, Any]:
-    """Return the JSON object at an address of the Hub. Raises CheckpointError or ValueError for another content.
-
-    huggingface_hub itself does not limit the size of the answer.
-    """
+def _metadata(repo: str, url: str) -> bytes:
+    """Return the content at an address of the Hub, which has a limited size."""
     content = bytearray()
     with _answer(repo, url, timeout=constants.HF_HUB_ETAG_TIMEOUT) as response:
         for piece in response.iter_raw():
@@ -181,10 +159,37 @@ def _metadata(repo: str, url: str) -> dict[str, Any]:
                 raise CheckpointError(
                     f"{repo}: {_endpoint()} answers with over {MAX_JSON_BYTES:,} bytes of metadata", hint=_CHECK
                 )
-    document = {} if is_too_large(bytes(content)) else json.loads(content)
-    if not document or not isinstance(document, dict):
-        raise _unlike_the_hub()
-    return document
+    return bytes(content)
+
+
+def _session() -> Any:
+    """Return the HTTP session, which reads proxies and certificates from the environment.
+
+    Raises RequestError if one of these variables is wrong, and HardwareError for a SOCKS proxy without its library.
+    """
+    try:
+        return get_session()
+    except ImportError as error:
+        raise HardwareError(
+            f"{_variable(_PROXIES)} is a SOCKS proxy, which needs socksio",
+            hint="pip install socksio, or unset the variable",
+        ) from error
+    except OSError as error:
+        raise RequestError(
+            f"{_variable(_CERTIFICATES)} has no certificates that can be read",
+            hint="unset it, or name a file of certificates in PEM format",
+        ) from error
+    except (ValueError, _InvalidURL) as error:
+        raise RequestError(
+            f"{_variable(_PROXIES)} is not the address of a proxy", hint="unset it, or set it to http://HOST:PORT"
+        ) from error
+
+
+def _variable(names: tuple[str, ...]) -> str:
+    """Return the first of these variables that is set, with its value."""
+    found = ((name, os.environ[name]) for name in names if os.environ.get(name))
+    name, value = next(found, (" or ".join(names), ""))
+    return f"{name}={plain(without_credentials(value))}"
 
 
 @contextmanager
@@ -196,7 +201,7 @@ def _answer(repo: str, url: str, *, timeout: float, headers: Mapping[str, str] =
 
     Raises the errors of huggingface_hub, which `_explained` knows, and CheckpointError for a compressed answer.
     """
-    session = get_session()
+    session = _session()
     # A compressed stream has neither the length nor the positions of the file.
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", **headers}
     request = session.build_request("GET", url, headers=headers, timeout=timeout)
@@ -220,24 +225,6 @@ def _answer(repo: str, url: str, *, timeout: float, headers: Mapping[str, str] =
     raise CheckpointError(f"{repo}: {_endpoint()} redirects more than {_MAX_REDIRECTS} times", hint=_CHECK)
 
 
-@contextmanager
-def _like_the_hub() -> Iterator[None]:
-    """Turn errors that an unexpected answer causes in the Hub's client into one line."""
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise _unlike_the_hub() from error
-
-
-def _unlike_the_hub() -> CheckpointError:
-    return CheckpointError(f"{_endpoint()} does not answer as the Hub does", hint=_CHECK)
-
-
-def is_digest(text: str) -> bool:
-    """Return whether a text can be the `digest` of a file."""
-    return _DIGEST.fullmatch(text) is not None
-
-
 def part_of(file: HubFile, target: Path) -> Path:
     """Return the path of the partial file of an unfinished download."""
     return target.with_name(f"{target.name}.{file.digest[:12]}{_PART_SUFFIX}")
@@ -258,14 +245,13 @@ def fetch(file: HubFile, target: Path, *, advance: Advance, report: Callable[[st
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "r+b" if part.exists() else "w+b", opener=open_regular) as out:
-            hasher = file.hasher()
-            _receive(file, out, hasher, advance, report)
+            digest = _receive(file, out, advance, report)
             out.flush()
             os.fsync(out.fileno())
-        if hasher.hexdigest() != file.digest:
+        if digest != file.digest:
             part.unlink()
             raise CheckpointError(
-                f"{file.repo}/{file.name} arrived with the hash {hasher.hexdigest()} instead of {file.digest}",
+                f"{file.repo}/{file.name} arrived with the hash {digest} instead of {file.digest}",
                 hint="what arrived is removed: try again",
             )
         part.replace(target)
@@ -276,11 +262,28 @@ def fetch(file: HubFile, target: Path, *, advance: Advance, report: Callable[[st
             part.unlink()
 
 
-def _receive(
-    file: HubFile, out: BinaryIO, hasher: "hashlib._Hash", advance: Advance, report: Callable[[str], None]
-) -> None:
-    """Read the existing content of `out`, and write the missing rest."""
-    position = 0
+def is_content(file: HubFile, path: Path, *, advance: Advance) -> bool:
+    """Return whether a local file is `file` by its hash. Raises CheckpointError if it cannot be read."""
+    hasher = _hasher(file)
+    try:
+        with path.open("rb") as content:
+            while chunk := content.read(_CHUNK_BYTES):
+                hasher.update(chunk)
+                advance(len(chunk))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return hasher.hexdigest() == file.digest
+
+
+def _hasher(file: HubFile) -> "hashlib._Hash":
+    if len(file.digest) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+
+def _receive(file: HubFile, out: BinaryIO, advance: Advance, report: Callable[[str], None]) -> str:
+    """Read the existing content of `out`, write the missing rest, and return the hash of the whole."""
+    position, hasher = 0, _hasher(file)
 
     def take(chunk: bytes) -> None:
         nonlocal position
@@ -304,6 +307,7 @@ def _receive(
                 raise CheckpointError(f"{problem.message}, {failures} times", hint=kept) from problem
             report(f"{problem.message}: trying again, {failures + 1} of {_MAX_FAILURES}")
             time.sleep(RETRY_AFTER_S * failures)
+    return hasher.hexdigest()
 
 
 def _chunks(file: HubFile, position: int) -> Iterator[bytes]:
@@ -332,7 +336,7 @@ def _chunks(file: HubFile, position: int) -> Iterator[bytes]:
 
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
-    """Turn errors of the Hub's client into one line."""
+    """Turn errors of the Hub's client, and those that an unexpected answer causes, into one line."""
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -341,8 +345,7 @@ def _explained(repo: str) -> Iterator[None]:
         reason = f"{repo} is only given to people who have accepted its terms"
         raise CheckpointError(reason, hint=_how_in(repo)) from error
     except RepositoryNotFoundError as error:
-        reason = f"{repo} is not at {_endpoint()}, or not public"
-        raise CheckpointError(reason, hint=_how_in(repo)) from error
+        raise CheckpointError(f"{repo} is not at {_endpoint()}, or not public", hint=_how_in(repo)) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = f"{repo}: the Hub answers {status} {error.response.reason_phrase}".rstrip()
@@ -354,8 +357,9 @@ def _explained(repo: str) -> Iterator[None]:
         raise CheckpointError(reason, hint=_CHECK) from error
     except _HTTPError as error:
         cause = plain(without_credentials(str(error))) or type(error).__name__
-        reason = f"{repo}: the connection to {_endpoint()} broke ({cause})"
-        raise ConnectionProblem(reason) from error
+        raise ConnectionProblem(f"{repo}: the connection to {_endpoint()} broke ({cause})") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{_endpoint()} does not answer as the Hub does", hint=_CHECK) from error
 
 
 def _how_in(repo: str) -> str:

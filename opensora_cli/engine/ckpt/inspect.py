@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
@@ -16,10 +15,10 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 from opensora_cli.engine.ckpt.identify import Identity, identify
 from opensora_cli.engine.ckpt.layout import find_layout
-from opensora_cli.engine.ckpt.statistics import StatisticsDocument, TensorStatistics
+from opensora_cli.engine.ckpt.statistics import Statistics, measure
 from opensora_cli.settings.ckpt import InspectSettings
 
 
@@ -32,46 +31,36 @@ class DtypeTotal(Document):
 
 
 class InspectedTensor(Document):
-    """Tensor whose data was not read."""
+    """Tensor of a checkpoint."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-
-    @classmethod
-    def of(cls, name: str, entry: LazyTensor, **more: Any) -> Self:
-        """Describe a tensor; `more` are the fields that a subclass adds."""
-        return cls(name=name, dtype=dtype_name(entry.dtype), shape=entry.shape, bytes=entry.nbytes, **more)
+    statistics: Statistics | None
+    """None without `stats`."""
 
     def cells(self) -> list[str]:
         """Return its row of the table for people."""
-        return [plain(self.name), self.dtype, str(list(self.shape)), format_bytes(self.bytes)]
-
-
-class MeasuredTensor(InspectedTensor):
-    """Tensor whose data was read."""
-
-    statistics: StatisticsDocument
-    mean: float | None = Field(exclude=True)
-    """Mean of the finite elements; infinite if the sum overflows fp64."""
-
-    def cells(self) -> list[str]:
-        """Return its row of the table for people."""
-        found, figures = self.statistics, []
+        row = [plain(self.name), self.dtype, str(list(self.shape)), format_bytes(self.bytes)]
+        found = self.statistics
+        if found is None:
+            return row
+        figures = []
         if found.min is not None:
-            figures.append(f"{found.min:.4g} to {found.max:.4g}, mean {self.mean:.4g}")
+            mean = "" if found.mean is None else f", mean {found.mean:.4g}"
+            figures.append(f"{found.min:.4g} to {found.max:.4g}{mean}")
         if found.nan:
             figures.append(f"{found.nan:,} NaN")
         if found.infinite:
             figures.append(f"{found.infinite:,} infinite")
-        return [*super().cells(), ", ".join(figures)]
+        return [*row, ", ".join(figures)]
 
 
 class Inspection(Document):
     """Content of a checkpoint."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/1"
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/2"
 
     path: Path
     format: Format
@@ -86,7 +75,7 @@ class Inspection(Document):
     bytes: int
     dtypes: dict[str, DtypeTotal]
     metadata: dict[str, str]
-    tensors: tuple[MeasuredTensor | InspectedTensor, ...]
+    tensors: tuple[InspectedTensor, ...]
     """Selected tensors."""
     form: str = Field(exclude=True)
     identity: Identity | None = Field(exclude=True)
@@ -119,14 +108,10 @@ class Inspection(Document):
         return lines
 
     def _findings(self) -> list[str]:
-        measured = [tensor for tensor in self.tensors if isinstance(tensor, MeasuredTensor)]
+        measured = {tensor.name: tensor.statistics for tensor in self.tensors if tensor.statistics}
         found = [
-            *(
-                f"not finite  {plain(each.name)}"
-                for each in measured
-                if each.statistics.nan or each.statistics.infinite
-            ),
-            *(f"all zero    {plain(each.name)}" for each in measured if each.statistics.all_zero),
+            *(f"not finite  {plain(name)}" for name, each in measured.items() if not each.is_finite),
+            *(f"all zero    {plain(name)}" for name, each in measured.items() if each.all_zero),
         ]
         return found if found or not measured else ["not finite  none", "all zero    none"]
 
@@ -147,7 +132,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
     if settings.stats:
         total = sum(entry.nbytes for entry in entries.values())
         with freed_at_once(), reporter.stage("read", total=total, unit=BYTES) as progress:
-            statistics = {name: TensorStatistics.of(entry, advance=progress.advance) for name, entry in entries.items()}
+            statistics = {name: measure(entry, advance=progress.advance) for name, entry in entries.items()}
     shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
     layout = find_layout(shapes, checkpoint.metadata)
     identity = identify(shapes)
@@ -166,9 +151,13 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
         dtypes=_totals(entries),
         metadata=dict(checkpoint.metadata),
         tensors=tuple(
-            MeasuredTensor.of(name, entry, statistics=statistics[name].document(), mean=statistics[name].mean)
-            if name in statistics
-            else InspectedTensor.of(name, entry)
+            InspectedTensor(
+                name=name,
+                dtype=dtype_name(entry.dtype),
+                shape=entry.shape,
+                bytes=entry.nbytes,
+                statistics=statistics.get(name),
+            )
             for name, entry in entries.items()
         ),
         form=checkpoint.form,

@@ -2,12 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 
-from opensora_cli.checkpoint.lazy import LazyTensor, joined, reordered, rows
+import torch
+
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.weight_choices import QKV, Rotary
-from opensora_cli.models.mmdit.layout import HeadSizes, Piece, find_rotary, head_order, is_fused, left_over, plan_layout
+from opensora_cli.models.mmdit.layout import (
+    HeadSizes,
+    Piece,
+    find_rotary,
+    is_fused,
+    left_over,
+    plan_layout,
+    reorder_heads,
+)
 
 
 def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[QKV, Rotary] | None:
@@ -77,8 +87,10 @@ def change_layout(
 
 
 def _taken(piece: Piece, entry: LazyTensor, sizes: HeadSizes, rotary: Rotary) -> LazyTensor:
-    part = entry if piece.stop is None else rows(entry, piece.start, piece.stop)
-    return reordered(part, head_order(sizes.head_dim, rotary)) if piece.reordered else part
+    part = entry if piece.stop is None else entry.map(lambda whole: whole[piece.start : piece.stop])
+    if not piece.reordered:
+        return part
+    return part.map(lambda rows: reorder_heads(rows, head_dim=sizes.head_dim, rotary=rotary))
 
 
 def _joined(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -90,4 +102,5 @@ def _joined(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
             f"q, k and v have different dtypes and cannot become {name}: {', '.join(sorted(map(str, dtypes)))}",
             hint="give them one with --dtype",
         )
-    return joined(parts)
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]))

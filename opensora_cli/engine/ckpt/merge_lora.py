@@ -10,9 +10,8 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.documents import Document
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.early import check_paths
 from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_product, write
-from opensora_cli.engine.components.loras import fit_to_model, require_finite
+from opensora_cli.engine.components.lora_files import fit_to_model, require_finite
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
 
@@ -62,17 +61,16 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     shapes = {name: entry.shape for name, entry in base.entries.items()}
     adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
     require_finite(adapter.files)
-    check_paths([base.path, *base.files, adapter.path], settings)
     combine = unmerge if settings.unmerge else merge
     entries = combine(base.entries, adapter, scale=settings.scale)
-    product = Product(source=base, entries=entries, metadata=base.metadata, options=settings.options, settings=settings)
-    check_product(product)
+    product = Product(source=base, entries=entries, metadata=base.metadata, settings=settings)
+    check_product(product, sources=[base.path, *base.files, adapter.path])
     error = None
     if settings.unmerge:
         total = sum(base.entries[name].nbytes for name in adapter.updates)
         with freed_at_once(), reporter.stage("measure", total=total, unit=BYTES) as progress:
-            found = unmerge_error(base.entries, adapter, scale=settings.scale, advance=progress.advance)
-        error = MergeError(bound=found.bound if math.isfinite(found.bound) else None, tensor=found.tensor)
+            bound, tensor = unmerge_error(base.entries, adapter, scale=settings.scale, advance=progress.advance)
+        error = MergeError(bound=bound if math.isfinite(bound) else None, tensor=tensor)
     sha256, files = write(product, reporter=reporter)
     changed = len(adapter.updates) + len(adapter.replacements)
     return MergeResult.of(product, source_sha256=sha256, files=files, changed=changed, error=error)

@@ -1,4 +1,4 @@
-"""Writing weights that were derived from other weights: the checks before, the metadata, and the result."""
+"""Writing weights that are derived from other weights: the checks before, the metadata, and the result."""
 
 import hashlib
 import json
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import opensora_cli
-from opensora_cli.checkpoint.contents import Checkpoint, Format
+from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.shards import SHARD_BYTES, sha256_of
+from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.checkpoint.targets import check_target
-from opensora_cli.checkpoint.writing import write_checkpoint
+from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import lock_beside, sole_run
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
-from opensora_cli.settings.ckpt import WriteSettings
+from opensora_cli.settings.ckpt import ConvertSettings, MergeLoraSettings
 
 _SOURCE_SHA256 = "osora.source_sha256"
 
@@ -35,19 +35,7 @@ class Product:
     """Checkpoint from which the weights are derived."""
     entries: Mapping[str, LazyTensor]
     metadata: Mapping[str, str]
-    options: Mapping[str, object]
-    """Options of the command that change the source."""
-    settings: WriteSettings
-
-    @property
-    def target(self) -> Path:
-        """Path of the file or folder to write."""
-        return Path(self.settings.target)
-
-    @property
-    def format(self) -> Format:
-        """Format to write."""
-        return Format(self.settings.resolved_format)
+    settings: ConvertSettings | MergeLoraSettings
 
     @property
     def nbytes(self) -> int:
@@ -56,13 +44,13 @@ class Product:
 
     def lines(self) -> list[str]:
         """Return a description for people."""
-        source = self.source
+        source, settings = self.source, self.settings
         kind = f"{source.form}, {source.selection} weights" if source.selection else source.form
-        given = {key: " ".join(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        given = {key: " ".join(value) if isinstance(value, list) else value for key, value in settings.options.items()}
         done = ", ".join(f"{name} {value}" for name, value in given.items())
         return [
             f"source  {source.path} ({kind})",
-            f"target  {self.target} ({self.format})",
+            f"target  {settings.target} ({settings.resolved_format})",
             f"size    {len(self.entries)} tensors, {format_bytes(self.nbytes)}",
             *([f"changes {done}"] if done else []),
         ]
@@ -88,12 +76,12 @@ class ProductDocument(Document):
             source=product.source.path,
             source_format=product.source.format,
             selection=product.source.selection,
-            target=product.target,
-            format=product.format,
+            target=Path(product.settings.target),
+            format=product.settings.resolved_format,
             tensors=len(product.entries),
             parameters=sum(entry.numel for entry in product.entries.values()),
             bytes=product.nbytes,
-            options=dict(product.options),
+            options=product.settings.options,
             **more,
         )
 
@@ -110,20 +98,22 @@ class WrittenDocument(ProductDocument):
         return [str(self.target)]
 
 
-def check_product(product: Product) -> None:
+def check_product(product: Product, *, sources: Sequence[Path]) -> None:
     """Check, before hours of reading, that weights can be written, and that readers will understand them.
 
     Raises:
-        RequestError: the format cannot record the order of rotary pairs, and the names imply another.
+        RequestError: the target would replace one of the `sources`; or the format cannot record the order of rotary
+            pairs, and the names imply another.
         OutputError: the target exists already, or is too large for the disk.
     """
-    settings = product.settings
-    check_target(product.target, format=product.format, needed=product.nbytes, overwrite=settings.overwrite)
+    settings, format = product.settings, product.settings.resolved_format
+    target = Path(settings.target)
+    check_target(target, format=format, overwrite=settings.overwrite, sources=sources, needed=product.nbytes)
     layout = find_layout({name: entry.shape for name, entry in product.entries.items()}, product.metadata)
-    if layout is not None and not settings.resolved_format.has_metadata and not is_implied_by_names(*layout):
+    if layout is not None and not format.has_metadata and not is_implied_by_names(*layout):
         qkv, rotary = layout
         raise RequestError(
-            f"{product.format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",
+            f"{format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",
             hint="write another format, or change the layout with --qkv or --rotary",
         )
 
@@ -134,42 +124,37 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
     Raises:
         RequestError: the format does not support the name or dtype of a tensor.
         CheckpointError: a source cannot be read.
-        OutputError: the target exists already, is too large for the disk or cannot be written, or another process
-            writes it.
+        OutputError: the target cannot be written, or another process writes it.
     """
-    target = product.target
-    doing, hint = f"writes {target}", "wait until it ends, or write to another name"
-    with sole_run(lock_beside(target, target.name), doing=doing, hint=hint):
-        return _write(product, reporter=reporter)
-
-
-def _write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Path, ...]]:
-    settings = product.settings
-    for line in product.lines():
-        reporter.note(line)
-    if product.source.caveat:
-        reporter.warn(product.source.caveat)
-    if not settings.resolved_format.has_metadata:
-        reporter.warn(f"{product.format} has no metadata: that of the weights is left out")
-    sha256 = _hash_files(product.source, reporter=reporter) if settings.hashing else None
-    metadata = {
-        **{key: text for key, text in product.metadata.items() if key != _SOURCE_SHA256},
-        "osora.source": os.fspath(product.source.path),
-        "osora.options": json.dumps(dict(product.options), ensure_ascii=False, sort_keys=True),
-        "osora.version": opensora_cli.__version__,
-        **({_SOURCE_SHA256: sha256} if sha256 else {}),
-    }
-    with reporter.stage("write", total=product.nbytes, unit=BYTES) as progress:
-        files = write_checkpoint(
-            product.entries,
-            product.target,
-            format=product.format,
-            shard_bytes=settings.shard_size or SHARD_BYTES,
-            metadata=metadata,
-            overwrite=settings.overwrite,
-            hash_each=partial(_hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
-            advance=progress.advance,
-        )
+    settings, source = product.settings, product.source
+    target, format = Path(settings.target), settings.resolved_format
+    problem, hint = f"another run writes {target}", "wait until it ends, or write to another name"
+    with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
+        for line in product.lines():
+            reporter.note(line)
+        if source.caveat:
+            reporter.warn(source.caveat)
+        if not format.has_metadata:
+            reporter.warn(f"{format} has no metadata: that of the weights is left out")
+        sha256 = _hash_files(source, reporter=reporter) if settings.hashing else None
+        metadata = {
+            **{key: text for key, text in product.metadata.items() if key != _SOURCE_SHA256},
+            "osora.source": os.fspath(source.path),
+            "osora.options": json.dumps(settings.options, ensure_ascii=False, sort_keys=True),
+            "osora.version": opensora_cli.__version__,
+            **({_SOURCE_SHA256: sha256} if sha256 else {}),
+        }
+        with reporter.stage("write", total=product.nbytes, unit=BYTES) as progress:
+            files = write_checkpoint(
+                product.entries,
+                target,
+                format=format,
+                shard_bytes=settings.shard_size or SHARD_BYTES,
+                metadata=metadata,
+                overwrite=settings.overwrite,
+                hash_each=partial(_hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
+                advance=progress.advance,
+            )
     return sha256, files
 
 

@@ -1,33 +1,32 @@
 """`osora ckpt verify`: check that a checkpoint is complete and intact."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Checkpoint, Format
+from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
 from opensora_cli.checkpoint.formats.torch import check_torch
 from opensora_cli.checkpoint.fp8 import without_scales
-from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognize
-from opensora_cli.checkpoint.readable import reading
-from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
+from opensora_cli.checkpoint.shards import ShardIndex
 from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.strict_json import parse_object, shown
-from opensora_cli.core.weight_choices import Selection
-from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
+from opensora_cli.core.strict_json import shown
+from opensora_cli.core.weight_choices import Format, Selection
+from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
 from opensora_cli.engine.ckpt.identify import check, read_released
-from opensora_cli.engine.ckpt.statistics import TensorStatistics
+from opensora_cli.engine.ckpt.statistics import measure
 from opensora_cli.settings.ckpt import VerifySettings
 
 _TORCH_SUFFIXES = (".pt", ".bin")
-_MAX_RUNNING_STATES_BYTES = 2**20
 
 
 class Verification(Document):
@@ -87,31 +86,29 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         raise RequestError(f"sha256 is the hash of one file, and {path} is a folder", hint="name a file in it")
     parts, problems = _open_parts(path, settings.select)
     checkpoint = parts[0] if parts else None
-    indexes = _read_indexes(parts)
+    indexes = [(part.index, part) for part in parts if part.index is not None]
     for index, part in indexes:
         problems += _wrong_size(index, part)
     if checkpoint is not None and checkpoint.caveat and settings.sha256 is None:
         problems.append(checkpoint.caveat)
-    is_whole_training = settings.select is None and checkpoint is not None and checkpoint.format is Format.COLOSSALAI
-    if checkpoint is not None and is_whole_training:
+    files = [file for part in parts for file in part.files]
+    recorded: dict[Path, str] = {}
+    if checkpoint is not None and settings.select is None and checkpoint.format is Format.COLOSSALAI:
         # `path` may be the folder of the run around it.
-        problems += broken_states(checkpoint.path, known={file for part in parts for file in part.files})
+        problems += broken_states(checkpoint.path, known=set(files))
+        try:
+            recorded = recorded_hashes(checkpoint.path)
+        except CheckpointError as error:
+            problems.append(error.message)
+        if recorded and settings.data:
+            unhashed = unhashed_files(checkpoint.path, recorded)
+            problems += [f"{file} has no hash in {RUNNING_STATES_FILE}" for file in unhashed]
     expected: dict[Path, set[str]] = {}
     if settings.data and path.exists():
-        files = [file for part in parts for file in part.files] or [path]
-        expected, wrong = _expected_hashes(files, [index for index, _ in indexes])
+        expected, wrong = _expected_hashes(files or [path], [index for index, _ in indexes])
         problems += wrong
-        if checkpoint is not None and is_whole_training:
-            try:
-                recorded = recorded_hashes(checkpoint.path)
-                for file, digest in recorded.items():
-                    expected.setdefault(file, set()).add(digest)
-                if recorded:
-                    unhashed = unhashed_files(checkpoint.path, recorded)
-                    problems += [f"{file} has no hash in {RUNNING_STATES_FILE}" for file in unhashed]
-            except CheckpointError as error:
-                # Broken JSON has been reported already.
-                problems += [] if error.message in problems else [error.message]
+        for file, digest in recorded.items():
+            expected.setdefault(file, set()).add(digest)
         if settings.sha256 is not None:
             expected.setdefault(path, set()).add(settings.sha256.lower())
         problems += _wrong_hashes(expected, reporter)
@@ -153,12 +150,6 @@ def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint],
             left += [each for each in part.selections if each != part.selection]
         parts.append(part)
     return parts, problems
-
-
-def _read_indexes(parts: Sequence[Checkpoint]) -> list[tuple[ShardIndex, Checkpoint]]:
-    """Return the index of each checkpoint that has one. The index comes first in `files`."""
-    firsts = [(part.files[0], part) for part in parts if part.files]
-    return [(read_index(file), part) for file, part in firsts if recognize(file) is Kind.JSON]
 
 
 def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
@@ -219,7 +210,7 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
     with freed_at_once(), reporter.stage("read", total=total, unit=BYTES) as progress:
         for name, entry in checkpoint.entries.items():
             try:
-                statistics = TensorStatistics.of(entry, advance=progress.advance)
+                statistics = measure(entry, advance=progress.advance)
             except CheckpointError as error:
                 yield error.message
                 continue
@@ -232,29 +223,13 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
 
 
 def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
-    """Yield the problems of the states in a ColossalAI folder: optimizer, schedule, sampler and run.
+    """Yield the problems of the states in a ColossalAI folder: optimizer, schedule and sampler.
 
     Files in `known` have been opened already.
     """
     places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
-    states = sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known)
-    for path in states:
+    for path in sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known):
         try:
             check_torch(refuse_outside(path, folder))
         except CheckpointError as error:
             yield error.message
-    running = folder / RUNNING_STATES_FILE
-    if running.is_file():
-        try:
-            _check_json(refuse_outside(running, folder))
-        except CheckpointError as error:
-            yield error.message
-
-
-def _check_json(path: Path) -> None:
-    with reading(path), path.open("rb") as file:
-        content = file.read(_MAX_RUNNING_STATES_BYTES)
-    try:
-        parse_object(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is broken: {error}") from None

@@ -53,9 +53,6 @@ def load_autoencoder(
     """Return the chosen autoencoder for inference, with the weights of a file in `dtype`.
 
     `advance` is called with the bytes of each tensor.
-
-    Raises:
-        CheckpointError: The file is missing or broken, or its keys or shapes do not fit the settings.
     """
     autoencoder = autoencoder_on_meta(settings)
     load_into_module(autoencoder, path, device=device, dtype=dtype, advance=advance)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from math import sqrt
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
@@ -11,16 +11,13 @@ from torch import nn
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.memory.eight_bit_products import (
-    ProductError,
-    output_and_rounded_product,
-    use_products,
-)
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.shares import shares
-from opensora_cli.parallel.tensor import ColumnLinear, RowLinear
+
+if TYPE_CHECKING:
+    from opensora_cli.memory.eight_bit_products import ProductError
 
 _NEEDED = {LinearProducts.INT8: (8, 0), LinearProducts.FP8: (8, 9)}
 """Lowest compute capability."""
@@ -43,7 +40,7 @@ class LinearProductsReport(Document):
     largest_at: str
 
     @classmethod
-    def of(cls, kind: LinearProducts, errors: Sequence[ProductError]) -> Self:
+    def of(cls, kind: LinearProducts, errors: "Sequence[ProductError]") -> Self:
         """Return the report for the errors of all replaced layers, at least one."""
         worst = max(errors, key=lambda error: error.relative_error)
         return cls(
@@ -74,10 +71,6 @@ def require_products(
     """Check that `precision.linear` works on a device and with a model; this machine may lack the device of a plan.
 
     `tensor` ranks share each block. `tries_device` says whether this process may use the device.
-
-    Raises:
-        HardwareError: the device is a CPU or has no such matmul, or its kernel returns a wrong result.
-        RequestError: the sizes of the model or the dtype do not fit.
     """
     if kind is LinearProducts.EXACT:
         return
@@ -101,16 +94,20 @@ def require_products(
         raise HardwareError(f"precision.linear={kind} does not work here: {problem}", hint=_USE_EXACT)
 
 
-def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> list[ProductError]:
+def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> "list[ProductError]":
     """Replace the linear layers of one block of a stack, and return the error of each product.
 
     The layers may be sharded, or have adapters beside them. Raises CheckpointError if a weight has numbers that are not
     finite.
     """
+    from opensora_cli.memory.eight_bit_products import use_products
+
     return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind)
 
 
 def _path_of_weight(block: nn.Module, path: str) -> str:
+    from opensora_cli.parallel.tensor import ColumnLinear, RowLinear
+
     module = block.get_submodule(path)
     for wrapper, inside in ((ColumnLinear, "linear"), (RowLinear, "linear"), (LowRankLinear, "base")):
         if isinstance(module, wrapper):
@@ -142,6 +139,8 @@ def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> No
 @lru_cache(maxsize=8)
 def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why a small product on the device is wrong, or None."""
+    from opensora_cli.memory.eight_bit_products import output_and_rounded_product, use_products
+
     # The random numbers of the run stay as they are.
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

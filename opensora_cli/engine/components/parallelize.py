@@ -17,11 +17,11 @@ from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
-from opensora_cli.parallel.all_to_all import ExchangePlan, WireFormat
+from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.collectives import Parts
+from opensora_cli.parallel.compression import WireFormat
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares, span
-from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
 from opensora_cli.settings.devices import ExchangeSettings, ParallelSettings
 from opensora_cli.settings.enums import AllToAll, Compression
@@ -215,6 +215,8 @@ def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
 
 def shard_block(block: nn.Module, stack: RepeatedBlocks, group: dist.ProcessGroup) -> None:
     """Keep this rank's share of one block of a stack; see `shard_transformer`."""
+    from opensora_cli.parallel.tensor import shard_linears
+
     shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
 
 
@@ -224,6 +226,8 @@ def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:
     The T5 is equal on all ranks, on any device; its layers are not yet streamed. Raises RequestError for more ranks
     than heads. CLIP stays whole on every rank: it has a fortieth of the weights, not worth an exchange.
     """
+    from opensora_cli.parallel.tensor import shard_linears
+
     sizes = t5.model.sizes
     linears = t5_linears(sizes)
     heads = span(shares(sizes.num_heads, dist.get_world_size(group)), dist.get_rank(group))

@@ -10,7 +10,6 @@ from torch import nn
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import Rotary, modulation_width
 from opensora_cli.models.mmdit.model import BlockResidual, KnownInputs, MMDiT
-from opensora_cli.parallel.sequence import SequenceParallel
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep, Phase
 
@@ -70,7 +69,8 @@ class GuidedVelocity:
         self.embedded_guidance = embedded_guidance
         self.times = tuple(dict.fromkeys(times))
         self.on_evaluation = on_evaluation
-        model = transformer.model if isinstance(transformer, SequenceParallel) else transformer
+        # Ranks that share tokens wrap the transformer.
+        model = transformer if isinstance(transformer, MMDiT) else getattr(transformer, "model", None)
         self._model = model if times and isinstance(model, MMDiT) else None
         self._modulation: Mapping[nn.Module, torch.Tensor] = {}
         self._text: dict[tuple[Branch, ...], torch.Tensor] = {}
@@ -93,39 +93,34 @@ class GuidedVelocity:
         groups = [branches] if are_batched(tokens, packed_latents_BND.device) else [(each,) for each in branches]
         velocities: dict[Branch, torch.Tensor] = {}
         for group in groups:
-            velocities |= zip(group, self._evaluate(packed_latents_BND, t, group, cached), strict=True)
+            if group not in self._inputs:
+                self._inputs[group] = self._inputs_of(group)
+            prompt_embeds_BLC, pooled_BV, conditioning_BNK = self._inputs[group]
+            device, count = packed_latents_BND.device, len(group)
+            guidance = self.embedded_guidance
+            kept: dict[str, BlockResidual | KnownInputs] = {}
+            if self._model is not None:
+                kept["known"] = self._known_inputs(self._model, t, group)
+            if cached is not None:
+                residual = self._residuals.setdefault((cached.phase, group), BlockResidual())
+                residual.is_reused = cached.is_reused
+                kept["residual"] = residual
+            velocity: torch.Tensor = self.transformer(
+                _together([packed_latents_BND] * count),
+                position_ids_BN3=self.position_ids_1N3,
+                # `torch.tensor` would copy from the host, and wait for the GPU.
+                timesteps_B=torch.full((count,), t, device=device),
+                prompt_embeds_BLC=prompt_embeds_BLC,
+                pooled_prompt_embeds_BV=pooled_BV,
+                conditioning_BNK=conditioning_BNK,
+                embedded_guidance_B=None if guidance is None else torch.full((count,), guidance, device=device),
+                **kept,
+            )
+            if cached is None or not cached.is_reused:
+                for _ in group:
+                    self.on_evaluation()
+            velocities |= zip(group, velocity.chunk(count), strict=True)
         return velocities
-
-    def _evaluate(
-        self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...], cached: CachedStep | None
-    ) -> tuple[torch.Tensor, ...]:
-        if branches not in self._inputs:
-            self._inputs[branches] = self._inputs_of(branches)
-        prompt_embeds_BLC, pooled_BV, conditioning_BNK = self._inputs[branches]
-        device, count = packed_latents_BND.device, len(branches)
-        guidance = self.embedded_guidance
-        kept: dict[str, BlockResidual | KnownInputs] = {}
-        if self._model is not None:
-            kept["known"] = self._known_inputs(self._model, t, branches)
-        if cached is not None:
-            residual = self._residuals.setdefault((cached.phase, branches), BlockResidual())
-            residual.is_reused = cached.is_reused
-            kept["residual"] = residual
-        velocity: torch.Tensor = self.transformer(
-            _together([packed_latents_BND] * count),
-            position_ids_BN3=self.position_ids_1N3,
-            # `torch.tensor` would copy from the host, and wait for the GPU.
-            timesteps_B=torch.full((count,), t, device=device),
-            prompt_embeds_BLC=prompt_embeds_BLC,
-            pooled_prompt_embeds_BV=pooled_BV,
-            conditioning_BNK=conditioning_BNK,
-            embedded_guidance_B=None if guidance is None else torch.full((count,), guidance, device=device),
-            **kept,
-        )
-        if cached is None or not cached.is_reused:
-            for _ in branches:
-                self.on_evaluation()
-        return (velocity,) if count == 1 else velocity.chunk(count)
 
     def _known_inputs(self, model: MMDiT, t: float, branches: tuple[Branch, ...]) -> KnownInputs:
         prompts = len(self.embeds.pooled_prompt_embeds_2V)

@@ -2,7 +2,7 @@
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.inputs import require_frozen_parts, require_tables
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 
 def refuse_early(settings: TrainSettings) -> None:
@@ -13,7 +13,7 @@ def refuse_early(settings: TrainSettings) -> None:
         FileProblem: the table is missing.
         CheckpointError: frozen parts are missing.
     """
-    if settings.target is not TrainTarget.MMDIT:
+    if not settings.trains_transformer:
         raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
     if settings.train_mmdit.cache is None:
         raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")

@@ -2,56 +2,43 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.regular_files import hint_for, open_regular
-from opensora_cli.media.containers import MediaFacts
 
-_FACTS = ("num_frames", "height", "width", "fps")
+_Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Properties of one file."""
+class Finding(BaseModel):
+    """Properties of one file: a line of the journal."""
 
-    path: str
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    path: Annotated[str, SkipValidation]
+    """Path, which need not be UTF-8."""
     size: int
     mtime_ns: int
     """Modification time of the file."""
-    facts: MediaFacts
-    is_deep: bool
+    deep: bool = False
     """Whether all frames of the file were decoded."""
+    num_frames: _Size
+    height: _Size
+    width: _Size
+    fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    """Mean rate in frames per second; None for a picture."""
+    is_uneven: bool
+    """Whether some frames last much longer than others."""
 
     def to_line(self) -> str:
         """Return the finding as a line of the journal."""
-        file = {"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns, "deep": self.is_deep}
-        return json.dumps({**file, **{name: getattr(self.facts, name) for name in _FACTS}}) + "\n"
-
-    @classmethod
-    def of_values(cls, values: dict[str, Any]) -> "Finding":
-        """Return the finding of a line of the journal."""
-        sizes, fps = [values[name] for name in _FACTS[:-1]], values["fps"]
-        if not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-            raise ValueError("sizes are none")
-        if fps is not None and not (type(fps) in (int, float) and 0 < fps < math.inf):
-            raise ValueError("the rate is none")
-        if not isinstance(values["path"], str):
-            raise ValueError("the path is none")
-        facts = MediaFacts(**{name: values[name] for name in _FACTS})
-        return cls(
-            path=values["path"],
-            size=values["size"],
-            mtime_ns=values["mtime_ns"],
-            facts=facts,
-            is_deep=values.get("deep") is True,
-        )
+        return json.dumps(self.model_dump()) + "\n"
 
 
 class ScanJournal:
@@ -79,7 +66,7 @@ class ScanJournal:
                 if "table_sha256" in values:
                     self._table_sha256s.add(values["table_sha256"])
                 else:
-                    finding = Finding.of_values(values)
+                    finding = Finding.model_validate(values)
                     self._findings[finding.path] = finding
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from opensora_cli.core.conditions import CONDITION_MODES
@@ -16,12 +17,12 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.buckets import FILLED, NO_BUCKET, Samples, frame_intervals
 from opensora_cli.data.table import read_table
 from opensora_cli.engine.data.check import DataReport, check_data
-from opensora_cli.engine.data.scan import scan
+from opensora_cli.engine.data.scan import BrokenFile, scan
 from opensora_cli.engine.encode.datasets import make_buckets, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketSettings, BucketTable, ScanSettings
 from opensora_cli.settings.files import EXTENDS, settings_path
-from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _MOST_LENGTHS = 6
 
@@ -29,18 +30,21 @@ _MOST_LENGTHS = 6
 class NewRecipe(Document):
     """Description of the written recipe."""
 
-    SCHEMA = "osora.new-recipe/2"
+    SCHEMA = "osora.new-recipe/3"
 
     recipe: Path
     table: Path
     data: DataReport
     """Report on the data of the recipe."""
+    broken: tuple[BrokenFile, ...] = ()
+    """Files of the folder that cannot be read and are not in the table."""
 
     def lines(self) -> list[str]:
         """Return the recipe and its data for people."""
         return [
             f"recipe    {self.recipe}",
             *self.data.lines(),
+            *(f"broken    {file.reason}" for file in self.broken),
             *(f"problem   {problem}" for problem in self.data.problems),
             f"next      osora train --config {self.recipe}",
         ]
@@ -51,8 +55,6 @@ class Suggestion:
     """Buckets that fit a table."""
 
     buckets: BucketTable
-    counts: dict[tuple[str, int], int]
-    """Resolution and number of frames -> number of clips."""
     fps_max: float
     unfit: int
     """Rows that fit no bucket: too small for a token, or with too few frames for a latent frame."""
@@ -86,7 +88,7 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
         # Checked before the rename, because a base may have settings that contradict a table.
         written = load_train_settings(config=temporary, overrides={}, environment={})
         data = check_data(written, reporter=reporter)
-    return NewRecipe(recipe=_shown(recipe), table=scanned.table, data=data)
+    return NewRecipe(recipe=_shown(recipe), table=scanned.table, data=data, broken=scanned.broken)
 
 
 def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
@@ -113,7 +115,7 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
         wanted = sorted(set(lengths[fits & (sides == each)].tolist()))
         table[f"{each}px"] = {length: BucketSettings(1.0, 1) for length in _thinned(wanted)}
     if not table:
-        return Suggestion(buckets={}, counts={}, fps_max=fps_max, unfit=len(samples))
+        return Suggestion(buckets={}, fps_max=fps_max, unfit=len(samples))
     buckets = make_buckets(table, fps_max=fps_max, multiple=multiple)
     fitting_NR = buckets.fitting(samples)
     first = (fitting_NR != NO_BUCKET).argmax(axis=1)
@@ -126,12 +128,7 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
     for (name, length), of_shapes in sorted(found.items(), key=lambda item: (-num_pixels(item[0][0]), -item[0][1])):
         most = int(budget // (grid.latent_frames(length) * num_pixels(name)))
         filled.setdefault(name, {})[length] = BucketSettings(1.0, max(1, min(most, 4096, *of_shapes)))
-    return Suggestion(
-        buckets=filled,
-        counts={kind: sum(of_shapes) for kind, of_shapes in found.items()},
-        fps_max=fps_max,
-        unfit=int((placed == NO_BUCKET).sum()),
-    )
+    return Suggestion(buckets=filled, fps_max=fps_max, unfit=int((placed == NO_BUCKET).sum()))
 
 
 def _rate_for(samples: Samples, members: NDArray[np.int64], *, length: int) -> float:
@@ -187,65 +184,47 @@ def _recipe_text(
     settings: TrainSettings, suggestion: Suggestion, *, base: Path, name: str, table: Path, recipe: Path
 ) -> str:
     source = settings_path(base, "train")
-    extended = f"train/{base}" if source != base else os.path.abspath(base)
-    rate = f"{suggestion.fps_max:g}"
-    why = "faster videos lose frames"
-    if suggestion.fps_max > _usual(settings)[3]:
-        why += f"; with the usual {_usual(settings)[3]:g} some would be too short"
+    plain = {name: {n: list(bucket) for n, bucket in rest.items()} for name, rest in suggestion.buckets.items()}
+    values: dict[str, object] = {
+        EXTENDS: f"train/{base}" if source != base else os.path.abspath(base),
+        "output": f"runs/{name}",
+        "data": {
+            "table": str(_shown(table)),
+            "fps_max": suggestion.fps_max,
+            # Buckets as text replace all of the base.
+            "buckets": yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6).strip(),
+        },
+    }
+    if settings.trains_transformer and (changes := _transformer_values(settings, suggestion, name=name)):
+        values["train_mmdit"] = changes
     lines = [
         f"# Clips of {name}, made by `osora train --new`: {base} with buckets that take in all of them.",
         f"# osora data preview {_shown(table)} -o sheet.png --config {_shown(recipe)}",
         f"# osora train --config {_shown(recipe)} --check-data",
         f"# osora train --config {_shown(recipe)}",
-        f"{EXTENDS}: {_quoted(extended)}",
-        "# Checkpoints, log and weights. More steps: loop.steps.",
-        f"output: {_quoted(f'runs/{name}')}",
-        "data:",
-        "  # Again after changes in the folder: osora data scan.",
-        f"  table: {_quoted(str(_shown(table)))}",
-        f"  # {why}.",
-        f"  fps_max: {rate}",
-        "  # Resolution, frames, [probability, clips of a micro-batch]. A micro-batch has clips of one shape, so",
-        "  # no more of them than the rarest shape has; loop.micro_batches=N makes an update of N. The | replaces all.",
-        "  buckets: |",
+        "# Buckets: resolution, frames, [probability, clips of a micro-batch]. Those of one have one shape, so there",
+        "# are no more than the rarest shape has. loop.micro_batches=N makes an update of N micro-batches.",
+        *([f"# Left out, too small or too short for any: {suggestion.unfit:,}."] if suggestion.unfit else []),
     ]
-    for resolution, lengths in suggestion.buckets.items():
-        lines.append(f"    {resolution}:")
-        for length, bucket in lengths.items():
-            count = suggestion.counts[resolution, length]
-            what = "picture" if length == 1 else "video"
-            lines.append(f"      {length}: [1.0, {bucket.batch_size}]  # {count:,} {what}{'' if count == 1 else 's'}")
-    if suggestion.unfit:
-        lines.append(f"  # Left out, too small or too short for any: {suggestion.unfit:,}.")
-    if settings.target is TrainTarget.MMDIT:
-        lines += _transformer_lines(settings, suggestion, name=name)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def _transformer_lines(settings: TrainSettings, suggestion: Suggestion, *, name: str) -> list[str]:
+def _transformer_values(settings: TrainSettings, suggestion: Suggestion, *, name: str) -> dict[str, object]:
+    """Return a cache of its own, and no weight for condition modes that no clip is long enough for."""
     chosen, grid = settings.train_mmdit, settings.vae.grid
     most = max(grid.latent_frames(length) for lengths in suggestion.buckets.values() for length in lengths)
-    modes = [
-        mode
+    weights = {
+        mode: 0
         for mode in chosen.mode_weights.by_mode()
         if chosen.lengths.given_latent_frames(CONDITION_MODES[mode], causal=grid.is_causal) >= most
-    ]
-    lines = []
-    if chosen.cache is not None:
-        lines += ["  # Encoded clips.", f"  cache: {_quoted(f'runs/{name}_cache')}"]
-    if modes:
-        lines += ["  mode_weights:", "    # No clip is long enough for these.", *(f"    {mode}: 0" for mode in modes)]
-        if not set(chosen.mode_weights.by_mode()) - set(modes):
-            lines.append("    t2v: 1")
-    return ["train_mmdit:", *lines] if lines else []
+    }
+    if weights and not chosen.mode_weights.by_mode().keys() - weights.keys():
+        weights["t2v"] = 1
+    values: dict[str, object] = {} if chosen.cache is None else {"cache": f"runs/{name}_cache"}
+    return {**values, "mode_weights": weights} if weights else values
 
 
 def _shown(path: Path) -> Path:
     """Return a path relative to the current folder, if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def _quoted(text: str) -> str:
-    """Return a text quoted for YAML."""
-    return "'" + text.replace("'", "''") + "'"

@@ -1,6 +1,7 @@
 """`osora data preview`: a contact sheet of the samples of a table."""
 
 import os
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,11 @@ from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.read import read_cut
 from opensora_cli.settings.data import DataSettings, PreviewSettings
 
-_COLUMNS = 3
-_FRAMES = 3
-_THUMBNAIL = (160, 110)
-_GAP = 8
-_FONT_SIZE = 13
-_LINE = 17
-_CAPTION_LINES = 2
-_PAPER, _INK, _PALE = (250, 250, 248), (20, 20, 20), (120, 120, 120)
-_CELL = (_FRAMES * (_THUMBNAIL[0] + 2), _THUMBNAIL[1] + (_CAPTION_LINES + 1) * _LINE + 4)
+_COLUMNS, _GAP = 3, 8
+_FRAME = (160, 110)
+_CELL = (3 * _FRAME[0], _FRAME[1] + 56)
+_LETTERS = 76
+"""Number of letters in a line."""
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
@@ -68,23 +65,38 @@ def preview(
     buckets = make_buckets(data.buckets, fps_max=data.fps_max, multiple=multiple)
     count = min(settings.count, len(table))
     chosen = np.sort(np.random.default_rng(settings.seed).choice(len(table), size=count, replace=False)).tolist()
-    picture = Image.new("RGB", _sheet_size(count), _PAPER)
+    rows = -(-count // _COLUMNS)
+    picture = Image.new("RGB", (_COLUMNS * (_CELL[0] + _GAP), rows * (_CELL[1] + _GAP)), "white")
     broken: list[str] = []
     with (reporter or SilentReporter()).stage("draw", total=count, unit="samples") as progress:
         for place, index in enumerate(chosen):
-            cell, problem = _draw_sample(table, index, label=_label(table, index, buckets))
             row, column = divmod(place, _COLUMNS)
-            picture.paste(cell, (_GAP + column * (_CELL[0] + _GAP), _GAP + row * (_CELL[1] + _GAP)))
-            broken += [problem] if problem else []
+            corner = (column * (_CELL[0] + _GAP), row * (_CELL[1] + _GAP))
+            try:
+                _draw_frames(picture, corner, table, index)
+            except MediaError as error:
+                broken.append(error.message)
+            caption = textwrap.wrap(escaped(table.texts[index]) or "(no caption)", _LETTERS, max_lines=2)
+            ImageDraw.Draw(picture).multiline_text(
+                (corner[0], corner[1] + _FRAME[1]),
+                "\n".join([_label(table, index, buckets), *caption]),
+                fill="black",
+                font=ImageFont.load_default(size=12),
+            )
             progress.advance()
     with atomic_path(sheet) as temporary:
         picture.save(temporary, format=_FORMATS[sheet.suffix.lower()])
     return PreviewResult(sheet=sheet, shown=count, rows=len(table), broken=tuple(broken))
 
 
-def _sheet_size(count: int) -> tuple[int, int]:
-    rows, columns = -(-count // _COLUMNS), min(count, _COLUMNS)
-    return _GAP + columns * (_CELL[0] + _GAP), _GAP + rows * (_CELL[1] + _GAP)
+def _draw_frames(picture: Image.Image, corner: tuple[int, int], table: ClipTable, index: int) -> None:
+    """Draw the first, middle and last frame of a video, or a picture. Raises MediaError if it cannot be read."""
+    last = int(table.samples.num_frames[index]) - 1
+    for number, start in enumerate(dict.fromkeys((0, last // 2, last))):
+        for frame_HWC in read_cut(table.file(index), start=start, num_frames=1):
+            frame = Image.fromarray(frame_HWC.numpy())
+            frame.thumbnail(_FRAME)
+            picture.paste(frame, (corner[0] + number * _FRAME[0], corner[1]))
 
 
 def _label(table: ClipTable, index: int, buckets: Buckets) -> str:
@@ -99,53 +111,3 @@ def _label(table: ClipTable, index: int, buckets: Buckets) -> str:
     bucket = buckets[reachable[0]]
     shape = f"{bucket.aspect_ratio} ({bucket.width}x{bucket.height})"
     return f"{size}, {length}: {bucket.resolution} x {bucket.num_frames}, {shape}"
-
-
-def _draw_sample(table: ClipTable, index: int, *, label: str) -> tuple[Image.Image, str | None]:
-    """Return the cell of a sample, and the reason if its frames are missing."""
-    cell = Image.new("RGB", _CELL, _PAPER)
-    draw = ImageDraw.Draw(cell)
-    font = ImageFont.load_default(size=_FONT_SIZE)
-    problem = None
-    try:
-        frames = _thumbnails(table, index)
-    except MediaError as error:
-        frames, problem = [], error.message
-        draw.rectangle((0, 0, *_THUMBNAIL), outline=_PALE)
-        draw.text((6, 6), "cannot be read", fill=_PALE, font=font)
-    left = 0
-    for frame in frames:
-        cell.paste(frame, (left, 0))
-        left += frame.width + 2
-    top = _THUMBNAIL[1] + 2
-    draw.text((0, top), label, fill=_PALE, font=font)
-    for number, line in enumerate(_wrapped(table.texts[index] or "(no caption)", font), start=1):
-        draw.text((0, top + number * _LINE), line, fill=_INK, font=font)
-    return cell, problem
-
-
-def _thumbnails(table: ClipTable, index: int) -> list[Image.Image]:
-    """Return small copies of the first, middle and last frame of a video, or of a picture."""
-    last = int(table.samples.num_frames[index]) - 1
-    thumbnails = []
-    for start in dict.fromkeys((0, last // 2, last)):
-        for frame in read_cut(table.file(index), start=start, num_frames=1):
-            thumbnail = Image.fromarray(frame.numpy())
-            thumbnail.thumbnail(_THUMBNAIL)
-            thumbnails.append(thumbnail)
-    return thumbnails
-
-
-def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
-    """Return the first lines of a text, wrapped to the width of a cell."""
-    lines = [""]
-    for word in escaped(text).split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= _CELL[0]:
-            lines[-1] = longer
-        elif len(lines) == _CAPTION_LINES:
-            lines[-1] += " ..."
-            break
-        else:
-            lines.append(word)
-    return lines

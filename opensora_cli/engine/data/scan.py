@@ -2,7 +2,10 @@
 
 import json
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 
 from opensora_cli.core.documents import Document
@@ -18,7 +21,11 @@ from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.media.read import media_files, probe
 from opensora_cli.settings.data import ScanSettings, ShardSettings
 
+_CAPTION_ENDINGS = (".txt", ".TXT", ".caption", ".json")
+"""Endings of caption files, the first of which counts."""
 _CAPTION_KEYS = ("text", "caption", "prompt")
+_NAMED = 5
+"""Most files, and endings, that a line names."""
 _LONGEST_BYTES = 10**6
 """Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
 
@@ -34,7 +41,7 @@ class BrokenFile(Document):
 class ScanResult(Document):
     """Result of a scan."""
 
-    SCHEMA = "osora.data-scan/1"
+    SCHEMA = "osora.data-scan/2"
 
     table: Path
     rows: int
@@ -44,8 +51,12 @@ class ScanResult(Document):
     read: int
     """Files that were read or tried; the other files had not changed since an earlier scan."""
     broken: tuple[BrokenFile, ...]
+    other_files: dict[str, int]
+    """Number of files that are neither pictures, videos nor their captions, by ending."""
     closed_folders: tuple[BrokenFile, ...] = ()
     """Folders that could not be listed."""
+    uneven: tuple[Path, ...] = ()
+    """Videos some of whose frames last much longer than others; training takes frames by their numbers."""
 
     def lines(self) -> list[str]:
         """Return the result for people."""
@@ -54,6 +65,12 @@ class ScanResult(Document):
             f"table     {self.table}: {self.videos:,} videos, {self.pictures:,} pictures",
             f"files     {self.read:,} read, {known:,} known from before",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
+            *(
+                [f"uneven    {_names(self.uneven)}: the frame rate varies, training ignores that"]
+                if self.uneven
+                else []
+            ),
+            *([f"skipped   {_counts(self.other_files)}"] if self.other_files else []),
             *(f"broken    {file.reason}" for file in self.broken),
             *(f"closed    {folder.reason}" for folder in self.closed_folders),
         ]
@@ -70,6 +87,20 @@ class ScanResult(Document):
                 f"{' and '.join(counts)} cannot be read: {self.table} has the others",
                 hint="fix or remove them, and scan again",
             )
+
+
+def _names(paths: Sequence[Path]) -> str:
+    """Return the first names, and the number of the others."""
+    names = ", ".join(path.name for path in paths[:_NAMED])
+    return f"{names} and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else names
+
+
+def _counts(endings: Mapping[str, int]) -> str:
+    """Return the most frequent endings with their numbers, and the number of the others."""
+    frequent = Counter(endings).most_common(_NAMED)
+    others = sum(endings.values()) - sum(number for _, number in frequent)
+    shown = [f"{number:,} {ending or 'without an ending'}" for ending, number in frequent]
+    return ", ".join([*shown, f"{others:,} others"] if others else shown)
 
 
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
@@ -89,8 +120,8 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
     check_table_name(table)
     require_there(str(folder))
-    doing, hint = f"writes {table}", "wait until it ends, or use another --out"
-    with sole_run(lock_beside(table, table.name), doing=doing, hint=hint):
+    problem, hint = f"another run writes {table}", "wait until it ends, or use another --out"
+    with sole_run(lock_beside(table, table.name), problem=problem, hint=hint):
         return _scan(folder, table, settings, reporter=reporter or SilentReporter())
 
 
@@ -105,11 +136,15 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
             hint="keep what you changed under another name, and scan with --overwrite or another --out",
         )
     closed: list[BrokenFile] = []
-    files = media_files(folder, unread=lambda place, reason: closed.append(BrokenFile(path=str(place), reason=reason)))
+    files, others = media_files(
+        folder, unread=lambda place, reason: closed.append(BrokenFile(path=str(place), reason=reason))
+    )
     found, read = _find(files, journal, settings, reporter=reporter)
     rows, broken = _rows(found)
     write_table(table, COLUMNS, rows, on_written=journal.expect)
-    journal.finish([each for each in found if isinstance(each, Finding)])
+    findings = [each for each in found if isinstance(each, Finding)]
+    journal.finish(findings)
+    own = {file.with_suffix(ending) for file in files for ending in _CAPTION_ENDINGS} | {table.absolute(), journal.path}
     pictures = sum(row[-1] is None for row in rows)
     return ScanResult(
         table=table,
@@ -120,6 +155,8 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
         read=read,
         broken=tuple(broken),
         closed_folders=tuple(closed),
+        uneven=tuple(Path(each.path) for each in findings if each.is_uneven),
+        other_files=Counter(file.suffix.lower() for file in others if file not in own),
     )
 
 
@@ -131,7 +168,7 @@ def _find(
     unread: list[Path] = []
     for file in files:
         known = _known(file, journal)
-        if known is None or (settings.deep and not known.is_deep):
+        if known is None or (settings.deep and not known.deep):
             unread.append(file)
         else:
             found[file] = known
@@ -170,13 +207,8 @@ def _look_into(file: Path, *, deep: bool) -> Finding | BrokenFile:
         with reading(file):
             # The time before reading: a file that changes during the scan is read again by the next scan.
             status = file.stat()
-            return Finding(
-                path=str(file),
-                size=status.st_size,
-                mtime_ns=status.st_mtime_ns,
-                facts=probe(file, deep=deep),
-                is_deep=deep,
-            )
+            facts = asdict(probe(file, deep=deep))
+            return Finding(path=str(file), size=status.st_size, mtime_ns=status.st_mtime_ns, deep=deep, **facts)
     except OsoraError as error:
         return BrokenFile(path=str(file), reason=error.message)
 
@@ -193,25 +225,24 @@ def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], 
         except FileProblem as error:
             broken.append(BrokenFile(path=each.path, reason=error.message))
             continue
-        facts = each.facts
-        height, width = facts.height, facts.width
-        fps = None if facts.fps is None else round(facts.fps, 6)
+        height, width = each.height, each.width
+        fps = None if each.fps is None else round(each.fps, 6)
         shape = round(height / width, 6)
-        rows.append((each.path, caption, facts.num_frames, height, width, shape, height * width, fps))
+        rows.append((each.path, caption, each.num_frames, height, width, shape, height * width, fps))
     return rows, broken
 
 
 def read_caption(path: Path) -> str:
     """Return the caption of a picture or video in one line, empty without one. Raises FileProblem if it is unreadable.
 
-    A text file takes precedence. A JSON file holds a text, or an object with `text`, `caption` or `prompt`.
+    A text file, `.txt` or `.caption`, takes precedence. A JSON file holds a text, or an object with `text`, `caption`
+    or `prompt`.
     """
-    text = _content(path.with_suffix(".txt"))
-    if text is None:
-        sidecar = path.with_suffix(".json")
-        content = _content(sidecar)
-        text = "" if content is None else _from_json(content, sidecar)
-    return " ".join(text.split())
+    for ending in _CAPTION_ENDINGS:
+        file = path.with_suffix(ending)
+        if (text := _content(file)) is not None:
+            return " ".join((_from_json(text, file) if ending == ".json" else text).split())
+    return ""
 
 
 def _content(path: Path) -> str | None:

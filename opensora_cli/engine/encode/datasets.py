@@ -19,7 +19,7 @@ from opensora_cli.media.read import read_cut
 from opensora_cli.media.resize import fit_frames
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketTable
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def open_table(settings: TrainSettings, *, fixed_starts: bool) -> TableSource:
 def pixel_multiple(settings: TrainSettings) -> int:
     """Return the divisor of the heights and widths of clips, in pixels: the side of a token, or of a latent."""
     compression = settings.vae.grid.spatial_compression_ratio
-    return compression * (settings.model.patch_size if settings.target is TrainTarget.MMDIT else 1)
+    return compression * (settings.model.patch_size if settings.trains_transformer else 1)
 
 
 def make_buckets(table: BucketTable, *, fps_max: float, multiple: int) -> Buckets:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.checkpoint.shards import sha256_of
+from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, MediaError
@@ -48,7 +48,7 @@ def prepare_cache(
     All `ranks` processes call this; see `fill_cache`, which also has the errors. A clip that cannot be read is a
     warning.
     """
-    if settings.train_mmdit.cache is None:
+    if settings.clip_cache is None:
         return None
     _, failed = fill_cache(
         settings, device=device, rank=rank, ranks=ranks, barrier=barrier, reporter=reporter, source=source
@@ -57,7 +57,7 @@ def prepare_cache(
         others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
         reporter.warn(f"skipped: {failed[0].path} ({failed[0].reason}){others}")
     barrier()
-    return ClipCache(Path(settings.train_mmdit.cache))
+    return ClipCache(Path(settings.clip_cache))
 
 
 def fill_cache(

@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.engine.env_check.report import Finding, Severity, ok, unknown
@@ -14,7 +14,6 @@ from opensora_cli.engine.env_check.report import Finding, Severity, ok, unknown
 _BYTES = {"cuda": "64MiB", "cpu": "4MiB"}
 _GRACE_S = 10.0
 """Seconds for the launcher to end its ranks."""
-_POLL_S = 0.05
 
 
 def check_all_reduce(
@@ -76,17 +75,15 @@ _GLOO_FIX = "make the name of this machine lead to itself (/etc/hosts), or set G
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """End the launcher, which ends its ranks, and kill what is left of its session."""
+    """End the launcher and its session. Its ranks end with it."""
     if process.poll() is not None:
         return
     if sys.platform == "win32":
         process.kill()
-    else:
-        os.killpg(process.pid, signal.SIGTERM)
-        end = time.monotonic() + _GRACE_S
-        # The process is not reaped here, so that its group still has its number.
-        seen = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while os.waitid(os.P_PID, process.pid, seen) is None and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+        process.communicate()
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_GRACE_S)
+            return

@@ -188,13 +188,12 @@ def _lint_allocator(known: Mapping[str, str], *, uses_cuda: bool) -> Iterator[Fi
         )
     for name in ALLOCATOR_VARIABLES:
         if fault := allocator_fault(known.get(name, "")):
-            message, fix = fault
             # A build for the CPU never reads the variable.
             make = problem if uses_cuda else warning
             yield make(
-                f"{name}: {message}",
+                f"{name}: {fault}",
                 why="torch stops when it first uses a GPU, with a message that names no variable",
-                fix=fix,
+                fix="see PYTORCH_ALLOC_CONF in torch's notes on CUDA",
                 variable=name,
             )
 

@@ -33,8 +33,9 @@ from opensora_cli.models.mmdit.blocks import (
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import modulation_width
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, compressed
+from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.collectives import Parts
+from opensora_cli.parallel.compression import compressed
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import OffloadMode

@@ -13,15 +13,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import InUseError, OsoraError, RequestError
+from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
 from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import require_weights_of
-from opensora_cli.engine.generate.documents import BatchResult, FailedRow
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
@@ -41,6 +39,50 @@ _ROWS_AHEAD = 64
 """Rows whose prompts are encoded before the first of them is made; the prompt cache has a limit."""
 _LOOK_S = 1.0
 """Seconds between two looks at rows that another process makes."""
+_LISTED_ROWS = 20
+
+
+class FailedRow(Document):
+    """Row that failed."""
+
+    row: int
+    """Number of the row, from 1."""
+    prompt: str
+    error: str
+
+
+class BatchResult(Document):
+    """Results of a run over many prompts."""
+
+    SCHEMA = "osora.batch/2"
+
+    rows: int
+    """Number of requested rows, of the shard if there is one."""
+    made: int
+    kept: int
+    """Number of rows that an earlier run finished."""
+    failed: tuple[FailedRow, ...]
+    outputs: tuple[Path, ...]
+    """Results of all finished rows, in the order of the file."""
+
+    def lines(self) -> list[str]:
+        """Return the path of every result."""
+        return [str(path) for path in self.outputs]
+
+    def raise_for_problems(self) -> None:
+        """Raise BatchError if rows failed."""
+        if self.failed:
+            others = "the others are finished; " if self.outputs else ""
+            raise BatchError(
+                "\n".join([f"{len(self.failed)} of {self.rows} rows failed", *failed_lines(self.failed)]),
+                hint=f"{others}--json lists all, and the same command tries these again",
+            )
+
+
+def failed_lines(failed: Sequence[FailedRow]) -> list[str]:
+    """Return a line for each of the first failed rows, and one with the number of the others."""
+    lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
+    return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]
 
 
 class RowReporter(SilentReporter):
@@ -54,8 +96,10 @@ class RowReporter(SilentReporter):
     def note(self, text: str) -> None:
         """Show a note about the machine."""
         kind = text.partition(":")[0]
-        if kind in ("model", "attention", "threads", "memory", "weights", "refine") and text not in self._noted:
-            self._noted.add(text)
+        # The number of threads is chosen for a row, and then a setting of it.
+        noted = kind if kind == "threads" else text
+        if kind in ("model", "attention", "threads", "memory", "weights", "refine") and noted not in self._noted:
+            self._noted.add(noted)
             self._reporter.note(text)
 
     def warn(self, text: str) -> None:
@@ -89,21 +133,10 @@ def generate_rows(
     work on the same rows make each row once. Several devices make different rows, in ranks that this process starts.
 
     Args:
-        request: settings that all rows share.
-        rows: rows of the file.
-        shard: part of the rows to make.
-        reporter: shows progress.
         context: set in one of several ranks, each of which returns the result of all ranks.
         rank_arguments: arguments of `osora generate` for ranks that are started here.
 
     Returns None if ranks were started; rank 0 prints the result.
-
-    Raises:
-        RequestError: the results would be one file, or all rows contradict themselves in the same way.
-        CheckpointError: weights are missing.
-        HardwareError: there are fewer devices.
-        RankFailure: a rank failed; finished rows are kept.
-        KeyboardInterrupt: its argument says how many rows are finished.
     """
     refuse_one_file(request)
     rows = shard.rows(rows)
@@ -147,7 +180,6 @@ class _OwnRows:
         self._reporter, self.shown = reporter, RowReporter(reporter)
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
-        self._threads: dict[object, ThreadChoice | None] = {}
         self._outputs: dict[int, tuple[Path, ...]] = {}
         self._errors: list[tuple[Row, OsoraError]] = []
         self._made = 0
@@ -188,12 +220,8 @@ class _OwnRows:
         """Encode the prompts of a row into the prompt cache; return its settings, None if it is finished or failed."""
         with self._failing(row, progress):
             settings = settings_of(row, self._request, self.shown)
-            threads = self._threads.get(row.shape)
-            chain = plan_here(settings, self._models, reporter=self.shown, device=self.device, threads=threads)
-            chain = chain.with_threads()
-            # Embeddings depend on the number of threads on a CPU.
-            plan, self._threads[row.shape] = chain.video, chain.video.threads
-            files = choose_outputs(chain)
+            chain = plan_here(settings, self._models, reporter=self.shown, device=self.device).with_threads()
+            plan, files = chain.video, choose_outputs(chain)
             if all(sample.made_before for sample in files):
                 # A run that was killed right after the result may have left temporary files.
                 remove_left(files[0].media.parent)
@@ -205,17 +233,18 @@ class _OwnRows:
                 with computing(plan, reporter):
                     for each in dict(chain.jobs).values():
                         text_embeds(each, self._models, Events(reporter, keeps_results=False))
+            # These settings have the number of threads of a CPU, on which embeddings depend.
             return row, chain.settings
         return None
 
     def _make_row(self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress) -> bool:
         """Make a row; return False if another process makes it now."""
         with self._failing(row, progress):
-            threads = self._threads[row.shape]
             try:
-                result = generate(settings, reporter=reporter, models=self._models, device=self.device, threads=threads)
+                result = generate(settings, reporter=reporter, models=self._models, device=self.device)
             except InUseError:
                 return False
+            assert result is not None
             self._made += not all(video.made_before for video in result.videos)
             self._finish(row, [video.path for video in result.videos], progress)
         return True
@@ -236,12 +265,7 @@ class _OwnRows:
 
 
 def settings_of(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:
-    """Return the settings of a row.
-
-    Raises:
-        RequestError: the row breaks a rule, or its devices would share a video.
-        FileProblem: a file of settings is missing or broken.
-    """
+    """Return the settings of a row."""
     if row.problem is not None:
         raise RequestError(row.problem)
     request = replace(request, overrides={**request.overrides, **row.given})

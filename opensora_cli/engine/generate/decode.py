@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,14 +21,12 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
 from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
-from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.parallel.divided_work import shared_tiles
 
 V = TypeVar("V")
 
@@ -83,22 +81,20 @@ class Figures:
         }
 
 
-class SampleFrames(Protocol):
-    """Sample whose frames are produced once, piece by piece."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Decoded sample, or a segment of one, whose frames are produced once, piece by piece."""
 
     chain: Chain
     """Jobs of the request."""
-    sample: SampleFiles
-    record: Events
-    """Record of the run."""
+    files: SampleFiles
     latents: tuple[torch.Tensor, ...]
-    """latents_CTHW of each segment."""
-
-    def pieces(self) -> Generator[torch.Tensor]:
-        """Yield the frames (t, H, W, 3), uint8 on the CPU. Can be called once."""
-
-    def figures(self) -> Figures:
-        """Return the figures of the sample, after the last piece."""
+    """latents_CTHW of each segment, on the CPU."""
+    pieces: Callable[[], Generator[torch.Tensor]]
+    """Function that yields the frames (t, H, W, 3), uint8 on the CPU. Can be called once."""
+    figures: Callable[[], Figures]
+    """Function that returns the figures of the sample, after the last piece."""
+    events: Events
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ class HeldVideo:
     """Decoded sample in memory."""
 
     chain: Chain
-    sample: SampleFiles
+    files: SampleFiles
     latents: tuple[torch.Tensor, ...]
     """latents_CTHW of each segment, on the CPU."""
     frames_THWC: torch.Tensor
@@ -114,50 +110,50 @@ class HeldVideo:
     figures: Figures
 
 
-def hold(decoding: SampleFrames) -> HeldVideo:
+def hold(clip: Clip) -> HeldVideo:
     """Return a sample in memory."""
-    frames_THWC = torch.cat([*decoding.pieces()])
-    return HeldVideo(decoding.chain, decoding.sample, decoding.latents, frames_THWC, decoding.figures())
+    frames_THWC = torch.cat([*clip.pieces()])
+    return HeldVideo(clip.chain, clip.files, clip.latents, frames_THWC, clip.figures())
 
 
-class Decoding:
-    """Sample, or a segment of one, that is being decoded."""
+def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Events) -> Clip:
+    """Return a sample that is decoded while its pieces are read. `plan` may have a stronger offload than the sample."""
+    denoised = sample.denoised
+    assert denoised is not None
+    psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
+    decode_s_before = events.timings_s.setdefault(DECODE, 0.0)
 
-    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, record: Events) -> None:
-        assert sample.denoised is not None
-        # `plan` may have a stronger offload than the plan of the sample.
-        self.chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
-        self.plan, self.sample, self.record = plan, sample.files, record
-        self.latents: tuple[torch.Tensor, ...] = (sample.denoised.latents_CTHW,)
-        self._denoise_s = sample.denoised.denoise_s
-        self._autoencoder = autoencoder
-        self._psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
-        self._decode_s_before = record.timings_s.setdefault(DECODE, 0.0)
-
-    def pieces(self) -> Generator[torch.Tensor]:
-        """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU. Can be called once."""
-        left = self.plan.num_frames
-        tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
-        with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
-            decoded = decode_latents(self.plan, self._autoencoder, self.latents[0], on_tile=progress.advance)
+    def pieces() -> Generator[torch.Tensor]:
+        left = plan.num_frames
+        tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
+        with events.stage(DECODE, total=tiles, unit="tiles") as progress:
+            decoded = decode_latents(plan, autoencoder, denoised.latents_CTHW, on_tile=progress.advance)
             with closing(decoded):
                 for piece_THWC in decoded:
-                    self._psnr.add(piece_THWC)
+                    psnr.add(piece_THWC)
                     if left > 0:  # A seamless loop drops its last frame.
                         yield piece_THWC[:left]
                     left -= len(piece_THWC)
                     # Free the piece while the next one is decoded.
                     del piece_THWC
 
-    def figures(self) -> Figures:
-        """Return the figures of the sample, after the last piece."""
-        decode_s = self.record.timings_s[DECODE] - self._decode_s_before
+    def figures() -> Figures:
+        decode_s = events.timings_s[DECODE] - decode_s_before
         return Figures(
-            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: decode_s},
-            peak_memory_gib(self.plan.hardware.device),
-            self._psnr.db,
-            self.record.linear_products,
+            {**events.timings_s, DENOISE: denoised.denoise_s, DECODE: decode_s},
+            peak_memory_gib(plan.hardware.device),
+            psnr.db,
+            events.linear_products,
         )
+
+    return Clip(
+        chain=sample.chain.change(lambda each: plan if each is sample.plan else each),
+        files=sample.files,
+        latents=(denoised.latents_CTHW,),
+        pieces=pieces,
+        figures=figures,
+        events=events,
+    )
 
 
 def decode_latents(
@@ -194,46 +190,43 @@ def _pieces(plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterato
 def decode_samples(
     samples: Sequence[Sample],
     models: LoadedModels,
-    record: Events,
+    events: Events,
     *,
-    finish: Callable[[SampleFrames], V],
-    ranks: Ranks | None = None,
+    finish: Callable[[Clip], V],
 ) -> tuple[V, ...]:
     """Decode every sample of one plan, one after the other, and return the result of `finish` for each.
 
-    `finish` is a function such as `save`. `ranks` share the tiles: rank 0 calls `finish`, and the others return
+    `finish` is a function such as `save`. Several ranks share the tiles: rank 0 calls `finish`, and the others return
     nothing.
-
-    Raises:
-        CheckpointError: The autoencoder's weights are broken or do not fit the settings.
-        OutputError: A result cannot be written, or another run has made it since this run began.
-        HardwareError: Out of memory.
     """
     plan = samples[0].plan
+    ranks = models.ranks.of(plan)
     results: list[V] = []
     with ExitStack() as shared:
-        if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
+        if ranks.count > 1 and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
+            from opensora_cli.parallel.divided_work import shared_tiles
+
             models.make_room(plan, DECODE)
-            autoencoder = shared.enter_context(models.autoencoder(plan, record))
+            autoencoder = shared.enter_context(models.autoencoder(plan, events))
             decoder = shared.enter_context(shared_tiles(autoencoder))
             if not ranks.is_main:
-                with record.stage(DECODE, total=len(samples), unit="samples") as progress:
+                with events.stage(DECODE, total=len(samples), unit="samples") as progress:
                     for sample in samples:
                         assert sample.denoised is not None
                         # The outputs have no pixels: rank 0 writes the videos.
                         deque(_pieces(plan, autoencoder, sample.denoised.latents_CTHW), maxlen=0)
                         progress.advance()
                 decoder.wait()
-        if ranks is not None and not ranks.is_main:
+        if not ranks.is_main:
             return ()
         for sample in samples:
 
             def decode(plan: Plan, sample: Sample = sample) -> V:
-                with models.autoencoder(plan, record) as autoencoder:
-                    return finish(Decoding(sample, plan, autoencoder, record))
+                with models.autoencoder(plan, events) as autoencoder:
+                    return finish(_decoded(sample, plan, autoencoder, events))
 
             # The next sample starts with the offload that was enough for this one.
-            result, plan = retried(decode, plan, DECODE, models, record, together=False)
+            result, plan = retried(decode, plan, DECODE, models, events, together=False)
             results.append(result)
     return tuple(results)
 
@@ -265,42 +258,42 @@ class GeneratedVideo(Document):
         )
 
 
-def save(decoding: SampleFrames) -> GeneratedVideo:
+def save(clip: Clip) -> GeneratedVideo:
     """Write a result with its sidecar and extras, all or nothing, and remove the latents that were saved for it.
 
     Each piece is written as soon as it is decoded.
     """
-    chain, sample, record = decoding.chain, decoding.sample, decoding.record
-    plan, timings_s = chain.video, record.timings_s
+    chain, sample, events = clip.chain, clip.files, clip.events
+    plan, timings_s = chain.video, events.timings_s
     start, decode_s = time.perf_counter(), timings_s.get(DECODE, 0.0)
 
     def decoded() -> Generator[torch.Tensor]:
-        with closing(decoding.pieces()) as pieces:
+        with closing(clip.pieces()) as pieces:
             for piece_THWC in pieces:
-                with record.timed(_SAVE):
+                with events.timed(_SAVE):
                     yield piece_THWC
                 del piece_THWC
         # The stage begins here, because saving has run between the pieces of decoding.
-        saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
+        saving.enter_context(events.reporter.stage(_SAVE, unit="video"))
 
     def figures() -> Figures:
-        known = decoding.figures()
+        known = clip.figures()
         save_s = time.perf_counter() - start - (timings_s.get(DECODE, 0.0) - decode_s)
         return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
 
-    with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
+    with events.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, chain, sample, figures)
     if plan.settings.condition.seamless:
-        record.reporter.note(
+        events.reporter.note(
             f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
         )
     stop = plan.settings.sampling.stop_at
-    record.complete(sample, keeps_latents=stop is not None)
+    events.complete(sample, keeps_latents=stop is not None)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {plan.num_steps}"
-        record.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
-    psnr_db = decoding.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=chain.find(PICTURE) is not None)
+        events.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
+    psnr_db = clip.figures().given_frames_psnr_db
+    report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
     return GeneratedVideo(
         path=sample.media,
         sidecar=sample.sidecar,
@@ -315,7 +308,7 @@ def write_video(
 ) -> None:
     """Write a result, its sidecar with the `figures` after the last piece, and its last frame if requested.
 
-    All files are written, or none. Errors are those of `write_media`.
+    All files are written, or none.
     """
     settings, output = chain.settings, chain.settings.output
     last_frame = None

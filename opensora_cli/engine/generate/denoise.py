@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.rank_messages import broadcast_tensors
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.generation import computes_modulation_first
@@ -17,8 +17,7 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.previews import Previews, preview_map
-from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import save_latents, segment_path
@@ -30,6 +29,9 @@ from opensora_cli.sampling.packing import pack_conditioning, pack_latents, posit
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.sampling.step_cache import Phase
 
+if TYPE_CHECKING:
+    from opensora_cli.engine.generate.previews import Previews
+
 OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
 """Called after each step with the number of steps done and a function that returns the predicted latents_CTHW."""
 
@@ -39,31 +41,29 @@ def denoise_samples(
     embeds: Sequence[PromptEmbeds],
     models: LoadedModels,
     events: Events,
-    ranks: Ranks | None = None,
 ) -> None:
     """Denoise every sample of one job that has no complete latents.
 
     Complete latents are saved if the plan asks for that. If the run ends early, the state of the last step is saved.
-    `embeds` has the embeddings of the prompt, and may be empty if all samples have complete latents. With `ranks`,
-    which share the work, rank 0 owns the files.
-
-    Raises:
-        CheckpointError: weights are broken or do not fit the settings.
-        OutputError: latents cannot be written.
-        HardwareError: out of memory.
+    `embeds` has the embeddings of the prompt, and may be empty if all samples have complete latents. Of several
+    ranks, which share the work, rank 0 owns the files.
     """
     missing = unfinished(samples)
     if not missing:
         return
-    plan, is_main = missing[0].plan, ranks is None or ranks.is_main
-    _encode_references(missing, models, events, ranks)
-    if ranks is not None and plan.start:
+    plan = missing[0].plan
+    ranks = models.ranks.of(plan)
+    _encode_references(missing, models, events)
+    if ranks.count > 1 and plan.start:
         fresh = [sample for sample in missing if sample.begun is None]
-        drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None] if is_main else None
-        for sample, draft_CTHW in zip(fresh, broadcast_tensors(drafts, device=ranks.device), strict=True):
+        drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
+        for sample, draft_CTHW in zip(fresh, ranks.same_tensors(drafts), strict=True):
             sample.draft_CTHW = draft_CTHW
-    colors = preview_map(plan, models, events) if is_main and plan.settings.output.makes_previews else None
-    previews = Previews(plan, colors, events)
+    previews: Previews | None = None
+    if ranks.is_main and plan.settings.output.makes_previews:
+        from opensora_cli.engine.generate import previews as own
+
+        previews = own.Previews(plan, own.preview_map(plan, models, events), events)
 
     def attempt(plan: Plan) -> None:
         left = unfinished(samples)
@@ -72,7 +72,7 @@ def denoise_samples(
             models.transformer(plan, events) as transformer,
             events.stage(DENOISE, total=evaluations, unit="evaluations") as progress,
         ):
-            evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
+            evaluate = ranks.share_tokens(transformer)
             for sample in left:
                 with ExitStack() as finishing:
                     start, saver = time.perf_counter(), _Saver(sample, plan, events, ranks, finishing)
@@ -89,7 +89,7 @@ def denoise_samples(
                             ranks=ranks,
                             on_evaluation=progress.advance,
                             on_step=saver.step,
-                            on_predicted=partial(previews.step, sample.files),
+                            on_predicted=None if previews is None else partial(previews.step, sample.files),
                         ).cpu()
                     sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
                     if plan.settings.sampling.stop_at is None:
@@ -99,28 +99,27 @@ def denoise_samples(
     retried(attempt, plan, DENOISE, models, events)
 
 
-def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None) -> None:
+def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
     """Encode the references of some samples, on rank 0. Shared references are encoded once."""
     encoded: dict[int, Sequence[torch.Tensor] | None] = {}
     for sample in samples:
         key = id(sample.references)
         if key not in encoded:
-            latents = reference_latents(sample.plan, sample.references, models, events)
-            if ranks is not None and sample.plan.mode.needs_reference:
-                latents = broadcast_tensors(latents, device=ranks.device)
-            encoded[key] = latents
+            encoded[key] = reference_latents(sample.plan, sample.references, models, events)
+            if models.ranks.count > 1 and sample.plan.mode.needs_reference:
+                encoded[key] = models.ranks.same_tensors(encoded[key])
         sample.reference_latents = encoded[key]
 
 
 class _Saver:
     """Saver of the latents of a sample, complete or after a step from which a later run continues."""
 
-    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks | None, finishing: ExitStack) -> None:
+    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: OneProcess, finishing: ExitStack) -> None:
         self._sample, self._plan, self._events = sample, plan, events
         self._finishing = finishing
         """Holds back Ctrl-C from the last step until the complete latents are saved."""
-        self._path = sample.files.latents if ranks is None or ranks.is_main else None
-        self._has_others = ranks is not None
+        self._path = sample.files.latents if ranks.is_main else None
+        self._has_others = ranks.count > 1
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
     def step(self, step: Step) -> None:
@@ -205,10 +204,10 @@ def sample_latents(
     begun: DenoisedSample | None = None,
     draft_CTHW: torch.Tensor | None = None,
     steps_done: int = 0,
-    ranks: Ranks | None = None,
+    ranks: OneProcess = ALONE,
     on_evaluation: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda step: None,
-    on_predicted: OnPredicted = lambda steps, latents_CTHW: None,
+    on_predicted: OnPredicted | None = None,
 ) -> torch.Tensor:
     """Return latents_CTHW of one sample with given frames restored, or the prediction after `sampling.stop_at`.
 
@@ -222,7 +221,7 @@ def sample_latents(
         draft_CTHW: latents of the draft. The noise is mixed with them to (1-t)·data + t·noise at the time t of the
             next step (Liu et al., arXiv 2209.03003; Meng et al., "SDEdit", arXiv 2108.01073).
         steps_done: steps that are computed or skipped.
-        ranks: processes that share the work, all of which get the latents; None for a single process.
+        ranks: processes that share the work, all of which get the latents.
         on_evaluation: called after each evaluation of the transformer.
         on_step: called after each step.
         on_predicted: called after each step with a function that returns the prediction.
@@ -241,9 +240,8 @@ def sample_latents(
         spatial_compression=settings.vae.grid.spatial_compression_ratio,
         patch_size=patch_size,
     )
-    if ranks is not None:
-        # A seed gives the same noise on one kind of device only.
-        [noise_BCTHW] = broadcast_tensors([noise_BCTHW], device=device)
+    # A seed gives the same noise on one kind of device only.
+    [noise_BCTHW] = ranks.same_tensors([noise_BCTHW])
     mask_B1THW, given_BCTHW = prepare_inference_condition(
         noise_BCTHW,
         plan.mode,
@@ -284,12 +282,13 @@ def sample_latents(
             t = plan.timesteps[step.steps_done]
             return finished(euler_step(step.packed_latents_BND, step.velocity_BND, t=t, t_next=0.0))
 
-        on_predicted(step.steps_done, prediction)
+        if on_predicted is not None:
+            on_predicted(step.steps_done, prediction)
         if step.steps_done == stop:
             predicted.append(prediction())
 
     packed_BND = denoise(
-        velocity if ranks is None else ranks.share_branches(velocity, on_evaluation=on_evaluation),
+        ranks.share_branches(velocity, on_evaluation=on_evaluation),
         packed_BND,
         timesteps=plan.timesteps,
         scales=plan.scales,

@@ -1,7 +1,7 @@
 """Plan a generation without running it: the documents that `--dry-run` prints."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,8 +19,14 @@ from opensora_cli.engine.components.weights import Component, require_weights_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
-from opensora_cli.engine.generate.batch import RowReporter, failed_row, refuse_one_file, settings_of
-from opensora_cli.engine.generate.documents import FailedRow, failed_lines
+from opensora_cli.engine.generate.batch import (
+    FailedRow,
+    RowReporter,
+    failed_lines,
+    failed_row,
+    refuse_one_file,
+    settings_of,
+)
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, gib_or_less
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, note_ignored_offload, require_fit
@@ -40,6 +46,12 @@ from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
 
 _LISTED_FILES = 5
+_OF_A_ROW: Mapping[str, bool | set[str]] = {
+    **dict.fromkeys(("prompt", "negative_prompt", "output"), True),
+    "sampling": {"seed"},
+    "condition": {"references"},
+}
+"""Settings of rows with the same plan that may differ."""
 
 
 class PlannedStage(Document):
@@ -296,16 +308,7 @@ def plan_generation(
     on: PlannedMachine | None = None,
     context: RankContext | None = None,
 ) -> PlanDocument:
-    """Return the plan of a request, after the checks that need neither weights nor enough memory.
-
-    Args:
-        settings: complete settings.
-        reporter: gets the warnings and notes of a run.
-        on: machine to plan for, with the predicted time; None for this machine.
-        context: set in one of several ranks.
-
-    Errors are those of `run.generate`, except missing weights and too little memory.
-    """
+    """Return the plan of a request, after the checks that need neither weights nor enough memory."""
     note_plan(settings, reporter)
     hardware, parallel = None, settings.parallel
     if on is not None:
@@ -352,18 +355,20 @@ def _planned_files(chain: Chain, reporter: Reporter) -> Sequence[SampleFiles]:
 
 
 def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
-    """Return a plan for each group of rows with the same shape. Errors are those of `generate_rows`."""
+    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
     refuse_one_file(request)
     chosen, shown = shard.rows(rows), RowReporter(reporter)
     failed: list[FailedRow] = []
-    plans: dict[object, PlanDocument] = {}
-    counts: Counter[object] = Counter()
+    plans: dict[str, PlanDocument] = {}
+    counts: Counter[str] = Counter()
     for row in chosen:
         shown.row = row.number
         try:
-            if row.problem is not None or row.shape not in plans:
-                plans[row.shape] = plan_generation(settings_of(row, request, shown), reporter=shown)
-            counts[row.shape] += 1
+            settings = settings_of(row, request, shown)
+            shape = settings.model_dump_json(exclude=_OF_A_ROW)
+            if shape not in plans:
+                plans[shape] = plan_generation(settings, reporter=shown)
+            counts[shape] += 1
         except OsoraError as error:
             failed.append(failed_row(row, error))
     shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())

@@ -5,13 +5,11 @@ decoded and encoded again: the first latent frame of a causal autoencoder holds 
 four each. Latents that were given without encoding came back worse: on the demo at 23.9 dB PSNR, not 25.8.
 """
 
-from collections.abc import Generator
-
 import torch
 
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.decode import Figures, HeldVideo, SegmentFigures
+from opensora_cli.engine.generate.decode import Clip, Figures, HeldVideo, SegmentFigures
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Chain
@@ -20,11 +18,11 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
 
 class ExtendedVideo:
-    """Sample with joined segments, for `decode.save` and other functions of `SampleFrames`."""
+    """Sample with joined segments."""
 
-    def __init__(self, chain: Chain, sample: SampleFiles, events: Events) -> None:
-        self.chain, self.sample, self.record = chain, sample, events
-        self.latents: tuple[torch.Tensor, ...] = ()
+    def __init__(self, chain: Chain, files: SampleFiles, events: Events) -> None:
+        self._chain, self._files, self._events = chain, files, events
+        self._latents: tuple[torch.Tensor, ...] = ()
         self._own_THWC: list[torch.Tensor] = []
         self._segments: list[SegmentFigures] = []
 
@@ -33,12 +31,12 @@ class ExtendedVideo:
         frames_THWC, figures = segment.frames_THWC, segment.figures
         shift = 0.0
         if self._own_THWC:
-            overlap = self.chain.settings.overlap
+            overlap = self._chain.settings.overlap
             frames_THWC, shift = follow(self.last_frames(), frames_THWC[:overlap], frames_THWC[overlap:])
         psnr_db = figures.given_frames_psnr_db
         self._segments.append(
             SegmentFigures(
-                prompt=self.chain.settings.segment_prompts[len(self._segments)],
+                prompt=self._chain.settings.segment_prompts[len(self._segments)],
                 seed=seed,
                 start_frame=sum(map(len, self._own_THWC)),
                 num_frames=len(frames_THWC),
@@ -49,33 +47,42 @@ class ExtendedVideo:
             )
         )
         self._own_THWC.append(frames_THWC)
-        self.latents += segment.latents
+        self._latents += segment.latents
 
     def last_frames(self) -> torch.Tensor:
         """Return the last frames (overlap, H, W, 3), which the next segment is given."""
-        overlap, last_THWC = self.chain.settings.overlap, self._own_THWC[-1]
+        overlap, last_THWC = self._chain.settings.overlap, self._own_THWC[-1]
         for own_THWC in reversed(self._own_THWC[:-1]):
             if len(last_THWC) >= overlap:
                 break
             last_THWC = torch.cat([own_THWC, last_THWC])
         return last_THWC[-overlap:]
 
-    def pieces(self) -> Generator[torch.Tensor]:
-        """Yield the frames (t, H, W, 3) of each segment, uint8 on the CPU."""
-        yield from self._own_THWC
+    def clip(self) -> Clip:
+        """Return the whole video. Its PSNR is that of the frames that the first segment was given."""
 
-    def figures(self) -> Figures:
-        """Return the figures of all segments, with the PSNR of the frames that the first segment was given."""
-        return Figures(
-            {
-                **self.record.timings_s,
-                DENOISE: sum(segment.denoise_s for segment in self._segments),
-                DECODE: sum(segment.decode_s for segment in self._segments),
-            },
-            peak_memory_gib(self.chain.video.hardware.device),
-            self._segments[0].given_frames_psnr_db,
-            self.record.linear_products,
-            tuple(self._segments),
+        def figures() -> Figures:
+            segments = tuple(self._segments)
+            timings_s = {
+                **self._events.timings_s,
+                DENOISE: sum(segment.denoise_s for segment in segments),
+                DECODE: sum(segment.decode_s for segment in segments),
+            }
+            return Figures(
+                timings_s,
+                peak_memory_gib(self._chain.video.hardware.device),
+                segments[0].given_frames_psnr_db,
+                self._events.linear_products,
+                segments,
+            )
+
+        return Clip(
+            chain=self._chain,
+            files=self._files,
+            latents=self._latents,
+            pieces=lambda: (frames_THWC for frames_THWC in self._own_THWC),
+            figures=figures,
+            events=self._events,
         )
 
 

@@ -6,7 +6,7 @@ Each model is created without weights and filled from its mapped file, tensor by
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,6 @@ from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.memory.eight_bit_products import ProductError
-from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import attention_backend
@@ -34,6 +32,9 @@ from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
+
+if TYPE_CHECKING:
+    from opensora_cli.memory.eight_bit_products import ProductError
 
 
 def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
@@ -75,7 +76,7 @@ def load_transformer(
     group: dist.ProcessGroup | None = None,
     machine_group: dist.ProcessGroup | None = None,
     advance: Callable[[int], None] | None = None,
-    measured: Callable[[ProductError], object] | None = None,
+    measured: "Callable[[ProductError], object] | None" = None,
 ) -> MMDiT:
     """Return the transformer with its adapters. Files in another published layout are converted.
 
@@ -86,10 +87,6 @@ def load_transformer(
         machine_group: ranks of this machine, which share one copy of the weights that are offloaded to the CPU.
         advance: called with the bytes of each tensor.
         measured: called with the error of each layer that multiplies in 8 bits.
-
-    Raises:
-        CheckpointError: the file is missing or broken, its keys or shapes do not fit the settings, or an adapter
-            cannot be read.
     """
     settings, path, offload = plan.settings.model, plan.weights.path(Component.TRANSFORMER), plan.offload
     transformer = transformer_on_meta(settings)
@@ -115,6 +112,8 @@ def load_transformer(
                     if measured is not None:
                         measured(replace(error, path=f"{path}.{error.path}"))
             if offload.fp8_storage:
+                from opensora_cli.memory.fp8_storage import store_in_fp8
+
                 store_in_fp8(block)
             if not streams and plan.hardware.device.type != "cpu":
                 move_except(host_modulation(transformer, offload), block, plan.hardware.device)

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
@@ -30,11 +29,14 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, prompt_readers, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan, gib_or_less
-from opensora_cli.memory.eight_bit_products import ProductError
+from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
+
+if TYPE_CHECKING:
+    from opensora_cli.memory.eight_bit_products import ProductError
 
 T = TypeVar("T")
 
@@ -69,25 +71,14 @@ class LoadedModels:
 
     Args:
         stay: whether models stay loaded after the run if there is room.
-        text_group: ranks that share the layers of T5; None for a single process.
-        tensor_group: ranks that share each block's heads and features; None if each rank has all of them.
-        machine_group: ranks of this machine, which share one copy of the weights that are offloaded to the CPU.
+        ranks: processes of the run, each of which loads its part of T5 and of the transformer.
     """
 
-    def __init__(
-        self,
-        *,
-        stay: bool = False,
-        text_group: dist.ProcessGroup | None = None,
-        tensor_group: dist.ProcessGroup | None = None,
-        machine_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, *, stay: bool = False, ranks: OneProcess = ALONE) -> None:
+        self.ranks = ranks
         self.prompts = PromptCache.of_user()
         """Cache of prompt embeddings from earlier runs."""
-        self.text_group = text_group
         self._stay = stay
-        self._tensor_group = tensor_group
-        self._machine_group = machine_group
         self._held: dict[str, _Held] = {}
         self._products: LinearProductsReport | None = None
         """Errors of 8-bit products in the transformer that was loaded last."""
@@ -98,11 +89,6 @@ class LoadedModels:
 
     def __exit__(self, *reason: object) -> None:
         self.release()
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is a single process or rank 0."""
-        return self.text_group is None or dist.get_rank() == 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -162,7 +148,7 @@ class LoadedModels:
 
         def load(ends: ExitStack) -> TextEncoders:
             with events.stage("load", total=2, unit="encoders") as progress:
-                t5 = load_t5(plan, group=self.text_group)
+                t5 = load_t5(plan, group=self.ranks.text_group)
                 progress.advance()
                 clip = text_encoders.load_clip(
                     plan.weights.path(Component.CLIP),
@@ -185,8 +171,8 @@ class LoadedModels:
             with _loading(plan, Component.TRANSFORMER, events) as advance:
                 transformer = load_transformer(
                     plan,
-                    group=self._tensor_group,
-                    machine_group=self._machine_group,
+                    group=self.ranks.tensor_group,
+                    machine_group=self.ranks.machine_group,
                     advance=advance,
                     measured=errors.append,
                 )
@@ -238,12 +224,7 @@ class LoadedModels:
         *,
         reuse: Callable[[T], object] = lambda model: None,
     ) -> Iterator[T]:
-        """Provide a model, loaded if it is missing or has another form; `reuse` is called with a model that stays.
-
-        Raises:
-            CheckpointError: its weights are missing or broken, or do not fit the settings.
-            OutOfMemoryError: there is no room for it.
-        """
+        """Provide a model, loaded if it is missing or has another form; `reuse` is called with a model that stays."""
         key = _model_key(plan, name)
         try:
             if name in self._held and self._held[name].key != key:
@@ -315,10 +296,6 @@ def with_room(plan: Plan, stage: str, models: LoadedModels, events: Events, *, t
     because `retried` handles a failed allocation.
 
     Args:
-        plan: plan of the whole run.
-        stage: stage that begins now.
-        models: loaded models; all are released if there is no room otherwise.
-        events: shows a warning if the plan changes.
         together: all ranks begin the stage now, and share the memory of their machine.
 
     Raises:

@@ -146,12 +146,6 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
     A name in a folder that another request has taken gives way to the next one. A file that was named is never given
     another name. With `output.overwrite`, files of the same request are replaced, else files of the first name. With
     `claims`, the names are claimed, and in a folder the request, too; the folder must exist.
-
-    Raises:
-        CheckpointError: The latents to resume from are of another request.
-        OutputError: A named file, its sidecar, or its latents exist from another request; or no file can have such a
-            name.
-        InUseError: Another process makes the same result.
     """
     is_named = settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
     has_one_name = is_named or settings.output.overwrite

@@ -9,17 +9,14 @@ import torch
 
 from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, hold, write_video
+from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples, save_state
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.extend import ExtendedVideo
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
-from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import segment_path
@@ -54,21 +51,15 @@ def make(
     models: LoadedModels,
     events: Events,
     *,
-    finish: Callable[[SampleFrames], V] | None,
-    ranks: Ranks | None = None,
+    finish: Callable[[Clip], V] | None,
 ) -> tuple[V, ...]:
     """Run every job of a chain for some samples, inside `computing`; return the result of `finish` for each sample.
 
     All samples of a job are denoised before the first is decoded, so that models are loaded once. Extended videos are
-    made one by one.
+    made one by one. Of several ranks, rank 0 alone returns results.
 
     Args:
-        chain: jobs of the request.
-        samples: samples of the video, with their references and saved latents.
-        models: loaded models.
-        events: shows and times the stages, and cancels the run.
         finish: function of a decoded sample, such as `save`; None to denoise without decoding.
-        ranks: processes that share the work; None for a single process. Rank 0 alone returns results.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -79,22 +70,20 @@ def make(
     embeds: tuple[PromptEmbeds, ...] = ()
     if missing := unfinished(samples):
         embeds = text_embeds(chain.video, models, events)
-        _make_pictures(chain, missing, models, events, ranks)
-        _make_drafts(chain, [sample for sample in missing if sample.begun is None], embeds, models, events, ranks)
+        _make_pictures(chain, missing, models, events)
+        _make_drafts(chain, [sample for sample in missing if sample.begun is None], embeds, models, events)
     if len(chain.segments) == 1 or finish is None:
-        denoise_samples(samples, embeds, models, events, ranks)
-        return () if finish is None else decode_samples(samples, models, events, finish=finish, ranks=ranks)
+        denoise_samples(samples, embeds, models, events)
+        return () if finish is None else decode_samples(samples, models, events, finish=finish)
     videos = []
     for sample in samples:
-        video = _make_segments(chain, sample, embeds, models, events, ranks)
-        if ranks is None or ranks.is_main:
+        video = _make_segments(chain, sample, embeds, models, events)
+        if models.ranks.is_main:
             videos.append(finish(video))
     return tuple(videos)
 
 
-def _make_pictures(
-    chain: Chain, samples: Sequence[Sample], models: LoadedModels, events: Events, ranks: Ranks | None
-) -> None:
+def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
     """Make the picture of each sample, which becomes its reference, on rank 0 alone.
 
     A picture that an earlier run of the same request has made is read from its file.
@@ -104,29 +93,27 @@ def _make_pictures(
         return
     keeps = chain.settings.picture.save and events.keeps_results
     files = picture_files(chain, [sample.files for sample in samples])
-    made_before = [keeps and picture.made_before for picture in files]
-    made_before = made_before if ranks is None else broadcast_json(made_before)
+    made_before = models.ranks.same([keeps and picture.made_before for picture in files])
     missing = [Sample(alone(plan), plan, each) for each, is_made in zip(files, made_before, strict=True) if not is_made]
 
-    def finish(decoding: SampleFrames) -> torch.Tensor:
-        picture_1HWC = torch.cat([*decoding.pieces()])
+    def finish(clip: Clip) -> torch.Tensor:
+        picture_1HWC = torch.cat([*clip.pieces()])
         if keeps:
-            write_video([picture_1HWC], decoding.chain, decoding.sample, decoding.figures)
+            write_video([picture_1HWC], clip.chain, clip.files, clip.figures)
         return picture_1HWC
 
     pictures: list[torch.Tensor] = []
     if missing:
         with events.of_job(PICTURE) as own:
             embeds = text_embeds(plan, models, own)
-            sharing = _sharing(plan, chain.video, ranks)
-            denoise_samples(missing, embeds, models, own, sharing)
-            pictures = [*decode_samples(missing, models, own, finish=finish, ranks=sharing)]
-    if ranks is not None:
+            denoise_samples(missing, embeds, models, own)
+            pictures = [*decode_samples(missing, models, own, finish=finish)]
+    if models.ranks.count > 1:
         # Rank 0 alone has decoded. All ranks must load the next model together.
         models.release()
     for sample, picture, is_made in zip(samples, files, made_before, strict=True):
         sample.references = []
-        if ranks is not None and not ranks.is_main:
+        if not models.ranks.is_main:
             continue
         if is_made:
             events.reporter.note(f"made before by the same request: {picture.media}")
@@ -140,22 +127,19 @@ def _make_drafts(
     embeds: Sequence[PromptEmbeds],
     models: LoadedModels,
     events: Events,
-    ranks: Ranks | None,
 ) -> None:
     """Make the draft of each sample, and encode it in the size of the video, on rank 0 alone."""
     plan, video = chain.find(DRAFT), chain.video
     if plan is None or not samples:
         return
-    is_main = ranks is None or ranks.is_main
-    given = references_of(plan, SilentReporter()) if is_main else []
+    given = references_of(plan, SilentReporter()) if models.ranks.is_main else []
     drafts = [Sample(alone(plan), plan, replace(each.files, latents=None, saved=None), given) for each in samples]
-    sharing = _sharing(plan, video, ranks)
     with events.of_job(DRAFT) as own:
-        denoise_samples(drafts, embeds, models, own, sharing)
-        made = [video.frames_THWC for video in decode_samples(drafts, models, own, finish=hold, ranks=sharing)]
-    if ranks is not None:
+        denoise_samples(drafts, embeds, models, own)
+        made = [video.frames_THWC for video in decode_samples(drafts, models, own, finish=hold)]
+    if models.ranks.count > 1:
         models.release()  # as in `_make_pictures`
-    for sample in samples if is_main else ():
+    for sample in samples if models.ranks.is_main else ():
         # One draft at a time: full-size float frames take far more memory than the draft.
         pixels_CTHW = fit_frames(made.pop(0), height=video.height, width=video.width, fit=Fit.STRETCH)
         latents = reference_latents(video, [Reference(pixels_CTHW, at_head=True)], models, events)
@@ -169,12 +153,12 @@ def _make_segments(
     embeds: Sequence[PromptEmbeds],
     models: LoadedModels,
     events: Events,
-    ranks: Ranks | None,
-) -> ExtendedVideo:
+) -> Clip:
     """Make an extended video, segment by segment. Each segment gets the last frames of the one before."""
+    from opensora_cli.engine.generate.extend import ExtendedVideo
+
     plans, files = chain.segments, sample.files
-    is_main = ranks is None or ranks.is_main
-    video, given, sharing = ExtendedVideo(chain, files, events), sample.references, ranks
+    video, given = ExtendedVideo(chain, files, events), sample.references
     for number, plan in enumerate(plans):
         events.reporter.note(f"segment {number + 1} of {len(plans)}, seed {files.seed}")
         saved = sample.saved[number : number + 1]
@@ -185,24 +169,15 @@ def _make_segments(
             saved_steps=saved[0].steps if saved else None,
         )
         segment = Sample(chain, plan, of_segment, given, saved)
-        moves = is_main and number + 1 < len(plans) and files.latents not in (None, files.saved)
+        moves = models.ranks.is_main and number + 1 < len(plans) and files.latents not in (None, files.saved)
         if moves and files.latents is not None and segment.denoised is not None:
             # The state of a later segment is saved there, and needs the finished segments beside it.
             path = segment_path(files.latents, number)
             save_state(segment, path, segment.denoised.latents_CTHW, segment=number)
-        if number == 1:
-            sharing = _sharing(plan, plans[0], ranks)
-        denoise_samples([segment], embeds[number : number + 1], models, events, sharing)
-        for held in decode_samples([segment], models, events, finish=hold, ranks=sharing):
+        denoise_samples([segment], embeds[number : number + 1], models, events)
+        for held in decode_samples([segment], models, events, finish=hold):
             video.add(held, seed=of_segment.noise_seed)
             given = references_to(plans[-1], video.last_frames())
-        if ranks is not None:
+        if models.ranks.count > 1:
             models.release()  # as in `_make_pictures`
-    return video
-
-
-def _sharing(plan: Plan, video: Plan, ranks: Ranks | None) -> Ranks | None:
-    """Return the ranks that share the work of another job."""
-    if ranks is None or (plan.mesh, plan.exchange) == (video.mesh, video.exchange):
-        return ranks
-    return Ranks(plan.mesh, ranks.device, plan.exchange)
+    return video.clip()

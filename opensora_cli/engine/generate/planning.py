@@ -17,7 +17,7 @@ from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
-from opensora_cli.engine.components.loras import open_loras
+from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, find_weights
 from opensora_cli.engine.estimate.file_bytes import file_weights
@@ -52,7 +52,7 @@ _CONTINUATION: Mapping[str, object] = {
 
 
 def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, tries_device: bool = True) -> Chain:
-    """Return the jobs of a request. Arguments and errors are those of `make_plan`."""
+    """Return the jobs of a request. Arguments are those of `make_plan`."""
     plan = partial(make_plan, hardware=hardware or rank_hardware(settings), tries_device=tries_device)
     jobs = []
     if (picture := picture_settings(settings)) is not None:
@@ -83,12 +83,6 @@ def make_plan(
         hardware: device of one of several ranks; None means a rank's share of the device of `settings`.
         tries_device: whether this process may use the device, to check attention kernels.
         held_frames: frames of the whole video, for a segment that extends it; None for any other clip.
-
-    Raises:
-        RequestError: sizes contradict each other, or an adapter is of an unknown kind.
-        CheckpointError: an adapter is missing or broken, or does not fit the transformer, or the transformer was
-            trained on latents of another scale.
-        HardwareError: there is no such device, or the requested attention or products do not work there.
     """
     hardware = hardware or rank_hardware(settings)
     model, sampling, grid = settings.model, settings.sampling, settings.vae.grid
@@ -124,7 +118,11 @@ def make_plan(
     mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // model.patch_size**2)
     require_branches(mesh, scales)
 
-    exchange, attention = ExchangePlan(), None
+    exchange, attention, loras = ExchangePlan(), None, tuple[Lora, ...]()
+    if samples and settings.loras:
+        from opensora_cli.engine.components.lora_files import open_loras
+
+        loras = open_loras(settings.loras, model)
     if samples:
         itemsize = hardware.dtype.itemsize
         exchange = plan_exchange(settings.parallel, mesh, num_heads=model.num_heads, itemsize=itemsize)
@@ -162,7 +160,7 @@ def make_plan(
         start=_start(settings, timesteps) if samples and settings.draft.resolution is not None else 0,
         mesh=mesh,
         exchange=exchange,
-        loras=open_loras(settings.loras if samples else (), model),
+        loras=loras,
         attention=attention,
         parameters=parameters,
         files=files,

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import plain
@@ -14,16 +13,18 @@ from opensora_cli.data.table_files import CSV, PARQUET, read_rows
 from opensora_cli.settings.explain import Given, either, nearest
 from opensora_cli.settings.flags import FLAGS
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.generate_sections import MAX_SEED
 from opensora_cli.settings.layers import all_keys
 
 ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
-_REFERENCES = "condition.references"
-OWN_KEYS = ("prompt", "negative_prompt", "sampling.seed", _REFERENCES)
-"""Settings that may differ between rows with the same plan."""
 
-_NAME, _SEED = "name", "sampling.seed"
-_SHORT = {"prompt": "prompt", "negative": "negative_prompt", _NAME: _NAME}
+_NAME, _REFERENCES = "name", "condition.references"
+_COLUMNS = {
+    **{key: key for key in all_keys(GenerateSettings)},
+    **{name: flag.key for name, flag in FLAGS.items() if not flag.is_negated},
+    "negative": "negative_prompt",
+    _NAME: _NAME,
+}
+"""Setting of each column; `name` is the name of the result."""
 _OF_ALL_ROWS = ("output.", "parallel.", "runtime.device", "runtime.weights", "from_latents", "resume")
 _LONGEST_NAME = 200
 
@@ -45,12 +46,6 @@ class Row:
     def prompt(self) -> str:
         """Prompt of the row; empty without one."""
         return str(self.given["prompt"].value) if "prompt" in self.given else ""
-
-    @property
-    def shape(self) -> tuple[tuple[str, Given], ...]:
-        """Settings of the row that decide its plan: rows of one shape are planned alike."""
-        own = [(key, given) for key, given in self.given.items() if key not in OWN_KEYS]
-        return tuple(sorted(own, key=lambda pair: pair[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,60 +80,47 @@ def read_prompts(path: Path) -> list[Row]:
     Columns are prompt, negative, ref, seed, name, the other options of `osora generate` (`num_frames`), and settings by
     their keys (`sampling.flow_shift`). An empty cell gives nothing. Paths start from the folder of the file. Rows that
     cannot be used have a `problem`.
-
-    Raises:
-        RequestError: the file is of another kind, or a column is unknown.
-        FileProblem: the file is missing or broken, has no column `prompt`, or no rows.
-        HardwareError: the file is parquet, and pyarrow is not installed.
     """
     kind = path.suffix.lower()
     if kind not in ENDINGS:
         raise RequestError(f"--prompts {path} must end in {either(ENDINGS)}, which determines the format")
     require_file(path)
-    cells = _of_text(path) if kind == ".txt" else _of_json(path) if kind == ".jsonl" else _of_table(path)
-    folder = path.absolute().parent
-    keys: dict[str, str] = {}
     rows: list[Row] = []
     names: dict[str, int] = {}
-    for number, values in enumerate(cells, start=1):
-        row = values if isinstance(values, str) else _row(number, values, keys, path, folder)
-        if isinstance(row, str):
-            row = Row(number, problem=row)
-        elif row.name is not None and names.setdefault(row.name, number) != number:
+    columns: dict[str, None] = {}
+    for number, cells in enumerate(_table(path) if kind in (CSV, PARQUET) else _lines(path, kind), start=1):
+        if isinstance(cells, str):
+            rows.append(Row(number, problem=cells))
+            continue
+        for column in cells.keys() - columns.keys():
+            _require_column(column, path)
+        columns |= dict.fromkeys(cells)
+        row = _row(number, cells, path.absolute().parent)
+        if row.name is not None and names.setdefault(row.name, number) != number:
             row = replace(row, problem=f"name={row.name} is that of row {names[row.name]}")
         rows.append(row)
     if not rows:
         raise FileProblem(f"{path} has no rows")
-    if keys and "prompt" not in keys:
-        raise FileProblem(f"{path} has no column prompt; it has {plain(', '.join(keys))}")
+    if columns and not {"prompt"} & columns.keys():
+        raise FileProblem(f"{path} has no column prompt; it has {plain(', '.join(columns))}")
     return rows
 
 
-def _of_text(path: Path) -> Iterator[dict[str, object]]:
-    for line in _lines(path):
-        yield {"prompt": line}
-
-
-def _of_json(path: Path) -> Iterator[dict[str, object] | str]:
-    """Yield the object of each line, or the reason why the line has none."""
-    for line in _lines(path):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield f"it is no JSON: {plain(str(error))}"
-            continue
-        yield values if isinstance(values, dict) else "it is no JSON object"
-
-
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, kind: str) -> Iterator[dict[str, object] | str]:
+    """Yield the prompt or the JSON object of each line, or the reason why the line has none."""
     try:
         with reading(path), path.open(encoding="utf-8-sig") as file:
-            yield from (line for line in map(str.strip, file) if line)
+            for line in filter(None, map(str.strip, file)):
+                try:
+                    values = {"prompt": line} if kind == ".txt" else json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    values = f"it is no JSON: {plain(str(error))}"
+                yield values if isinstance(values, dict | str) else "it is no JSON object"
     except UnicodeDecodeError as error:
         raise FileProblem(f"{path} is not text in UTF-8") from error
 
 
-def _of_table(path: Path) -> Iterator[dict[str, object] | str]:
+def _table(path: Path) -> Iterator[dict[str, object] | str]:
     header, rows = read_rows(path)
     twice = {name for name in header if header.count(name) > 1}
     if twice:
@@ -150,60 +132,37 @@ def _of_table(path: Path) -> Iterator[dict[str, object] | str]:
             yield dict(zip(header, [*cells, *[None] * (len(header) - len(cells))], strict=True))
 
 
-def _row(number: int, values: Mapping[str, object], keys: dict[str, str], path: Path, folder: Path) -> Row | str:
-    """Return a row, or the reason why it cannot be used; `keys` collects the setting of each column."""
+def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:
+    """Return the settings of a row; a file of another row or a wrong value is found when the row is planned."""
     given: dict[str, Given] = {}
-    name: str | None = None
-    for column, value in values.items():
-        if column not in keys:
-            keys[column] = _key(column, path)
-        key = keys[column]
+    name = problem = None
+    for column, value in cells.items():
+        key = _COLUMNS[column]
         if value is None or value == "" or value != value:  # the last is NaN, an empty cell of parquet
             continue
         if key == _NAME:
             name = str(value)
         elif key == _REFERENCES:
-            listed = value.split(";") if isinstance(value, str) else value if isinstance(value, list) else [value]
-            files = map(str, listed)
-            given[key] = Given(tuple(str(folder / file.strip()) for file in files if file.strip()), f"row {number}")
-        elif key in OWN_KEYS:
-            given[key] = Given(value, f"row {number}")
-        else:
-            # Values must be comparable, and are read like values from the command line.
-            typed = value if isinstance(value, str | int | float | bool) else ",".join(map(str, cast(list[Any], value)))
-            given[key] = Given(typed, f"column {column}")
-    own: dict[str, Any] = {key: at.value for key, at in given.items()}
-    if not str(own.get("prompt", "")).strip():
-        return "prompt is empty"
-    seed = own.get(_SEED, 0)
-    try:
-        seed_number = int(seed) if isinstance(seed, float) and seed.is_integer() else int(str(seed))
-    except ValueError:
-        seed_number = -1
-    if not 0 <= seed_number <= MAX_SEED:
-        return f"seed={plain(str(seed))} must be a whole number of at least 0 and at most {MAX_SEED}"
-    if _SEED in given:
-        given[_SEED] = Given(seed_number, f"row {number}")  # parquet has 3.0 in a column with empty cells
-    for file in own.get(_REFERENCES, ()):
-        if not os.path.exists(file):
-            return f"{file} does not exist"
-    if name is not None and (
+            files = value.split(";") if isinstance(value, str) else value if isinstance(value, list) else [value]
+            value = tuple(str(folder / str(file).strip()) for file in files if str(file).strip())
+        if key != _NAME:
+            given[key] = Given(value, f"column {column}")
+    if "prompt" not in given or not str(given["prompt"].value).strip():
+        problem = "prompt is empty"
+    elif name is not None and (
         name.startswith(".") or {"/", "\\", "\0"} & set(name) or len(os.fsencode(name)) > _LONGEST_NAME
     ):
-        return f"name={plain(name)} must be the name of a file, without a folder, of at most {_LONGEST_NAME} bytes"
-    return Row(number, given, name)
+        problem = f"name={plain(name)} must be the name of a file, without a folder, of at most {_LONGEST_NAME} bytes"
+    return Row(number, given, name, problem)
 
 
-def _key(column: str, path: Path) -> str:
-    """Return the setting of a column. Raises RequestError for an unknown column, or a setting that all rows share."""
-    known = {**_SHORT, **{name: flag.key for name, flag in FLAGS.items() if not flag.is_negated}}
-    key = known.get(column) or (column if column in all_keys(GenerateSettings) else None)
-    if key is None:
-        close = nearest(column, [*known, *all_keys(GenerateSettings)])
+def _require_column(column: str, path: Path) -> None:
+    """Raise RequestError for an unknown column, or for a setting that all rows share."""
+    if column not in _COLUMNS:
+        close = nearest(column, _COLUMNS)
         raise RequestError(
             f"{path}: there is no column {plain(column)}",
             hint=f"did you mean {close}?" if close else "columns are prompt, negative, ref, seed, name, and settings",
         )
-    if key.startswith(_OF_ALL_ROWS):
+    if _COLUMNS[column].startswith(_OF_ALL_ROWS):
         raise RequestError(f"{path}: {column} is the same for all rows", hint="give it on the command line")
-    return key

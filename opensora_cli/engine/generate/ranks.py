@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,15 +14,15 @@ from torch import Tensor
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_link import beat, device_is_gpu
-from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.core.rank_link import beat
+from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan
 from opensora_cli.engine.generate.planning import make_chain, rank_hardware
+from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
@@ -37,12 +37,11 @@ from opensora_cli.engine.launch.rank import (
 )
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
+from opensora_cli.parallel.all_to_all import ExchangePlan, open_stages
 from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
-from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
@@ -53,40 +52,40 @@ _LONGEST = timedelta(days=30)
 """Longest time that a finished rank waits for the others."""
 
 
-class Ranks:
-    """All processes of a run. Only rank 0 reads references, prints and writes files.
-
-    Args:
-        shape: sizes of the mesh.
-        device: device of this process.
-        exchange: plan of the exchange of tokens for heads.
-    """
+class Ranks(OneProcess):
+    """All processes of a run on a mesh, whose ranks exchange tokens for heads by the plan `exchange`."""
 
     def __init__(self, shape: MeshShape, device: torch.device, exchange: ExchangePlan | None = None) -> None:
+        self.count = dist.get_world_size()
+        self.text_group = dist.group.WORLD
         self.mesh = ParallelMesh(shape, device_type=device.type)
         use_mesh(self.mesh)
         self.device = device
         self._exchange = exchange or ExchangePlan()
-        self._route = open_route(self.mesh, self._exchange)
+        self._stages = open_stages(self.mesh, self._exchange)
         self.machine_group = _machine_group()
+        self.tensor_group = self.mesh.group("tensor") if shape.tensor > 1 else None
+        self._meshes = {(shape, self._exchange): self}
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return dist.get_rank() == 0
 
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """Ranks that share each block's heads and features; None if each rank has all of them."""
-        return self.mesh.group("tensor") if self.mesh.shape.tensor > 1 else None
+    def of(self, plan: Plan) -> "Ranks":
+        """Return the same processes on the mesh of a plan; all ranks call it."""
+        key = plan.mesh, plan.exchange
+        if key not in self._meshes:
+            self._meshes[key] = Ranks(plan.mesh, self.device, plan.exchange)
+        return self._meshes[key]
 
-    def models(self) -> LoadedModels:
-        """Return models that the ranks load together: each rank loads its part of T5 and of the transformer."""
-        return LoadedModels(
-            text_group=dist.group.WORLD,
-            tensor_group=self.tensor_group,
-            machine_group=self.machine_group,
-        )
+    def same(self, value: Json) -> Json:
+        """Return the value of rank 0; tuples arrive as lists on the others."""
+        return broadcast_json(value)
+
+    def same_tensors(self, tensors: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """Return the tensors of rank 0, on the device of each rank."""
+        return broadcast_tensors(tensors, device=self.device)
 
     def share_tokens(self, transformer: MMDiT) -> Callable[..., Tensor]:
         """Return a function like the transformer that computes this rank's share of the tokens."""
@@ -94,7 +93,7 @@ class Ranks:
             return transformer
         lengths = SequenceLengths.of_mesh(self.mesh)
         attention = sequence_attention(
-            transformer.attention, self.mesh, lengths, plan=self._exchange, route=self._route
+            transformer.attention, self.mesh, lengths, plan=self._exchange, stages=self._stages
         )
         transformer.set_attention(attention)
         return SequenceParallel(
@@ -130,7 +129,7 @@ def start_ranks(
 ) -> None:
     """Run a command in ranks on this machine, and return when all are done. Rank 0 prints.
 
-    With `gives_settings` the ranks read these settings from a file. Errors are those of `launch`.
+    With `gives_settings` the ranks read these settings from a file.
     """
     with log_folder(command) as log_dir:
         request = _launch_request(settings, log_dir)
@@ -185,26 +184,18 @@ def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = N
 def joined_ranks(
     settings: GenerateSettings, context: RankContext, reporter: Reporter
 ) -> Iterator[tuple[GenerateSettings, torch.device]]:
-    """Join the other ranks, and yield the settings of rank 0 and this rank's device.
-
-    Raises:
-        RequestError: the settings ask for another number of ranks, or contradict themselves.
-        HardwareError: there is no such device, or the ranks do not find each other.
-    """
+    """Join the other ranks, and yield the settings of rank 0 and this rank's device."""
     settings = settings_of_ranks(settings, context)
     if context.is_main:
         settings = refined(settings, reporter=reporter)
     with joined(context, device_type=device_type(settings.runtime.device)) as device:
-        settings = agreed(with_mode(settings, reporter) if context.is_main else settings)
-        parallel = settings.parallel
-        with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
-            yield settings, device
+        yield agreed(with_mode(settings, reporter) if context.is_main else settings), device
 
 
 def chain_of_rank(settings: GenerateSettings, device: torch.device) -> Chain:
     """Return the jobs of a request for this rank's device, planned for the GPU with the least free memory.
 
-    All ranks call it. Errors are those of `make_chain`.
+    All ranks call it.
     """
     hardware = rank_hardware(settings, device=str(device))
     return make_chain(settings, hardware=replace(hardware, free_bytes=min(all_gather_json(hardware.free_bytes))))
@@ -221,12 +212,11 @@ def joined_for_rows(context: RankContext) -> Iterator[dist.ProcessGroup]:
 
 
 def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
-    """Return the device for a rank's own rows, and make it the current device. Errors are those of `joined`."""
+    """Return the device for a rank's own rows, and make it the current device."""
     settings = settings_of_ranks(settings, context)
     device = rank_device(context, device_type(settings.runtime.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        device_is_gpu()
     return str(device)
 
 

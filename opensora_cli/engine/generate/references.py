@@ -51,12 +51,7 @@ class Reference:
 
 
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
-    """Return `settings` with a condition mode, which the references suggest if none is set.
-
-    Raises:
-        RequestError: The mode breaks a rule, or no mode suits the references.
-        MediaError: A reference is missing or broken.
-    """
+    """Return `settings` with a condition mode, which the references suggest if none is set."""
     if settings.condition.mode is not None:
         return settings
     references = settings.condition.references
@@ -83,7 +78,7 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
 
 
 def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
-    """Return the references of a plan from its files. Errors are those of `read_references`."""
+    """Return the references of a plan from its files."""
     if plan.decodes_only or plan.settings.picture.first:
         return []
     condition = plan.settings.condition
@@ -122,15 +117,10 @@ def read_references(
     in this way.
 
     Args:
-        height: Height of the video in pixels.
-        width: Width of the video in pixels.
         causal: Whether the autoencoder encodes the first frame alone.
         temporal_compression: Frames per latent frame.
         lengths: Latent frames given by the video modes.
         fps: Frames per second of the video.
-
-    Raises:
-        MediaError: A file is missing, broken, of the wrong kind, or too short.
     """
     parts = reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references: list[Reference] = []

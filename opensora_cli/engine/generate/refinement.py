@@ -36,10 +36,6 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
     """Return the settings with the prompt and the motion score that a language model gives.
 
     A server without an answer changes nothing, with a warning. The result asks for no refinement.
-
-    Raises:
-        RequestError: No server is named.
-        FileProblem: The instructions are missing or empty, or a reference is missing or broken.
     """
     kinds, wanted, prompt = _kinds(settings), settings.refine, settings.prompt
     server = require_refinement(settings, reporter)
@@ -70,7 +66,7 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
 
 
 def require_refinement(settings: GenerateSettings, reporter: Reporter) -> ChatServer | None:
-    """Return the server for `refined`, None without refinement. Nothing is asked. Errors are those of `refined`."""
+    """Return the server for `refined`, None without refinement. Nothing is asked."""
     kinds, refine = _kinds(settings), settings.refine
     if not kinds:
         return None
@@ -128,11 +124,6 @@ def refine(
         kind: One of `KINDS`.
         references: Pictures and videos, whose first frames the model sees.
         instructions: Folder of the instructions; None for the instructions of osora.
-
-    Raises:
-        RequestError: There is no such kind.
-        FileProblem: The instructions are missing or empty, or a reference is missing or broken.
-        ServerProblem: The server gives no usable answer.
     """
     if kind not in KINDS:
         raise RequestError(f"type={kind!r} must be one of {', '.join(KINDS)}")

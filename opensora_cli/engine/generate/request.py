@@ -14,7 +14,6 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
 from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
-from opensora_cli.engine.generate.refinement import require_refinement
 from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, open_latents, require_latents
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
@@ -57,15 +56,9 @@ def resolve(
     noted, and settings of a `.py` file that osora does not have.
 
     Args:
-        request: settings of the user.
-        reporter: gets the notes.
         context: set in one of several ranks.
         is_row: whether the request is a row of `--prompts`, which devices share by rows.
         loading: context of an import of torch.
-
-    Raises:
-        RequestError: a key is unknown, or a value breaks a rule.
-        FileProblem: a file of settings or the saved latents are missing or broken.
     """
     if context is not None:
         request = request_of_rank(request, context)
@@ -136,14 +129,7 @@ def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
-    """Refuse missing and conflicting files that can be detected without torch.
-
-    Raises:
-        RequestError: no server is named that refines the prompt.
-        FileProblem: a reference, an adapter or instructions are missing.
-        CheckpointError: weights are missing, and this is no dry run.
-        OutputError: a named result exists already, and this is no dry run.
-    """
+    """Refuse missing and conflicting files that can be detected without torch."""
     for reference in settings.condition.references:
         readable_file(reference)
     for lora in settings.loras if settings.from_latents is None else ():
@@ -151,7 +137,10 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
             raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
     if dry_run:
         return
-    require_refinement(settings, SilentReporter())
+    if settings.refine.is_on:
+        from opensora_cli.engine.generate.refinement import require_refinement
+
+        require_refinement(settings, SilentReporter())
     if (picture := picture_settings(settings)) is not None:
         try:
             require_weights_of(picture)
@@ -254,12 +243,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
 
 
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:
-    """Return the height and width of a picture of the video's shape, and a note if that is not the requested shape.
-
-    Args:
-        settings: settings of the video, or of a request for a picture.
-        resolution: resolution of the picture.
-    """
+    """Return the height and width of a picture of the video's shape, and a note if that is not the requested shape."""
     video, multiple = settings.video, settings.size_multiple
     if video.height is not None and video.width is not None:
         asked = f"{video.width}x{video.height}"

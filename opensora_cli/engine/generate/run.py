@@ -1,32 +1,27 @@
-"""Run `osora generate`: from a request to files, or to a video in memory."""
+"""Run `osora generate`: from settings to files, or from a request to a video in memory."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
+from pydantic import Field
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import remove_left
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
-from opensora_cli.engine.components.attention import keep_attention
+from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.hardware import peak_memory_gib
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
-from opensora_cli.engine.generate.documents import ExploredSeed, GenerateResult
 from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import (
-    Claims,
-    SampleFiles,
-    check_outputs,
-    last_frame_path,
-    preview_path,
-    sample_files,
-    sheet_path,
-)
+from opensora_cli.engine.generate.outputs import Claims, SampleFiles, check_outputs, last_frame_path, sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.planning import (
@@ -36,56 +31,58 @@ from opensora_cli.engine.generate.planning import (
     require_room,
     require_weights,
 )
-from opensora_cli.engine.generate.ranks import (
-    Ranks,
-    chain_of_rank,
-    hardware_of_ranks,
-    joined_ranks,
-    require_devices,
-    start_ranks,
-    watched,
-)
+from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import references_of, with_mode
-from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.sample import Sample, read_saved
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import without_cached_text
-from opensora_cli.media.read import read_video
-from opensora_cli.media.sheets import contact_sheet, film_strip
-from opensora_cli.media.write import write_media
+from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
 
 
-def generate_or_launch(
-    settings: GenerateSettings,
-    *,
-    reporter: Reporter,
-    context: RankContext | None = None,
-    rank_flags: Sequence[str] = (),
-) -> GenerateResult | None:
-    """Generate here, or in ranks that are started for a request of several devices.
+class GenerateResult(Document):
+    """Results of a run with settings and timings. `--from` makes the results again."""
 
-    Args:
-        settings: complete settings.
-        reporter: shows progress.
-        context: set in one of several ranks.
-        rank_flags: options of the command line for ranks that are started here.
+    SCHEMA = SIDECAR_SCHEMA
 
-    Returns None if ranks were started; rank 0 prints the result. Raises RankFailure if a rank failed. Other errors are
-    those of `generate`.
-    """
-    if context is not None or settings.parallel.world_size == 1:
-        return generate(settings, reporter=reporter, context=context)
-    require_devices(settings)
-    settings = refined(settings, reporter=reporter)
-    result = _check_before_ranks(settings, reporter)
-    if result is None:
-        start_ranks(settings, "generate", rank_flags)
-    return result
+    videos: tuple[GeneratedVideo, ...] = Field(serialization_alias="outputs")
+    explored: tuple[ExploredSeed, ...] | None = None
+    """Explored seeds; absent without `--explore`."""
+    sheet: Path | None = None
+    """Sheet with a preview of each explored seed; absent without one."""
+    model: str
+    device: str
+    model_evaluations: int
+    """Model evaluations for all samples."""
+    timings_s: dict[str, float]
+    """Seconds of each stage."""
+    threads: ThreadChoice | None = None
+    """CPU threads; absent if nothing was computed."""
+    peak_allocated_gib: float | None = None
+    """Peak memory of a CUDA device; absent on a CPU."""
+    peak_resident_gib: float | None = None
+    """Peak memory of the process, with mapped files of weights; absent on a CUDA device."""
+    attention: AttentionPlan | None = None
+    """Attention backend of the transformer, with the reason; absent if saved latents were decoded."""
+    linear_products: LinearProductsReport | None = None
+    """Errors of 8-bit products; absent without them."""
+    settings: GenerateSettings
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document without empty keys, and without settings that had no effect."""
+        document = {key: value for key, value in super().to_json().items() if value is not None}
+        return {**document, "settings": used_settings(self.settings)}
+
+    def lines(self) -> list[str]:
+        """Return the path of every result, and the command that finishes each explored seed."""
+        return [
+            *(str(path) for path in (*(video.path for video in self.videos), self.sheet) if path is not None),
+            *(seed.line() for seed in self.explored or ()),
+        ]
 
 
 def generate(
@@ -95,8 +92,8 @@ def generate(
     context: RankContext | None = None,
     models: LoadedModels | None = None,
     device: str | None = None,
-    threads: ThreadChoice | None = None,
-) -> GenerateResult:
+    rank_flags: Sequence[str] | None = None,
+) -> GenerateResult | None:
     """Make the videos that `settings` describe, and write them to files.
 
     Everything that can be checked is checked before the first weight is read. The latents of all samples are made and
@@ -104,12 +101,12 @@ def generate(
     request keeps its name, and the new one is NAME_2.
 
     Args:
-        settings: complete settings.
-        reporter: shows progress.
         context: set in one of several ranks, which all call this function.
         models: models that stay loaded after the run; None to load models for this run.
         device: device of a process that makes videos beside others; None for the device of the settings.
-        threads: threads of an earlier plan; None to choose their number.
+        rank_flags: options of the command line for the ranks that this process may start; None to start none.
+
+    Returns None if ranks were started; rank 0 prints the result.
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
@@ -118,21 +115,25 @@ def generate(
         OutputError: a named result exists already from another request, or a result cannot be written.
         InUseError: another process makes the same result.
         HardwareError: there is no such device, or not enough memory.
+        RankFailure: a rank that was started failed.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
     reporter = reporter or SilentReporter()
+    if context is None and rank_flags is not None and settings.parallel.world_size > 1:
+        return _generate_in_ranks(settings, reporter, rank_flags)
     with ExitStack() as stack:
-        ranks: Ranks | None = None
         if context is None:
             models = models or stack.enter_context(LoadedModels())
-            chain = plan_here(settings, models, reporter=reporter, device=device, threads=threads)
+            chain = plan_here(settings, models, reporter=reporter, device=device)
         else:
-            reporter = watched(reporter)
-            settings, own_device = stack.enter_context(joined_ranks(settings, context, reporter))
-            chain = chain_of_rank(settings, own_device)
-            ranks = Ranks(chain.video.mesh, own_device, chain.video.exchange)
-            models = stack.enter_context(ranks.models())
-        is_main = ranks is None or ranks.is_main
+            from opensora_cli.engine.generate import ranks as shared
+
+            reporter = shared.watched(reporter)
+            settings, own_device = stack.enter_context(shared.joined_ranks(settings, context, reporter))
+            chain = shared.chain_of_rank(settings, own_device)
+            together = shared.Ranks(chain.video.mesh, own_device, chain.video.exchange)
+            models = stack.enter_context(LoadedModels(ranks=together))
+        ranks, is_main = models.ranks, models.ranks.is_main
         require_weights(chain, reporter)
         chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain))
         if all(sample.made_before for sample in chosen):
@@ -159,13 +160,13 @@ def generate(
             # Without a sidecar no later run can tell which request has made a result.
             stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
         if output.explore:
-            samples = [sample for sample in samples if not _is_explored(sample.files)]
-        videos = make(chain, samples, models, events, finish=None if output.explore else save, ranks=ranks)
+            samples = [sample for sample in samples if not is_explored(sample.files)]
+        videos = make(chain, samples, models, events, finish=None if output.explore else save)
         kept = [GeneratedVideo.of_earlier_run(chain, sample) for sample in chosen if sample.made_before]
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
-            explored=tuple(map(_explored_seed, files)) if output.explore else None,
-            sheet=_write_sheet(chosen, reporter) if output.explore and is_main else None,
+            explored=tuple(map(explored_seed, files)) if output.explore else None,
+            sheet=write_sheet(chosen, reporter) if output.explore and is_main else None,
             model=chain.settings.model.name,
             device=str(chain.video.hardware.device),
             model_evaluations=sum(
@@ -183,25 +184,11 @@ def generate(
 
 
 def plan_here(
-    settings: GenerateSettings,
-    models: LoadedModels,
-    *,
-    reporter: Reporter,
-    device: str | None = None,
-    threads: ThreadChoice | None = None,
+    settings: GenerateSettings, models: LoadedModels, *, reporter: Reporter, device: str | None = None
 ) -> Chain:
     """Return the jobs of a request for a process that shares no video with others; see `make_chain`.
 
     The prompt is refined if requested, and the condition mode is chosen.
-
-    Args:
-        settings: complete settings.
-        models: loaded models, which the plan may keep or release.
-        reporter: gets the notes.
-        device: device of one of several ranks; None means the device of `settings`.
-        threads: threads of an earlier plan; None to choose them.
-
-    Raises RequestError if the settings ask for several devices. Other errors are those of `with_mode` and `make_chain`.
     """
     parallel = settings.parallel
     if parallel.world_size > (parallel.data_parallel_degree or 1):
@@ -209,42 +196,50 @@ def plan_here(
             f"{parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    settings = with_mode(refined(settings, reporter=reporter), reporter)
+    if settings.refine.is_on:
+        from opensora_cli.engine.generate.refinement import refined
+
+        settings = refined(settings, reporter=reporter)
+    settings = with_mode(settings, reporter)
     hardware = rank_hardware(settings, device=device)
     # The memory of loaded models can be released.
     free = hardware.free_bytes + models.bytes_on(hardware.device)
     chain = make_chain(settings, hardware=replace(hardware, free_bytes=free))
-    if threads is not None:
-        chain = chain.change(lambda plan: replace(plan, threads=threads))
     return without_cached_text(chain, models.prompts).change(models.planned, only=VIDEO)
 
 
-def _check_before_ranks(settings: GenerateSettings, reporter: Reporter) -> GenerateResult | None:
-    """Refuse a request that rank 0 would refuse, except for memory, which each rank checks on its own device.
+def _generate_in_ranks(
+    settings: GenerateSettings, reporter: Reporter, rank_flags: Sequence[str]
+) -> GenerateResult | None:
+    """Run the request in ranks, unless all of it was made before.
 
-    Returns the result if all of it was made before, and None if ranks are to make it.
+    First refuse a request that rank 0 would refuse, except for memory, which each rank checks on its own device.
     """
+    from opensora_cli.engine.generate.ranks import hardware_of_ranks, require_devices, start_ranks
+    from opensora_cli.engine.generate.refinement import refined
+
+    require_devices(settings)
+    settings, silent = refined(settings, reporter=reporter), SilentReporter()
     # Reading the free memory of a device creates a CUDA context that stays until this process ends.
     hardware = hardware_of_ranks(settings)
-    chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
-    require_weights(chain, SilentReporter())
+    chain = make_chain(with_mode(settings, silent), hardware=hardware, tries_device=False)
+    require_weights(chain, silent)
     files = choose_outputs(chain)
     if all(sample.made_before for sample in files):
         return _earlier_result(chain, files, reporter)
     check_outputs(files, chain, create=False)
-    references_of(chain.video, SilentReporter())
+    references_of(chain.video, silent)
     refuse_pictures(chain, [sample for sample in files if not sample.made_before])
+    start_ranks(settings, "generate", rank_flags)
     return None
 
 
 def _on_all_ranks(
-    chain: Chain, ranks: Ranks | None, choose: Callable[[], tuple[SampleFiles, ...]]
+    chain: Chain, ranks: OneProcess, choose: Callable[[], tuple[SampleFiles, ...]]
 ) -> tuple[SampleFiles, ...]:
     """Return the files that rank 0 chooses, on all ranks."""
-    if ranks is None:
-        return choose()
     chosen = choose() if ranks.is_main else ()
-    rows = broadcast_json(
+    rows = ranks.same(
         [
             (sample.number, sample.made_before, sample.saved and str(sample.saved), sample.saved_steps)
             for sample in chosen
@@ -290,7 +285,7 @@ def _note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None
             _note_made(sample, reporter)
         elif sample.saved is not None and sample.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
-            word = "kept:" if sample.settings.output.explore and _is_explored(sample) else "going on from"
+            word = "kept:" if sample.settings.output.explore and is_explored(sample) else "going on from"
             reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
 
 
@@ -301,64 +296,21 @@ def _note_made(sample: SampleFiles, reporter: Reporter, advice: str = "") -> Non
         reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
 
 
-def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks | None) -> Chain:
+def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: OneProcess) -> Chain:
     """Return the chain with the attention backend of the first unfinished latents, which rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
     plan, attention = chain.video, chain.video.attention
     if not begun or attention is None or chain.settings.runtime.attention is not AttentionChoice.AUTO:
         return chain
-    backend = open_latents(begun[0]).attention if ranks is None or ranks.is_main else None
-    if ranks is not None:
-        backend = broadcast_json(backend)
+    backend = ranks.same(open_latents(begun[0]).attention if ranks.is_main else None)
     kept = keep_attention(attention, backend, attention_use(chain.settings, plan.hardware, plan.mesh))
     return chain.change(lambda each: replace(each, attention=kept), only=VIDEO)
-
-
-def _is_explored(sample: SampleFiles) -> bool:
-    """Return whether the saved latents of a sample have been through the steps to explore, or more."""
-    stop = sample.settings.sampling.stop_at
-    assert stop is not None
-    return sample.saved is not None and (sample.saved_steps is None or sample.saved_steps >= stop)
-
-
-def _explored_seed(sample: SampleFiles) -> ExploredSeed:
-    """Return the document of an explored seed."""
-    assert sample.latents is not None
-    steps = sample.saved_steps if _is_explored(sample) else sample.settings.sampling.stop_at
-    preview = preview_path(sample.target)
-    return ExploredSeed(
-        seed=sample.seed,
-        state=sample.latents,
-        steps=steps,
-        preview=preview if preview.is_file() else None,
-        command=sample.command(sample.latents, is_begun=steps is not None),
-    )
-
-
-def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | None:
-    """Write the sheet with the last preview of each explored seed; return None, with a warning, if that fails."""
-    cells = []
-    for sample in files:
-        try:
-            strip_HWC = film_strip(read_video(preview_path(sample.target)).frames_THWC)
-        except MediaError:
-            strip_HWC = None
-        cells.append((f"seed {sample.seed}" + (" (finished)" if sample.made_before else ""), strip_HWC))
-    try:
-        path = sheet_path(files[0].target)
-        return write_media([contact_sheet(cells)[None]], path, fps=1, format=MediaFormat.PNG)
-    except OutputError as error:
-        reporter.warn(f"there is no sheet of the seeds: {error.message}")
-        return None
 
 
 def hold_from_request(
     request: GenerateRequest, models: LoadedModels, *, reporter: Reporter
 ) -> tuple[HeldVideo, Callable[[int, str], str]]:
-    """Resolve the settings of a request, and return its first sample in memory, and its `request_hashes` at that time.
-
-    Errors are those of `resolve` and `generate`, except OutputError.
-    """
+    """Resolve the settings of a request; return its first sample in memory, and its `request_hashes` at that time."""
     settings = resolve(request, reporter=reporter)
     if settings.resume is not None:
         raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
@@ -370,7 +322,7 @@ def hold_from_request(
     references = references_of(chain.video, reporter)
     hashes = request_hashes(chain)
     files = replace(sample_files(chain.settings, 0), latents=None)
-    saved = read_saved(chain, files, None)
+    saved = read_saved(chain, files, models.ranks)
     chain = chain.with_threads()
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):

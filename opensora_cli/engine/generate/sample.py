@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.rank_messages import broadcast_tensors
 from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Chain, Plan
-from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.saved_latents import open_latents, segment_path
 
@@ -68,14 +67,10 @@ def unfinished(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.denoised is None]
 
 
-def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[DenoisedSample, ...]:
+def read_saved(chain: Chain, files: SampleFiles, ranks: OneProcess) -> tuple[DenoisedSample, ...]:
     """Return the saved latents of each begun segment of a sample; empty without a file.
 
     Rank 0 reads the files.
-
-    Raises:
-        RequestError: the latents have another shape, or are past `sampling.stop_at`.
-        CheckpointError: a file is missing or broken, or was saved after a step that the request does not have.
     """
     if files.saved is None:
         return ()
@@ -94,7 +89,7 @@ def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[D
     past = chain.segments[finished].past_times(begun_steps) if is_begun else {}
     count = finished + bool(begun_steps)
     tensors: list[torch.Tensor] = []
-    if (ranks is None or ranks.is_main) and is_begun is not (files.saved_steps is None):
+    if ranks.is_main and is_begun is not (files.saved_steps is None):
         file = open_latents(files.saved)
         for number in range(count - 1):
             part = open_latents(segment_path(Path(files.saved), number), segment=number)
@@ -102,8 +97,7 @@ def read_saved(chain: Chain, files: SampleFiles, ranks: Ranks | None) -> tuple[D
                 raise CheckpointError(f"{part.path} is of another request than {files.saved}")
             tensors.append(part.read())
         tensors += [file.read(), *file.read_past()]
-    if ranks is not None:
-        tensors = [tensor.cpu() for tensor in broadcast_tensors(tensors, device=ranks.device)]
+    tensors = [tensor.cpu() for tensor in ranks.same_tensors(tensors)]
     if any(tuple(each.shape) != plan.latent_shape for each in tensors):
         raise RequestError(
             f"{files.saved} holds latents of {tuple(tensors[-1].shape)}, and the settings ask for {plan.latent_shape}",

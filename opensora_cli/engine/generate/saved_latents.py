@@ -61,7 +61,7 @@ class SavedLatents:
             return self._finite(file.get_tensor(_KEY))
 
     def read_past(self) -> "tuple[Tensor, ...]":
-        """Return the earlier velocities that a solver or a step cache needs. Errors are those of `read`."""
+        """Return the earlier velocities that a solver or a step cache needs."""
         with _opened(self.path) as file:
             return self._finite(file.get_tensor(_PAST_KEY)).unbind() if _PAST_KEY in set(file.keys()) else ()
 
@@ -90,10 +90,6 @@ def save_latents(
     """Write the latents of one sample to a whole file, or to none.
 
     Args:
-        path: file to write.
-        latents_CTHW: latents of a video, or of one segment.
-        settings: settings that made the latents.
-        request_sha256: hash of the request.
         steps: steps done, including those of earlier segments; None for all steps.
         segment: number of the finished segment that the file holds; None for the file of the sample.
         past: earlier velocities that a solver or a step cache needs, shaped like latents.

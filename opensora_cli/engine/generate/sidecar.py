@@ -36,7 +36,7 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 
 def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[SampleFiles, ...]:
-    """Return the files of every sample. Arguments and errors are those of `find_target`."""
+    """Return the files of every sample. `claims` are those of `find_target`."""
     request, settings = request_hashes(chain), chain.settings
     return tuple(
         find_target(settings, index, request(settings.sampling.seed + index, settings.output_format), claims=claims)

@@ -6,16 +6,14 @@ Each text is encoded alone, so that its embeddings are bitwise identical whateve
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_messages import broadcast_json, broadcast_tensors
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -56,12 +54,7 @@ def _texts_of(settings: GenerateSettings) -> list[str]:
 
 
 def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[PromptEmbeds, ...]:
-    """Return the embeddings of the prompt of each segment, inside `computing`, from the cache or from the encoders.
-
-    Raises:
-        CheckpointError: encoders are broken, or do not fit the transformer.
-        HardwareError: out of memory.
-    """
+    """Return the embeddings of the prompt of each segment, inside `computing`, from the cache or from the encoders."""
     known = _cached_embeds(plan, models, events.reporter)
     if known.keys() >= {*_texts_of(plan.settings)}:
         with events.stage(TEXT):
@@ -83,7 +76,7 @@ def encode_prompts(
         warn_about_prompts(plan, (t5, clip), events.reporter)
         for text, embeds in encode_texts(missing, t5, clip):
             found[text] = embeds
-            if runtime.prompt_cache and models.is_main:
+            if runtime.prompt_cache and models.ranks.is_main:
                 key, limit = _cache_key(plan, text, models), runtime.prompt_cache_limit
                 models.prompts.keep(key, embeds, limit=limit, reporter=events.reporter)
         return _of_segments(plan, found)
@@ -145,13 +138,18 @@ def warn_about_prompts(plan: Plan, readers: tuple[PromptReader, PromptReader], r
     if not unknown:
         return
     known_words = sorted(t5.tokenizer.words)
-    near = {word: nearest(word.lower(), known_words) for word in unknown[:_LISTED_WORDS]}
+    near = {word: _nearest_word(word.lower(), known_words) for word in unknown[:_LISTED_WORDS]}
     words = ", ".join(f'"{word}"' + (f' (nearest: "{known}")' if known else "") for word, known in near.items())
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
     knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
     reporter.warn(
         f"the {settings.model.name} model does not know {words}{more}" + (f"; it knows {knows}" if knows else "")
     )
+
+
+def _nearest_word(word: str, known: Sequence[str]) -> str | None:
+    """Return the known word that `word` is a form or a misspelling of. Words of other languages are rarely meant."""
+    return nearest(word, [other for other in known if other[:1] == word[:1]], cutoff=0.75)
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
@@ -195,8 +193,7 @@ def name_in_cache(plan: Plan, text: str, *, threads: int, ranks: int = 1) -> str
 
 
 def _cache_key(plan: Plan, text: str, models: LoadedModels) -> str:
-    ranks = 1 if models.text_group is None else dist.get_world_size(models.text_group)
-    return name_in_cache(plan, text, threads=torch.get_num_threads(), ranks=ranks)
+    return name_in_cache(plan, text, threads=torch.get_num_threads(), ranks=models.ranks.count)
 
 
 def without_cached_text(chain: Chain, cache: PromptCache) -> Chain:
@@ -226,14 +223,12 @@ def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapp
     if not plan.settings.runtime.prompt_cache:
         return {}
     device, found = plan.hardware.device, dict[str, TextEmbeds]()
-    if models.is_main:
+    if models.ranks.is_main:
         for text in _texts_of(plan.settings):
             embeds = models.prompts.read(_cache_key(plan, text, models), reporter)
             if embeds is not None:
                 found[text] = embeds.to(device)
-    if models.text_group is None:
-        return found
-    cached = broadcast_json([*found])
+    cached = models.ranks.same([*found])
     tensors = [each for embeds in found.values() for each in (embeds.prompt_embeds_1LC, embeds.pooled_prompt_embeds_1V)]
-    tensors = broadcast_tensors(tensors, device=device)
+    tensors = [*models.ranks.same_tensors(tensors)]
     return {text: TextEmbeds(*tensors[2 * index : 2 * index + 2]) for index, text in enumerate(cached)}

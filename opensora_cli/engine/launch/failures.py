@@ -45,7 +45,7 @@ class Cause:
 # A rank that dies ends its peers: their connections are closed, and NCCL's watchdog then aborts them.
 _WEIGHTS = {
     "signal": 0,
-    "frozen": 1,
+    "stopped": 1,
     "error": 2,
     "bug": 3,
     "exit": 3,
@@ -85,21 +85,19 @@ def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
     return _cause(process, report.kind, cause, hint=report.hint, exit_code=report.exit_code)
 
 
-def frozen(process: RankProcess, silent_s: float) -> Cause:
-    """Return the cause for a rank without a sign of life."""
-    how = "stopped (SIGSTOP)" if process.is_stopped() else "frozen"
-    cause = f"{how}, no sign of life for {silent_s:.0f} s"
-    return _cause(process, "frozen", cause, hint=None, exit_code=HardwareError.exit_code)
+def stopped(process: RankProcess) -> Cause:
+    """Return the cause for a stopped rank."""
+    cause = f"stopped (SIGSTOP), no sign of life for {process.stopped_s:.0f} s"
+    return _cause(process, "stopped", cause, hint=None, exit_code=HardwareError.exit_code)
 
 
 def hung(processes: Iterable[RankProcess]) -> Cause:
     """Return the cause for running ranks without progress. It names the rank behind, preferably one not waiting."""
-    process = min(processes, key=lambda process: (process.pulse.waits, process.pulse.moves, process.rank))
-    pulse = process.pulse
-    cause = f"no progress for {pulse.still_s:.0f} s"
-    if pulse.waits:
+    process = min(processes, key=lambda process: (process.state.waits, process.state.moves, process.rank))
+    cause = f"no progress for {process.still_s if process.is_late else process.idle_s:.0f} s"
+    if process.state.waits:
         cause += ", it waits for other ranks"
-    kind = "silent" if pulse.waits else "behind"
+    kind = "silent" if process.state.waits else "behind"
     return _cause(process, kind, cause, hint=_HUNG_HINT, exit_code=HardwareError.exit_code)
 
 
@@ -142,4 +140,4 @@ def _cause(process: RankProcess, kind: str, cause: str, *, hint: str | None, exi
 
 
 def _where(process: RankProcess) -> str:
-    return f"rank {process.rank} on {socket.gethostname()}, in the stage {process.stage}"
+    return f"rank {process.rank} on {socket.gethostname()}, in the stage {process.state.stage}"

@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.folder_lock import remove_locks_of
+from opensora_cli.core.folder_lock import remove_unheld_locks
 from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_folder, temporary_name
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
@@ -125,15 +125,13 @@ def _require_gpus(gpus: int, devices: tuple[int, ...] | None) -> None:
 class Pace:
     """Intervals and timeouts of the launcher, in seconds.
 
-    After a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end: half of the promised time.
+    After a rank stops, the run takes `stopped_s`, `interrupt_s` and `terminate_s` to end: half of the promised time.
     It takes longer if the launcher itself is late.
     """
 
     look_s: float = 0.1
-    frozen_s: float = 5.0
-    """Time without a sign of life after which a stopped rank counts as frozen."""
-    starved_s: float = 60.0
-    """Time as `frozen_s`, for a rank that is not stopped and may be waiting for a disk or a busy processor."""
+    stopped_s: float = 5.0
+    """Time after which a stopped rank ends the run."""
     settle_s: float = 2.0
     """Time to wait for the original cause after a rank reports a possible consequence."""
     interrupt_s: float = 4.0
@@ -222,10 +220,12 @@ def write_settings(log_dir: Path, document: object) -> Path:
 class _Run:
     """Ranks of one run."""
 
-    def __init__(self, pace: Pace, *, output_dir: Path | None = None, own_time: OwnTime | None = None) -> None:
+    def __init__(
+        self, pace: Pace, *, output_dir: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pace = pace
         self._output_dir = output_dir
-        self._time = own_time or OwnTime(_LATE_LOOKS * pace.look_s)
+        self._time = OwnTime(_LATE_LOOKS * pace.look_s, clock=clock)
         self._ranks: list[RankProcess] = []
         self._memory_kills = failures.count_memory_kills()
 
@@ -239,7 +239,7 @@ class _Run:
         pids = [rank.pid for rank in self._ranks]
         for folder in filter(None, (self._output_dir, Path(tempfile.gettempdir()))):
             remove_left_by(pids, folder)
-            remove_locks_of(pids, folder)
+            remove_unheld_locks(folder)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
         """Start all ranks; `store` is their file store."""
@@ -249,7 +249,8 @@ class _Run:
             log = request.log_dir / f"rank{number}.log"
             try:
                 with held_back():  # so that every started rank is recorded
-                    self._ranks.append(RankProcess(number, command, environment, log, own_time=self._time))
+                    on_gpu, now = request.device_type == "cuda", self._time.look()
+                    self._ranks.append(RankProcess(number, command, environment, log, on_gpu=on_gpu, now=now))
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
 
@@ -263,6 +264,7 @@ class _Run:
                 cause = failures.origin(causes)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
                 if not cause.may_follow or have_ended or time.monotonic() > settle_until:
+                    self._log_tracebacks()
                     return failures.shared_error(self._ranks) or cause.failure
             elif have_ended:
                 return None
@@ -270,11 +272,16 @@ class _Run:
                 settle_until = None  # a step that took too long has ended
             time.sleep(self._pace.look_s)
 
+    def _log_tracebacks(self) -> None:
+        for rank in self._ranks:
+            if rank.is_idle or rank.is_late:
+                rank.log_traceback()
+
     def look(self) -> list[Cause]:
         """Receive the reports of the ranks, and return the causes of failures."""
-        self._time.look()
+        now = self._time.look()
         for rank in self._ranks:
-            rank.listen()
+            rank.look(now)
         return self._causes()
 
     def end(self, *, finish_s: float) -> None:
@@ -317,9 +324,8 @@ class _Run:
         for rank in self._ranks:
             code = rank.exit_code()
             if code is None:
-                silent_s = rank.silent_s()
-                if silent_s > (self._pace.frozen_s if rank.is_stopped() else self._pace.starved_s):
-                    found.append(failures.frozen(rank, silent_s))
+                if rank.stopped_s > self._pace.stopped_s:
+                    found.append(failures.stopped(rank))
             elif code != 0:
                 rank.listen()  # receive messages between the last look and its end
                 out_of_memory = failures.count_memory_kills() > self._memory_kills
@@ -332,14 +338,11 @@ class _Run:
         A step of a waiting rank takes as long as the step of the other ranks, which a busy machine may slow down.
         """
         running = [rank for rank in self._ranks if rank.exit_code() is None]
-        pulses = [rank.pulse for rank in running]
+        behind = [rank for rank in running if rank.is_late or rank.is_idle]
         # A single rank never waits for another.
-        are_all_idle = len(running) > 1 and all(pulse.is_idle for pulse in pulses)
-        are_all_behind = all(pulse.is_late or pulse.is_idle for pulse in pulses)
-        is_one_late = any(pulse.is_late and (are_all_behind or not pulse.waits) for pulse in pulses)
-        if not (are_all_idle or is_one_late):
-            return []
-        return [failures.hung(running)]
+        are_all_idle = len(running) > 1 and all(rank.is_idle for rank in running)
+        is_one_late = any(rank.is_late and (behind == running or not rank.state.waits) for rank in running)
+        return [failures.hung(behind)] if are_all_idle or is_one_late else []
 
     def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
         """Wait up to `seconds` for all ranks to end, and at most `after_one` once one of them has ended."""

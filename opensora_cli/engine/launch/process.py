@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, OwnTime, Pulse, RankReport
+from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, TRACEBACK_SIGNAL, Heartbeat, RankReport
 from opensora_cli.core.ranks import LOG_VARIABLE
 from opensora_cli.core.regular_files import open_regular
 
@@ -23,22 +23,35 @@ _SHOW_CURSOR = "\x1b[?25h"
 class RankProcess:
     """Process of a rank, started and watched by the launcher.
 
-    A sign of life is a message or used processor time. Processor time counts because a rank that is still importing, or
-    is in a library that blocks other threads, cannot send messages: it is busy, not frozen.
+    Signs of work are progress reports, used processor time of the main thread, and bytes read and written. Processor
+    time counts because a rank that is still importing, or is in a library that blocks other threads, cannot send
+    messages.
 
     Rank 0 inherits stdout and stderr, so that its progress bars work. The other ranks print to their logs, which are
-    overwritten and also get tracebacks. `environment` is complete, and `own_time` is the clock of the launcher.
+    overwritten and also get tracebacks. `environment` is complete. With `on_gpu`, processor time does not count in
+    stages that compute on the device. `now` is the time of the launcher.
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, *, own_time: OwnTime
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        on_gpu: bool = False,
+        now: float = 0.0,
     ) -> None:
         self.rank = rank
         self.log = log
-        self.stage = FIRST_STAGE
+        self.state = Heartbeat()
         self.report: RankReport | None = None
         self.left: str | None = None
-        self.pulse = Pulse()
+        self.stopped_s = self.idle_s = self.still_s = 0.0
+        """Seconds for which the rank is stopped, gives no sign of work, and makes no progress."""
+        self._on_gpu = on_gpu
+        self._signs: tuple[int, object] = (0, None)
+        self._running_at = self._worked_at = self._moved_at = now
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         self._unread = b""
@@ -49,14 +62,21 @@ class RankProcess:
                 self.close()
                 raise
         self._code: int | None = None
-        self._cpu_s = 0.0
-        self._time = own_time
-        self._last_sign = own_time.now()
 
     @property
     def pid(self) -> int:
         """ID of the process, which leads its own process group."""
         return self._process.pid
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the rank has given no sign of work for too long. This is no error if it waits for a working rank."""
+        return self.idle_s >= self.state.idle_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a step takes too long, even if the rank works."""
+        return self.state.late_s is not None and self.still_s >= self.state.late_s
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs. Remaining child processes are killed."""
@@ -68,30 +88,31 @@ class RankProcess:
 
     def listen(self) -> None:
         """Receive the messages of the rank since the last call."""
-        before = self._unread
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(_CHUNK):
                 self._unread += chunk
-        if self._unread != before:
-            self._last_sign = self._time.now()
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             message = json.loads(line)
-            self.stage = message.get("stage", self.stage)
-            if "pulse" in message:
-                self.pulse = Pulse(**message["pulse"])
+            if "beat" in message:
+                self.state = Heartbeat(**message["beat"])
             self.left = message.get("left", self.left)
             if "report" in message and self.report is None:
                 self.report = RankReport(**message["report"])
 
-    def silent_s(self) -> float:
-        """Return the seconds since the last sign of life."""
-        with suppress(psutil.Error):
-            times = psutil.Process(self.pid).cpu_times()
-            if times.user + times.system != self._cpu_s:
-                self._cpu_s = times.user + times.system
-                self._last_sign = self._time.now()
-        return self._time.now() - self._last_sign
+    def look(self, now: float) -> None:
+        """Receive messages, and look for signs of work."""
+        self.listen()
+        moves, work = self.state.moves, None if self._on_gpu and self.state.on_device else self._work()
+        if moves != self._signs[0]:
+            self._moved_at = now
+        if (moves, work) != self._signs:
+            self._worked_at = now
+        self._signs = moves, work
+        if not self.is_stopped():
+            self._running_at = now
+        self.stopped_s, self.idle_s = now - self._running_at, now - self._worked_at
+        self.still_s = now - self._moved_at
 
     def is_stopped(self) -> bool:
         """Return whether the process is stopped by a signal."""
@@ -102,7 +123,12 @@ class RankProcess:
 
     def has_begun(self) -> bool:
         """Return whether the rank has reported a stage."""
-        return self.stage != FIRST_STAGE
+        return self.state.stage != FIRST_STAGE
+
+    def log_traceback(self) -> None:
+        """Let a running rank write its traceback to its log."""
+        if TRACEBACK_SIGNAL is not None and self.has_begun() and self.exit_code() is None:
+            self._process.send_signal(TRACEBACK_SIGNAL)
 
     def interrupt(self) -> None:
         """Send SIGINT to the rank only, which then ends its child processes.
@@ -144,6 +170,21 @@ class RankProcess:
         # macOS refuses if the group contains only ended processes.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def _work(self) -> object:
+        """Return the processor time and major faults of the main thread, and what all threads read and wrote."""
+        try:
+            process = psutil.Process(self.pid)
+            if sys.platform != "linux":
+                # Of all threads: whole seconds hide the little that heartbeats use.
+                return int(sum(process.cpu_times()[:2]))
+            # The name of the program, in parentheses, may have spaces and parentheses too.
+            fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            disk = process.io_counters()
+            # Mapped files are read by major faults.
+            return fields[9], fields[11], fields[12], disk.read_bytes, disk.write_bytes
+        except (OSError, IndexError, psutil.Error):
+            return None
 
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
-from opensora_cli.core.rank_link import beat, device_is_gpu, move
+from opensora_cli.core.rank_link import beat, move
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.section import Section
@@ -97,7 +97,6 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
     device = rank_device(context, device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        device_is_gpu()
     beat("join")
     init_with_retry(
         device_type,

@@ -28,7 +28,7 @@ from opensora_cli.engine.train.estimate import estimate_training, measure_traini
 from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Numbers of tokens for the comparison of attention."""
@@ -73,7 +73,7 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
             yield Technique(name=name, reason=f"not measured: without it, {reason}")
         return
     step, held = _training_cost(plain)
-    if plain.target is TrainTarget.MMDIT:
+    if plain.trains_transformer:
         (checkpointed_step, checkpointed_held), (_, offloaded_held) = (
             _training_cost(plain.replace({"memory.checkpointing": how})) for how in ("full", "offload")
         )

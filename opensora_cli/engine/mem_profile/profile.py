@@ -35,10 +35,10 @@ from opensora_cli.engine.train.estimate import (
     TrainingMemory,
     estimate_training,
     measure_training,
-    measured_steps,
     time_training,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
@@ -46,7 +46,7 @@ from opensora_cli.memory.monitor import Spread
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
 from opensora_cli.settings.tools import MemProfileSettings
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 _RANDOM = "random weights of the model's sizes, since memory does not depend on their values"
 
@@ -124,7 +124,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
     for name, is_on in (("compare", settings.compare), ("adaptive_batch", settings.adaptive_batch)):
         if is_on and ranks > 1:
             raise RequestError(f"{name} measures in one process, and parallel.gpus={ranks}: drop one of them")
-    hardware = pick_hardware("cpu", "auto")
+    hardware, steps = pick_hardware("cpu", "auto"), len(find_objective(what).measured_steps(what))
     batch_size = largest_batch_shape(what).batch_size
     stage, memory, buffer = _profile_training(what, hardware, runs=settings.runs, reporter=reporter)
     _write_snapshot(settings, [memory.counter], hardware)
@@ -132,7 +132,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         of=f"training {what.target}, batch {batch_size}{_shared(what)}",
         device=str(hardware.device),
         device_name=hardware.device_name,
-        how=_how(hardware, f"{len(measured_steps(what))} steps", measured=stage.measured_bytes is not None),
+        how=_how(hardware, f"{steps} steps", measured=stage.measured_bytes is not None),
         stages=(stage,),
         parameters={str(what.target): count_trained(what)},
         buffer=buffer,
@@ -143,7 +143,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
     if settings.compare:
         techniques = compare_training(what, hardware, reporter=reporter)
         profile = profile.model_copy(update={"techniques": techniques})
-        if what.target is TrainTarget.MMDIT:
+        if what.trains_transformer:
             attention = attention_costs(hardware, what.model, reporter=reporter)
             profile = profile.model_copy(update={"attention": attention})
     if settings.adaptive_batch:

@@ -15,13 +15,14 @@ from opensora_cli.core.formatting import format_bytes
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.encode.datasets import pixel_multiple
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, repeated_blocks
 from opensora_cli.sampling.sizes import training_sizes
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Checkpointing
 
 
@@ -33,6 +34,12 @@ class BatchShape:
     num_frames: int
     height: int
     width: int
+
+    def token_grid(self, settings: TrainSettings) -> tuple[int, int, int]:
+        """Return the frames, rows and columns of a clip's tokens."""
+        grid, patch = settings.vae.grid, settings.model.patch_size
+        height, width = grid.latent_size(self.height, self.width)
+        return grid.latent_frames(self.num_frames), height // patch, width // patch
 
     def zeros(self) -> ClipBatch:
         """Return black clips of this shape, without captions."""
@@ -50,27 +57,16 @@ class BatchShape:
 
 
 def largest_batch_shape(settings: TrainSettings) -> BatchShape:
-    """Return the shape with the most tokens, including captions; for other targets, with the most pixels.
+    """Return the shape with the most tokens, including captions; for an autoencoder, with the most pixels.
     Raises RequestError if a resolution is too small.
     """
     return _largest(settings)[1]
 
 
-def token_grid(settings: TrainSettings, shape: BatchShape) -> tuple[int, int, int]:
-    """Return the frames, rows and columns of a clip's tokens."""
-    grid, patch = settings.vae.grid, settings.model.patch_size
-    height, width = grid.latent_size(shape.height, shape.width)
-    return grid.latent_frames(shape.num_frames), height // patch, width // patch
-
-
 def layer_values(settings: TrainSettings) -> int:
     """Return the number of values in a layer of the largest micro-batch, including captions."""
-    shape = largest_batch_shape(settings)
-    if settings.target is TrainTarget.VAE:
-        pixels = shape.batch_size * shape.num_frames * shape.height * shape.width
-        return pixels * settings.vae.sizes.pixel_width
-    tokens = prod(token_grid(settings, shape)) + settings.text.t5_max_length
-    return shape.batch_size * tokens * settings.model.hidden_size
+    objective = find_objective(settings)
+    return objective.positions(settings, largest_batch_shape(settings)) * objective.width(settings)
 
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
@@ -81,25 +77,15 @@ def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
     return settings.replace({"data.buckets": {resolution: {shape.num_frames: (1.0, batch_size)}}})
 
 
-def _shapes(settings: TrainSettings) -> Iterator[tuple[str, BatchShape]]:
-    for resolution, lengths in settings.data.buckets.items():
-        for height, width in training_sizes(resolution, multiple=pixel_multiple(settings)).values():
-            for length, bucket in lengths.items():
-                if bucket.probability > 0:
-                    yield (
-                        resolution,
-                        BatchShape(batch_size=bucket.batch_size, num_frames=length, height=height, width=width),
-                    )
-
-
 def _largest(settings: TrainSettings) -> tuple[str, BatchShape]:
-    def size(found: tuple[str, BatchShape]) -> int:
-        shape = found[1]
-        if settings.target is TrainTarget.MMDIT:
-            return shape.batch_size * (prod(token_grid(settings, shape)) + settings.text.t5_max_length)
-        return shape.batch_size * shape.num_frames * shape.height * shape.width
-
-    return max(_shapes(settings), key=size)
+    shapes = [
+        (name, BatchShape(batch_size=bucket.batch_size, num_frames=length, height=height, width=width))
+        for name, lengths in settings.data.buckets.items()
+        for height, width in training_sizes(name, multiple=pixel_multiple(settings)).values()
+        for length, bucket in lengths.items()
+        if bucket.probability > 0
+    ]
+    return max(shapes, key=lambda found: find_objective(settings).positions(settings, found[1]))
 
 
 _SMALLER = "smaller batches need less: data.buckets"
@@ -135,7 +121,7 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
     Raises RequestError if the buffer is too small for a step, or if sizes contradict each other.
     """
     memory = settings.memory
-    if settings.target is not TrainTarget.MMDIT or memory.checkpointing is Checkpointing.NONE:
+    if not settings.trains_transformer or memory.checkpointing is Checkpointing.NONE:
         return None
     chosen = (memory.checkpoint_double_blocks, memory.checkpoint_single_blocks)
     stacks = repeated_blocks(mmdit_config(settings.model))
@@ -204,7 +190,7 @@ def _needed_bytes(settings: TrainSettings, blocks: dict[str, int], dtype: torch.
     # Take the rank with the largest part of a shared clip.
     sharing = axes["ring"] * axes["ulysses"]
     tokens, text_tokens = (
-        -(-count // sharing) for count in (prod(token_grid(settings, shape)), settings.text.t5_max_length)
+        -(-count // sharing) for count in (prod(shape.token_grid(settings)), settings.text.t5_max_length)
     )
     manager = ActivationManager()
     manager.setup_buffer(2**60, dtype, device="meta")

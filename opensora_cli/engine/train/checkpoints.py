@@ -26,8 +26,7 @@ from opensora_cli.core.exceptions import FileProblem, OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.train.resuming import read_running_states
-from opensora_cli.engine.train.state import tensors_of, updates_file
+from opensora_cli.engine.train.state import read_running_states, tensors_of
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings
 
@@ -102,7 +101,7 @@ class CheckpointWriter:
             running["attention"] = attention.to_json()
         share = Share(
             tensors=self._copy(trainer),
-            files=updates_file(trainer) if distribution.is_main else {},
+            files={},
             running_states=running,
             group=self._group,
         )

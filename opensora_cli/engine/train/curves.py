@@ -10,7 +10,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.reading import read_text
-from opensora_cli.engine.train.files import LOG_FILE
+from opensora_cli.engine.train.early import LOG_FILE
 from opensora_cli.media.plots import new_figure, write_figure
 
 _CURVES = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}

@@ -1,19 +1,29 @@
 """Distribution of work and weights between the ranks of a training run."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from opensora_cli.engine.train.parallelize import ParallelTransformer, RankLinks, local, parallelize
+from opensora_cli.engine.train.parallelize import (
+    WEIGHT_AXES,
+    RankLinks,
+    Sharded,
+    WeightLayout,
+    local,
+    parallelize,
+    row_sizes,
+)
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import ExchangePlan
+from opensora_cli.parallel.collectives import all_gather
 from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.scheduling import BandwidthMonitor
+from opensora_cli.parallel.shares import span
 from opensora_cli.settings.devices import Strategy
 
 
@@ -42,8 +52,6 @@ class Distribution:
     ) -> None:
         self.device = device
         self.mesh = mesh
-        self.monitor = BandwidthMonitor()
-        """Monitor of the bandwidth of exchanging tokens for heads."""
         self.rank = dist.get_rank() if mesh else 0
         self.ranks = mesh.shape.size if mesh else 1
         self.data_ranks = mesh.shape.replicate * mesh.shape.shard if mesh else 1
@@ -57,10 +65,8 @@ class Distribution:
         self._offload_states = offload_states
         self._links: RankLinks | None = None
         if mesh is not None and self.divides:
-            # Only the main rank's bandwidth is logged.
-            monitor = self.monitor if self.is_main else None
-            self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan(), monitor)
-        self._parallel: ParallelTransformer | None = None
+            self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan())
+        self._sharded: Sharded | None = None
         self._replicated: list[DistributedDataParallel] = []
 
     @property
@@ -79,9 +85,9 @@ class Distribution:
         if not self.divides:
             return self.replicate(module)
         assert self._links is not None
-        if not isinstance(module, MMDiT) or self._parallel is not None:
+        if not isinstance(module, MMDiT) or self._sharded is not None:
             raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
-        self._parallel = parallelize(
+        self._sharded = parallelize(
             module,
             self._links,
             device=self.device,
@@ -89,7 +95,7 @@ class Distribution:
             dtype=self._dtype,
             offload_states=self._offload_states,
         )
-        return self._parallel.forward
+        return self._sharded.forward
 
     def replicate(self, module: nn.Module) -> Callable[..., Tensor]:
         """Wrap a whole copy of a module so that its gradients are averaged during the backward pass (DDP).
@@ -124,11 +130,13 @@ class Distribution:
             if not last:
                 for replicated in self._replicated:
                     stack.enter_context(replicated.no_sync())
-            if self._parallel is not None:
-                self._parallel.begin_micro_batch(last=last)
+            for group in self._groups:
+                # Reduce-scatter gradients, and keep gathered weights, according to the strategy.
+                group.set_requires_gradient_sync(last or not self._strategy.reduces_once, recurse=False)
+                group.set_reshard_after_backward(last or self._strategy.gathers_twice, recurse=False)
             yield
-        if last and self._parallel is not None:
-            self._parallel.sum_gradients_of_norms()
+        if last and self._sharded is not None:
+            self._sum_gradients_of_norms(self._sharded.norms)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -136,7 +144,7 @@ class Distribution:
         try:
             yield
         finally:
-            for group in self._parallel.groups if self._parallel is not None else ():
+            for group in self._groups:
                 group.reshard()
 
     @torch.no_grad()
@@ -146,18 +154,19 @@ class Distribution:
         Return the norm of the whole gradient before clipping, the same on all ranks, in fp32. It is not finite if a
         gradient on any rank is not finite; the gradients are then invalid.
         """
-        parallel = self._parallel
         gradients = {
             name: local(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None
         }
-        counted = [gradient for name, gradient in gradients.items() if parallel is None or parallel.counts(name)]
+        # Of equal parts on tensor-parallel ranks, only one counts.
+        is_first = self._links is None or self._links.mesh.group("tensor").rank() == 0
+        counted = [gradient for name, gradient in gradients.items() if is_first or self._layouts[name].cut is not None]
         # Sum in fp64 because squares of fp32 values overflow fp32.
         device = torch.device("cpu") if self._offload_states else self.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if counted:
             squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
-        if parallel is not None:
-            dist.all_reduce(squares, group=parallel.links.parts)
+        if self._links is not None:
+            dist.all_reduce(squares, group=self._links.parts)
         norm = squares.sqrt().float()
         if gradients:
             torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -186,7 +195,7 @@ class Distribution:
 
     def whole_name(self, name: str) -> str:
         """Return the name in the whole module of a parameter of the sharded one."""
-        return name if self._parallel is None else self._parallel.whole_name(name)
+        return self._layouts[name].whole_name if name in self._layouts else name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole tensor from the parts of all ranks: bitwise identical on all ranks, without gradients.
@@ -195,11 +204,42 @@ class Distribution:
         division. It has any device and dtype, and is a plain tensor or a DTensor. A tensor with another name is
         already whole. The result may share memory with `tensor`.
         """
-        return tensor.detach() if self._parallel is None else self._parallel.whole(name, tensor)
+        own = local(tensor.detach())
+        if self._links is None or name not in self._layouts:
+            return own
+        layout, rows = self._layouts[name], self._links.mesh.group(*WEIGHT_AXES)
+        share = all_gather(own, rows, dim=0, sizes=row_sizes(layout.rows, rows.size()))
+        if layout.cut is None:
+            return share
+        cut = layout.cut
+        shares = all_gather(share, self._links.mesh.group("tensor"), dim=cut.dim, sizes=cut.sizes)
+        return cut.join(torch.split(shares, list(cut.sizes), cut.dim))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of a whole tensor, as a plain tensor on its device; inverse of `whole`."""
-        return whole.detach().clone() if self._parallel is None else self._parallel.part(name, whole)
+        if self._links is None or name not in self._layouts:
+            return whole.detach().clone()
+        cut, rows = self._layouts[name].cut, self._links.mesh.group(*WEIGHT_AXES)
+        share = whole.detach() if cut is None else cut.cut(whole, self._links.mesh.group("tensor").rank())
+        own = span(row_sizes(share.shape[0], rows.size()), rows.rank())
+        return share[own].clone(memory_format=torch.contiguous_format)
+
+    @property
+    def _groups(self) -> Sequence[FSDPModule]:
+        return () if self._sharded is None else self._sharded.groups
+
+    @property
+    def _layouts(self) -> Mapping[str, WeightLayout]:
+        return {} if self._sharded is None else self._sharded.layouts
+
+    def _sum_gradients_of_norms(self, norms: Sequence[nn.Parameter]) -> None:
+        """Sum gradients that come from the heads of one rank over the tensor-parallel ranks."""
+        gradients = [local(norm.grad) for norm in norms if norm.grad is not None]
+        if gradients and self.mesh is not None:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self.mesh.group("tensor"))
+            for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:

@@ -3,13 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import warn_of_missing
 from opensora_cli.engine.encode import inputs
-from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.settings.train import TrainSettings
+
+LOG_FILE = "log.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+PROFILE_FOLDER = "profile"
+SAMPLES_FOLDER = "samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +27,7 @@ class Resume:
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     """Return the checkpoints that a run may resume from, newest first.
-    Raises CheckpointError if there is none, or if an earlier version of osora wrote the folder.
+    Raises CheckpointError if there is none.
     """
     folders = all_epoch_folders(output) if output.is_dir() else []
     if resume.folder is not None:
@@ -30,12 +35,6 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
             raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
         # Use the path within the run's folder, so that it compares equal to its entry there.
         return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
-    if not folders and (output / TRAINING_FILE).is_file():
-        raise CheckpointError(
-            f"{output / TRAINING_FILE} is of an earlier version of osora, which cannot be resumed from",
-            hint=f"start from its weights: osora ckpt convert {output / TRAINING_FILE} weights.safetensors, and then "
-            "train with --set init=weights.safetensors --set output=FOLDER",
-        )
     if not folders:
         raise CheckpointError(
             f"{output} has no checkpoint to resume from", hint="start again with --overwrite in place of --resume"
@@ -58,28 +57,27 @@ def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     require_first_weights(settings)
     require_first_adapter(settings)
     inputs.require_tables(settings, has_source=has_source)
-    require_frozen(settings)
+    find_objective(settings).require_frozen(settings)
 
 
 def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
     """Warn of missing tables and weights, which a run needs and a plan does not."""
     warn_of_missing(lambda: require_first_weights(settings), reporter)
     warn_of_missing(lambda: inputs.require_tables(settings), reporter)
-    warn_of_missing(lambda: require_frozen(settings), reporter)
+    warn_of_missing(lambda: find_objective(settings).require_frozen(settings), reporter)
 
 
 def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
-    for name in (TRAINING_FILE, LOG_FILE):
-        if (output / name).is_dir():
-            raise OutputError(f"{output / name} is a folder, where a run keeps a file", hint="move it elsewhere")
+    if (output / LOG_FILE).is_dir():
+        raise OutputError(f"{output / LOG_FILE} is a folder, where a run keeps a file", hint="move it elsewhere")
     if resume is not None:
         checkpoints_to_try(output, resume)
         return
     checkpoints = [folder.name for folder in all_epoch_folders(output)[:1]] if output.is_dir() else []
-    others = [name for name in (TRAINING_FILE, LOG_FILE, *exports(settings)) if (output / name).exists()]
+    others = [name for name in (LOG_FILE, *find_objective(settings).exports(settings)) if (output / name).exists()]
     found = [*checkpoints, *others]
     if found and not overwrite:
         go_on = "continue it with --resume, " if checkpoints else ""
@@ -91,7 +89,7 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
 
 def require_first_weights(settings: TrainSettings) -> None:
     """Raise CheckpointError if the file or folder of the first weights is missing."""
-    path = first_weights_of(settings)
+    path = find_objective(settings).first_weights(settings)
     if path is not None and not path.exists():
         raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
 
@@ -100,23 +98,3 @@ def require_first_adapter(settings: TrainSettings) -> None:
     """Raise CheckpointError if the file or folder of the first adapter is missing."""
     if settings.lora.init is not None and not Path(settings.lora.init).exists():
         raise CheckpointError(f"lora.init={settings.lora.init} does not exist", hint="name an adapter's folder or file")
-
-
-def require_frozen(settings: TrainSettings) -> None:
-    """Raise CheckpointError if frozen weights are missing; the message names all of them and how to get them."""
-    if settings.target is TrainTarget.MMDIT:
-        inputs.require_frozen_parts(settings)
-        return
-    missing = [name for name, path in find_frozen_parts(settings).items() if path is None]
-    if missing:
-        raise CheckpointError(f"train_vae.perceptual_files: {', '.join(missing)} does not exist")
-
-
-def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return paths of frozen weights by name, None if missing: parts in `weights`, or the perceptual term's files."""
-    match settings.target:
-        case TrainTarget.MMDIT:
-            return inputs.find_frozen_parts(settings)
-        case TrainTarget.VAE:
-            files = {file: Path(file) for file in settings.train_vae.perceptual_files}
-            return {name: path if path.exists() else None for name, path in files.items()}

@@ -22,7 +22,6 @@ from opensora_cli.engine.train.activations import (
     plan_activations,
     saved_activations,
 )
-from opensora_cli.engine.train.clock import Clock
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
@@ -34,18 +33,19 @@ from opensora_cli.engine.train.frozen_weights import (
     streamed_weights,
     waiting_weights,
 )
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.stand_ins import bare_task, fresh_task, largest_batches
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.stand_ins import fresh_task, largest_batches
+from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.tiles import Tiling
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
 OFFLOADED = "offloaded"
@@ -100,7 +100,7 @@ def estimate_training(
     plan, weights = activations or plan_activations(settings), plan_frozen_weights(settings)
     few, plan, times = with_few_blocks(settings, plan)
     with torch.device("meta"):
-        task, frozen = bare_task(few)
+        task, frozen = find_objective(few).stand_in(few)
     for module in frozen:
         if isinstance(module, Autoencoder):
             _encode_alone(module, few)
@@ -135,21 +135,10 @@ def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
     module.encode = encode  # type: ignore[assignment, method-assign]
 
 
-def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
-    """Return the numbers of the steps whose memory is measured or estimated."""
-    chosen, last_phase = settings.train_vae, 0
-    if settings.target is TrainTarget.VAE:
-        opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
-        whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
-        last_phase = max(opposed_from, whole_from)
-    # The first step allocates the optimizers' moments.
-    return (0, 0, last_phase) if last_phase else (0, 1)
-
-
 def measure_training(
     settings: TrainSettings, *, limit: int | None = None, distribution: Distribution | None = None
 ) -> TrainingMemory:
-    """Do the `measured_steps` with random weights, including frozen parts, and return their memory on this rank.
+    """Do the `measured_steps` of the objective with random weights, and return their memory on this rank.
 
     Micro-batches are black clips of the largest shape. Frozen parts encode them, unless the run has a cache of clips.
     Without `distribution`, this process runs alone, even if the settings have several ranks.
@@ -213,8 +202,8 @@ def _steps(
             task.adversary.forward = distribution.shard(task.adversary.module)
     counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
     trainer = _trainer(settings, _MarkingTask(task, counter), distribution)
-    steps = measured_steps(settings)
-    if is_fake and settings.target is TrainTarget.MMDIT:
+    steps = find_objective(settings).measured_steps(settings)
+    if is_fake and settings.trains_transformer:
         _make_moments(trainer)
         steps = steps[-1:]
     # Copies between fake tensors would take no memory.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.files import SAMPLES_FOLDER
+from opensora_cli.engine.train.early import SAMPLES_FOLDER
 from opensora_cli.engine.train.objectives.task import Batch, SampleRng
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.media.resize import to_uint8
@@ -36,11 +36,21 @@ from opensora_cli.sampling.denoise import denoise
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales
 from opensora_cli.sampling.packing import pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import flow_timesteps, noise_latents
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.watching import ValidationSettings
 
 _SAMPLES = "number of samples"
 _HOST = torch.device("cpu")
+
+
+class Event(Protocol):
+    """Evaluation of the weights that is due at some steps."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether it is due after `step` steps."""
+
+    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+        """Evaluate, and return figures for the log. All ranks must call this."""
 
 
 @contextmanager
@@ -168,7 +178,7 @@ class SampleVideos:
         every = self._settings.samples.every
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
-    def run(self, step: int, trainer: Trainer[Any]) -> None:
+    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
         """Write the videos `step{n}/0.mp4`, `1.mp4` and so on. All ranks must call this.
 
         A video that cannot be written, for example on a full disk, causes a warning.
@@ -181,7 +191,7 @@ class SampleVideos:
                     latents.append(self._latents(index, trainer, device))
                 progress.advance()
             if not trainer.distribution.is_main:
-                return
+                return {}
             self._autoencoder.to(device)
             try:
                 for index, latents_1CTHW in enumerate(latents):
@@ -192,6 +202,7 @@ class SampleVideos:
             finally:
                 self._autoencoder.to(_HOST)
                 release_memory(device)
+        return {}
 
     def _latents(self, index: int, trainer: Trainer[Any], device: torch.device) -> Tensor:
         settings = self._settings
@@ -236,10 +247,14 @@ class SampleVideos:
             packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=model.patch_size
         ).to(_HOST)
 
+    @torch.no_grad()
     def _write(self, step: int, index: int, latents_1CTHW: Tensor) -> None:
-        chosen = self._settings.samples
+        chosen, dtype = self._settings.samples, next(self._autoencoder.parameters()).dtype
+        pieces = self._autoencoder.decode_pieces(
+            latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
+        )
         write_media(
-            self._frames(latents_1CTHW),
+            (to_uint8(piece_1CTHW[0]) for piece_1CTHW in pieces),
             self._folder / f"step{step}" / f"{index}.mp4",
             fps=chosen.fps or self._settings.data.fps_max,
             format=MediaFormat.MP4,
@@ -251,15 +266,6 @@ class SampleVideos:
             },
         )
 
-    @torch.no_grad()
-    def _frames(self, latents_1CTHW: Tensor) -> Iterator[Tensor]:
-        dtype = next(self._autoencoder.parameters()).dtype
-        pieces = self._autoencoder.decode_pieces(
-            latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
-        )
-        for piece_1CTHW in pieces:
-            yield to_uint8(piece_1CTHW[0])
-
 
 def open_samples(
     settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
@@ -270,7 +276,7 @@ def open_samples(
     frozen parts are missing or broken, and RequestError if a text length does not fit its encoder.
     """
     chosen, trained = settings.samples, settings.train_mmdit
-    if settings.target is not TrainTarget.MMDIT or chosen.every is None:
+    if not settings.trains_transformer or chosen.every is None:
         return None
     encoders = load_encoders(settings, device=distribution.device)
     empty = encoders.empty_prompt

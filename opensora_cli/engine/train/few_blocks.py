@@ -17,7 +17,7 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 FEW = 3
 """Number of blocks of a kind."""
@@ -30,7 +30,7 @@ def with_few_blocks(
 
     Checkpointed blocks are a different kind from the later blocks of their stack.
     """
-    if settings.target is not TrainTarget.MMDIT:
+    if not settings.trains_transformer:
         return settings, plan, {}
     depths, checkpointed = [], {}
     times: dict[str, int] = {}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, require_peft
 from opensora_cli.checkpoint.lora import Adapter, LowRank
@@ -16,7 +15,7 @@ from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few
-from opensora_cli.engine.components.loras import open_fitting
+from opensora_cli.engine.components.lora_files import open_fitting
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
@@ -38,10 +37,6 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
     # PEFT initializes from torch's global generator; `first_adapter` replaces these weights.
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(_config(transformer.config, settings), transformer, adapter_name=_ADAPTER)
-    if settings.dropout:
-        for layer in transformer.modules():
-            if isinstance(layer, peft.tuners.lora.LoraLayer):
-                layer.lora_dropout[_ADAPTER] = _Dropout(settings.dropout)
     for name, weight in transformer.named_parameters():
         trained = _is_of_adapter(name)
         weight.requires_grad_(trained)
@@ -143,21 +138,6 @@ def save_lora(
     write_json_atomic(
         folder / CONFIG_FILE, {key: sorted(value) if isinstance(value, set) else value for key, value in fields}
     )
-
-
-class _Dropout(nn.Module):
-    """Dropout that is active while gradients are recorded, so that validation needs no switch.
-
-    It uses torch's global generator, which checkpointing restores for the recomputation in backward.
-    """
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self._share = share
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return the features after dropout."""
-        return functional.dropout(features, self._share, training=torch.is_grad_enabled())
 
 
 def _target_of(path: str) -> LoraTarget | None:

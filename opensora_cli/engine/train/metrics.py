@@ -22,12 +22,12 @@ from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import peak_memory_gib
-from opensora_cli.engine.train.clock import Clock, StepReport
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.evaluate import remove_later_samples
-from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.flops import peak_tflops, training_flops
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.engine.train.trainer import Clock, StepReport
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ class Metrics:
         self._total_steps = settings.loop.steps
         self._device = distribution.device
         self._mfu = _open_mfu(settings, distribution)
-        self._monitor = distribution.monitor
         self._output = output
         self._reporter = reporter
         self._log = JsonLog(output / LOG_FILE, reporter=reporter)
@@ -65,7 +64,6 @@ class Metrics:
         self._profile: profile | None = None
         self._window: list[StepReport] = []
         """Steps of the unfinished line."""
-        self._has_warned = False
 
     def start(self, step: int) -> None:
         """Continue after `step`, and count time from now on. Raises OutputError if events cannot be written."""
@@ -90,7 +88,7 @@ class Metrics:
         shown = cells(line)
         self._reporter.figures(shown)
         if report.step % self._every == 0:
-            self._write({**line, **self._exchange_figures()})
+            self._write(line)
             self._reporter.note("  ".join(f"{name} {value}" for name, value in shown.items()))
             self._window = []
         if self._profile_steps is not None and report.step == self._profile_steps[1]:
@@ -145,20 +143,6 @@ class Metrics:
         mfu = {} if self._mfu is None else {"mfu": round(self._mfu(samples, tokens, seconds), 4)}
         return {"samples_per_s": round(samples / seconds, 3), "tokens_per_s": round(tokens / seconds, 1), **mfu}
 
-    def _exchange_figures(self) -> dict[str, object]:
-        rates, slow = self._monitor.take()
-        if slow and not self._has_warned:
-            self._has_warned = True
-            first = slow[0]
-            self._reporter.warn(
-                f"an exchange ({first.name}) took {first.seconds:.3g} s, which usually takes {first.usual_s:.3g} s: a "
-                "link or a rank is slow; the log counts further ones as slow_exchanges"
-            )
-        if not rates:
-            return {}
-        rounded = {name: round(rate / 1e9, 6) for name, rate in rates.items()}
-        return {"exchange_gb_per_s": rounded, "slow_exchanges": len(slow)}
-
     def _write(self, line: Mapping[str, object]) -> None:
         self._log.write(line)
         event, step = line.get("event", "train"), line["step"]
@@ -210,7 +194,7 @@ def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
 
 def _open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:
     """Return a function that computes the MFU, or None if the peak is unknown: on a CPU, or in fp32."""
-    if settings.target is not TrainTarget.MMDIT:
+    if not settings.trains_transformer:
         return None
     peak, precision = settings.watching.peak_tflops, settings.precision
     if peak is None and distribution.device.type == "cuda":
@@ -273,19 +257,16 @@ class JsonLog:
     def write(self, line: Mapping[str, object]) -> None:
         """Write a line after the kept ones. Numbers that are not finite become null."""
         self._waiting.append(json.dumps(_finite(line), allow_nan=False) + "\n")
-        error = self._write_waiting()
-        if error and len(self._waiting) == 1:
-            self._reporter.warn(f"cannot write {self._path}: {error}: its lines are kept until that is possible")
+        self._write_waiting("its lines are kept until that is possible" if len(self._waiting) == 1 else None)
 
     def close(self) -> None:
         """Write the kept lines, which are lost if that still fails."""
-        error = self._write_waiting() if self._waiting else None
-        if error:
-            self._reporter.warn(f"cannot write {self._path}: {error}: it lacks the last {len(self._waiting)} lines")
+        if self._waiting:
+            self._write_waiting(f"it lacks the last {len(self._waiting)} lines")
             self._waiting.clear()
 
-    def _write_waiting(self) -> str | None:
-        """Write the kept lines; return the system's reason if that fails."""
+    def _write_waiting(self, effect: str | None) -> None:
+        """Write the kept lines. If that fails, warn of the effect, if there is one."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab", opener=open_regular) as log:
@@ -295,10 +276,11 @@ class JsonLog:
                 log.truncate(self._whole)
                 log.write("".join(self._waiting).encode())
         except OSError as error:
-            return error.strerror or str(error)
-        self._waiting.clear()
-        self._whole = None
-        return None
+            if effect:
+                self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: {effect}")
+        else:
+            self._waiting.clear()
+            self._whole = None
 
 
 def truncate_records(output: Path, *, step: int) -> None:

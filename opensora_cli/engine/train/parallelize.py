@@ -3,9 +3,10 @@
 A rank holds a share of the features of each weight, and some rows of that share.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,10 @@ from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, Route, open_route
-from opensora_cli.parallel.collectives import all_gather
+from opensora_cli.parallel.all_to_all import ExchangePlan, TwoStages, open_stages
 from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.scheduling import BandwidthMonitor
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths, span
+from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
 from opensora_cli.settings.devices import Strategy
 
@@ -48,12 +47,10 @@ class RankLinks:
     parts: dist.ProcessGroup
     """Group of the ranks that share one copy of the weights."""
     exchange: ExchangePlan
-    route: Route
+    stages: TwoStages | None
 
     @classmethod
-    def open(
-        cls, mesh: ParallelMesh, device_type: str, exchange: ExchangePlan, monitor: BandwidthMonitor | None
-    ) -> "RankLinks":
+    def open(cls, mesh: ParallelMesh, device_type: str, exchange: ExchangePlan) -> "RankLinks":
         """Create the groups of this rank."""
         rows = mesh.group(*WEIGHT_AXES)
         ranks = torch.tensor(sorted(dist.get_process_group_ranks(mesh.group("replicate", *WEIGHT_AXES))))
@@ -64,7 +61,7 @@ class RankLinks:
             names = ("replicate", "shard")
             fsdp = DeviceMesh.from_group(groups, device_type, mesh=ranks.view(shape), mesh_dim_names=names)
         parts = mesh.group(*WEIGHT_AXES, "tensor")
-        return cls(mesh=mesh, fsdp=fsdp, parts=parts, exchange=exchange, route=open_route(mesh, exchange, monitor))
+        return cls(mesh=mesh, fsdp=fsdp, parts=parts, exchange=exchange, stages=open_stages(mesh, exchange))
 
 
 def parallelize(
@@ -75,11 +72,11 @@ def parallelize(
     strategy: Strategy,
     dtype: torch.dtype | None,
     offload_states: bool = False,
-) -> "ParallelTransformer":
-    """Reduce a transformer to this rank's part, in place. Call `ParallelTransformer.forward` instead of it.
+) -> "Sharded":
+    """Reduce a transformer to this rank's part, in place. Call `Sharded.forward` instead of it.
 
     Blocks may be compiled before, and checkpointed before or after. A transformer on the meta device gets memory only
-    for its part, to be filled with `part`. Raises RequestError if there are more tensor-parallel ranks than heads.
+    for its part. Raises RequestError if there are more tensor-parallel ranks than heads.
 
     Args:
         dtype: dtype of gathered weights and compute; gradients are summed in fp32. None means that of the weights.
@@ -90,13 +87,12 @@ def parallelize(
 
     # Tensor parallel: each rank has some heads and features of every block.
     layouts = cut_features(transformer, mesh.group("tensor"))
-    rows = {name: parameter.shape[0] for name, parameter in transformer.named_parameters()}
 
     # Sequence parallel: each rank has some tokens of every clip.
     if mesh.shape.ring * mesh.shape.ulysses > 1:
         lengths = SequenceLengths.of_mesh(mesh)
         transformer.set_attention(
-            sequence_attention(transformer.attention, mesh, lengths, plan=links.exchange, route=links.route)
+            sequence_attention(transformer.attention, mesh, lengths, plan=links.exchange, stages=links.stages)
         )
         forward = SequenceParallel(
             transformer,
@@ -141,85 +137,29 @@ def parallelize(
         transformer.to_empty(device=torch.device("cpu") if offload_states else device)
 
     norms = [transformer.get_parameter(name) for name in norms_of_heads(transformer.config)]
-    return ParallelTransformer(
-        forward=forward,
-        links=links,
-        strategy=strategy,
-        groups=groups,
-        layouts=layouts,
-        rows=rows,
-        norms=norms if mesh.shape.tensor > 1 else [],
-    )
+    return Sharded(forward, groups, layouts, norms if mesh.shape.tensor > 1 else [])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelTransformer:
-    """Rank's part of a transformer."""
-
-    forward: Callable[..., Tensor]
-    links: RankLinks
-    strategy: Strategy
-    groups: list[FSDPModule]
-    layouts: Mapping[str, "WeightLayout"]
-    rows: Mapping[str, int]
-    """Parameter -> number of its rows on all ranks that divide them."""
-    norms: list[nn.Parameter]
-    """Weights whose gradients on a tensor-parallel rank come from its own heads only."""
-
-    def begin_micro_batch(self, *, last: bool) -> None:
-        """Reduce-scatter gradients, and keep gathered weights, according to the strategy."""
-        for group in self.groups:
-            group.set_requires_gradient_sync(last or not self.strategy.reduces_once, recurse=False)
-            group.set_reshard_after_backward(last or self.strategy.gathers_twice, recurse=False)
-
-    def sum_gradients_of_norms(self) -> None:
-        """Sum the gradients of `norms` over the tensor-parallel ranks, after the last micro-batch of an update."""
-        gradients = [local(norm.grad) for norm in self.norms if norm.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=self.links.mesh.group("tensor"))
-            for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
-
-    def counts(self, name: str) -> bool:
-        """Return whether this rank's part of a gradient counts in sums over ranks; of equal parts, only one does."""
-        return self.layouts[name].cut is not None or self.links.mesh.group("tensor").rank() == 0
-
-    def whole_name(self, name: str) -> str:
-        """Return the name of a parameter in the whole transformer."""
-        return self.layouts[name].whole_name if name in self.layouts else name
-
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole tensor from the parts of all ranks: gather rows, then features."""
-        own = local(tensor.detach())
-        if name not in self.layouts:
-            return own
-        rows, tensor_group = self.links.mesh.group(*WEIGHT_AXES), self.links.mesh.group("tensor")
-        share = all_gather(own, rows, dim=0, sizes=row_sizes(self.rows[name], rows.size()))
-        cut = self.layouts[name].cut
-        if cut is None:
-            return share
-        shares = all_gather(share, tensor_group, dim=cut.dim, sizes=cut.sizes)
-        return cut.join(torch.split(shares, list(cut.sizes), cut.dim))
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor: cut features, then rows."""
-        if name not in self.layouts:
-            return whole.detach().clone()
-        cut, group = self.layouts[name].cut, self.links.mesh.group(*WEIGHT_AXES)
-        share = whole.detach() if cut is None else cut.cut(whole, self.links.mesh.group("tensor").rank())
-        own = span(row_sizes(share.shape[0], group.size()), group.rank())
-        return share[own].clone(memory_format=torch.contiguous_format)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightLayout:
+class WeightLayout(NamedTuple):
     """Division of one weight between ranks."""
 
     whole_name: str
     """Name of the weight in the model of a single process."""
+    rows: int
+    """Number of rows on all ranks that divide them."""
     cut: FeatureCut | None
     """Division of the features between tensor-parallel ranks. None means that all ranks have all features."""
+
+
+class Sharded(NamedTuple):
+    """Rank's part of a transformer."""
+
+    forward: Callable[..., Tensor]
+    groups: Sequence[FSDPModule]
+    layouts: Mapping[str, WeightLayout]
+    """Layout of each parameter, by its name in the sharded module."""
+    norms: Sequence[nn.Parameter]
+    """Weights whose gradients on a tensor-parallel rank come from its own heads only."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -241,17 +181,18 @@ def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, Weig
     ranks than heads.
     """
     ranks = dist.get_world_size(group)
-    layouts = {name: WeightLayout(name, None) for name, _ in transformer.named_parameters()}
-    if ranks == 1:
-        return layouts
-    for stack in repeated_blocks(transformer.config):
-        for block in transformer.get_submodule(stack.module_path).children():
-            shard_linears(block, stack.linears, group)
-    for whole_name, cut in feature_cuts(transformer.config, ranks).items():
-        if whole_name in layouts:
-            del layouts[whole_name]
+    cuts: dict[str, tuple[str, FeatureCut]] = {}
+    if ranks > 1:
+        for stack in repeated_blocks(transformer.config):
+            for block in transformer.get_submodule(stack.module_path).children():
+                shard_linears(block, stack.linears, group)
+        for whole_name, cut in feature_cuts(transformer.config, ranks).items():
             path, kind = whole_name.rsplit(".", 1)
-            layouts[f"{path}.linear.{kind}"] = WeightLayout(whole_name, cut)
+            cuts[f"{path}.linear.{kind}"] = whole_name, cut
+    layouts = {}
+    for name, weight in transformer.named_parameters():
+        whole_name, feature_cut = cuts.get(name, (name, None))
+        layouts[name] = WeightLayout(whole_name, weight.shape[0], feature_cut)
     return layouts
 
 

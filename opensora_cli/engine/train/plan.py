@@ -17,24 +17,19 @@ from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
-from opensora_cli.engine.train.build import count_parameters, plan_attention
-from opensora_cli.engine.train.early import (
-    Resume,
-    check_output,
-    checkpoints_to_try,
-    find_frozen_parts,
-    require_first_adapter,
-)
-from opensora_cli.engine.train.files import exports
+from opensora_cli.engine.train.build import count_parameters
+from opensora_cli.engine.train.early import Resume, check_output, checkpoints_to_try, require_first_adapter
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.metrics import require_tensorboard
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
+from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import WeightOffload
 
 
@@ -43,7 +38,7 @@ class TrainPlan(Document):
 
     SCHEMA = "osora.train-plan/4"
 
-    target: TrainTarget
+    target: str
     parameters: int
     """Number of trained parameters."""
     steps: int
@@ -88,7 +83,6 @@ class TrainPlan(Document):
     def lines(self) -> list[str]:
         """Return the plan as lines of text."""
         settings, parallel = self.settings, self.settings.parallel
-        is_transformer = self.target is TrainTarget.MMDIT
         start = ""
         if self.resume_from is not None:
             start = f", resumed from {checkpoints_to_try(self.output, self.resume_from)[0]}"
@@ -102,7 +96,7 @@ class TrainPlan(Document):
             f"output      {self.output}: {', '.join(self.exports)}",
             *(f"memory      {line}" for line in self.memory_lines),
             *([f"attention   {self.attention.line()}"] if self.attention else []),
-            *([f"cache       {cache}"] if (cache := settings.train_mmdit.cache) and is_transformer else []),
+            *([f"cache       {settings.clip_cache}"] if settings.clip_cache else []),
             *_watching_lines(settings),
             *(f"weights     {path}" for path in self.weights.values()),
             *(f"missing     {name}" for name in self.missing_weights),
@@ -168,13 +162,14 @@ def plan_training(
             "optimizer.offload_states=true needs several ranks, which divide the states, and there is one",
             hint="use --gpus N, or train an adapter: lora.rank=16 and memory.offload=blocks",
         )
-    frozen = find_frozen_parts(settings)
+    objective = find_objective(settings)
+    frozen = objective.frozen_parts(settings)
     return TrainPlan(
         target=settings.target,
         parameters=count_parameters(settings),
         steps=settings.loop.steps,
         output=Path(settings.output),
-        exports=exports(settings),
+        exports=objective.exports(settings),
         resume=resume is not None,
         ranks=settings.parallel.world_size,
         weights={name: path for name, path in frozen.items() if path is not None},
@@ -184,7 +179,7 @@ def plan_training(
         ),
         activations=plan_activations(settings),
         frozen_weights=plan_frozen_weights(settings),
-        attention=_attention(settings, machine) if settings.target is TrainTarget.MMDIT else None,
+        attention=_attention(settings, machine),
         exchange=describe_exchange(settings.parallel, exchange, shape) if shape.ulysses > 1 else None,
         settings=settings,
         resume_from=resume,
@@ -230,13 +225,11 @@ def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettin
     return there.replace({"memory.host_weights": HostWeights.PINNED}) if copies < machine.gpu.host_memory else mapped
 
 
-def _attention(settings: TrainSettings, machine: PlannedMachine | None) -> AttentionPlan:
-    if machine is not None:
-        return plan_attention(settings, device=torch.device("cuda"), tries_device=False)
-    if settings.parallel.world_size == 1:
+def _attention(settings: TrainSettings, machine: PlannedMachine | None) -> AttentionPlan | None:
+    if machine is None and settings.parallel.world_size == 1:
         return plan_attention(settings, device=training_device(settings))
     # Each of several ranks checks its own device.
-    device = torch.device("cpu" if settings.device == "cpu" else "cuda")
+    device = torch.device("cpu" if settings.device == "cpu" and machine is None else "cuda")
     return plan_attention(settings, device=device, tries_device=False)
 
 
@@ -246,7 +239,7 @@ def _watching_lines(settings: TrainSettings) -> list[str]:
     if validation.every is not None:
         clips = validation.table or "held-out clips"
         lines.append(f"validation  every {validation.every} steps, on up to {validation.batches} batches of {clips}")
-    if samples.every is not None and settings.target is TrainTarget.MMDIT:
+    if samples.every is not None and settings.trains_transformer:
         lines.append(f"samples     every {samples.every} steps: {first_few(samples.prompts)}")
     return lines
 

@@ -14,6 +14,7 @@ import torch
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.parallelize import AttentionSizes
 from opensora_cli.engine.encode.encoders import frozen_dtype
+from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.generation_work import encoding_work, evaluation_work, text_work
 from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.predicted_time import (
@@ -33,9 +34,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     total,
 )
 from opensora_cli.engine.estimate.work import Work
-from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations, token_grid
+from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
-from opensora_cli.engine.train.early import find_frozen_parts
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.ranks import mesh_shape, training_exchange
@@ -45,7 +45,7 @@ from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Checkpointing
 
 ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weights and gradients", "update"
@@ -65,7 +65,7 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
 
     The result is None for autoencoders, whose times are not predicted.
     """
-    if settings.target is not TrainTarget.MMDIT:
+    if not settings.trains_transformer:
         return None
     shape = largest_batch_shape(settings)
     data_ranks = settings.parallel.data_ranks(settings.strategy)
@@ -133,7 +133,7 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
 
 def _forward(settings: TrainSettings, config: MMDiTConfig) -> Work:
     shape, dtype = largest_batch_shape(settings), DTYPES[settings.precision.compute]
-    tokens, captions = prod(token_grid(settings, shape)), settings.text.t5_max_length
+    tokens, captions = prod(shape.token_grid(settings)), settings.text.t5_max_length
     work = evaluation_work(config, tokens, captions, dtype, _of_clip(settings), training_exchange(settings))
     return work * shape.batch_size
 
@@ -149,7 +149,7 @@ def _exchanged(settings: TrainSettings, gpu: GpuSettings, config: MMDiTConfig) -
         attentions=config.depth + config.depth_single_blocks,
         num_heads=config.num_heads,
         head_dim=config.head_dim,
-        video_tokens=shape.batch_size * prod(token_grid(settings, shape)),
+        video_tokens=shape.batch_size * prod(shape.token_grid(settings)),
         text_tokens=shape.batch_size * settings.text.t5_max_length,
         itemsize=DTYPES[settings.precision.compute].itemsize,
     )

@@ -1,7 +1,7 @@
 """Ranks of a training run: starting them, agreeing on settings, and sharing the work."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -14,7 +14,6 @@ from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
-from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -47,12 +46,7 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
     settings = settings_of_ranks(settings, context)
     with joined(context, device_type=device_type(settings.device)) as device:
         settings = agreed(settings)
-        parallel = settings.parallel
-        with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
-            yield (
-                settings,
-                distribution_of(settings, device=device),
-            )
+        yield settings, distribution_of(settings, device=device)
 
 
 def gathered_dtype(settings: TrainSettings) -> torch.dtype | None:

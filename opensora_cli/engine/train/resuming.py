@@ -1,62 +1,23 @@
-"""Checkpoint that a run resumes from: its choice, its record, and its effects on settings."""
+"""Folder of a run: the checkpoint to resume from, its effects on settings, and files that do not belong to the run."""
 
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, all_epoch_folders, read_running_document
-from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
+from opensora_cli.checkpoint.formats.colossal import SETTINGS_FILE, all_epoch_folders
+from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
-from opensora_cli.core.formatting import plain
+from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.train.checkpoints import remove_old
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
+from opensora_cli.engine.train.metrics import remove_records, truncate_records
+from opensora_cli.engine.train.plan import TrainPlan
+from opensora_cli.engine.train.state import read_running_states
 from opensora_cli.settings.train import TrainSettings
 
 _ASIDE = "aside-"
-_MAX_COUNT = 2**31
-_MAX_THREADS = 1024  # limit of the settings
-_Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class PastAttention(BaseModel):
-    """Attention backend that a run used."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    backend: str | None = None
-
-
-class RunningStates(BaseModel):
-    """State of a run beside its tensors. Fields with a default are missing in checkpoints of earlier versions."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    global_step: _Count
-    skipped_in_a_row: _Count
-    micro_batches: Annotated[int, Field(gt=0, le=_MAX_COUNT)] | None = None
-    threads: Annotated[int, Field(gt=0, le=_MAX_THREADS)] | None = None
-    done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []
-    attention: PastAttention = PastAttention()
-    score: _Finite | None = None
-    score_of: str | None = None
-    sampler: dict[str, Any] | None = None
-
-
-def read_running_states(folder: Path) -> RunningStates:
-    """Return the record of a checkpoint. Raises CheckpointError if it is missing or broken."""
-    path = folder / RUNNING_STATES_FILE
-    document = read_running_document(folder)
-    try:
-        return RunningStates.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is broken: {plain(key)}: {plain(first['msg'])}") from None
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
@@ -79,6 +40,26 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
             raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
         reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
     raise AssertionError("there is at least one folder")
+
+
+def prepare_output(
+    plan: TrainPlan, settings: TrainSettings, folder: Path | None, *, step: int, reporter: Reporter
+) -> None:
+    """Remove or rename files in the run's folder that do not belong to a run from `step` on; write its settings.
+
+    `folder` is the checkpoint that the run resumes from. Raises FileProblem if this is not possible.
+    """
+    remove_unfinished(plan.output)
+    if folder is not None:
+        set_aside_newer(plan.output, folder, reporter=reporter)
+        truncate_records(plan.output, step=step)
+        # An earlier run may have ended before it removed old checkpoints.
+        remove_old(plan.output, settings.checkpoints)
+    elif plan.overwrite:
+        for each in all_epoch_folders(plan.output) if plan.output.is_dir() else ():
+            remove_checkpoint(each)
+        remove_records(plan.output)
+    write_json_atomic(plan.output / SETTINGS_FILE, settings.model_dump(mode="json"))
 
 
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:

@@ -1,62 +1,51 @@
 """Execution of `osora train`: starts or resumes a run, and exports the weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.formats.colossal import (
-    SETTINGS_FILE,
-    TRAINING_FILE,
-    all_epoch_folders,
-)
-from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished
+from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
-from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.folder_lock import locked_folder
+from opensora_cli.core.folder_lock import LOCK_FILE, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
-from opensora_cli.core.threads import ThreadChoice, threads_used
+from opensora_cli.core.threads import threads_used
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
+from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.activations import saved_activations
-from opensora_cli.engine.train.build import (
-    build_batches,
-    build_task,
-    open_clips_cache,
-    plan_attention,
-    refuse_before_ranks,
-)
-from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
+from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, refuse_early
-from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
-from opensora_cli.engine.train.files import exports
+from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
-from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_records
-from opensora_cli.engine.train.objectives.mmdit import TokenWeights
+from opensora_cli.engine.train.metrics import Metrics
+from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import multiplies_bf16
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.resuming import (
     choose_checkpoint,
-    set_aside_newer,
+    prepare_output,
     with_recorded_micro_batches,
     with_recorded_threads,
 )
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.engine.train.transformer import plan_attention
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute
 
 _SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of a rank"
@@ -67,7 +56,7 @@ class TrainResult(Document):
 
     SCHEMA = "osora.train/2"
 
-    target: TrainTarget
+    target: str
     output: Path
     exports: tuple[Path, ...]
     checkpoint: Path
@@ -118,19 +107,17 @@ def train(
         KeyboardInterrupt: Its argument tells how to resume.
     """
     reporter = reporter or SilentReporter()
-    _check_sources(settings, source, held_out)
-    if token_weights is not None and settings.train_mmdit.masked_loss:
-        raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
-    new_run = partial(_Run, source=source, held_out=held_out, token_weights=token_weights)
+    given = _Given(source, held_out, token_weights)
+    _check_given(settings, given)
     if context is not None:
         refuse_lack_of_memory(settings_of_ranks(settings, context), rank=context.rank, reporter=reporter)
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
             plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite, has_source=source is not None)
-            return new_run(plan, distribution, watched).run()
+            return _Run(plan, distribution, watched, given).run()
     plan = _checked_plan(settings, resume=resume, overwrite=overwrite, has_source=source is not None)
     if (ranks := settings.parallel.world_size) > 1:
-        if source is not None or held_out is not None or token_weights is not None:
+        if any(each is not None for each in given):
             raise RequestError(
                 f"parallel.gpus={ranks} starts no ranks for the clips of a program",
                 hint=f"use torchrun --nproc-per-node {ranks}, and pass context=find_context(os.environ)",
@@ -140,19 +127,29 @@ def train(
         return None
     refuse_lack_of_memory(settings, rank=0, reporter=reporter)
     distribution = Distribution(training_device(settings))
-    return new_run(plan, distribution, reporter).run()
+    return _Run(plan, distribution, reporter, given).run()
 
 
-def _check_sources(settings: TrainSettings, source: ClipSource | None, held_out: ClipSource | None) -> None:
-    """Raise RequestError if both a table and a source are given, or if validation has neither."""
+class _Given(NamedTuple):
+    """Arguments of `train` that a command cannot give."""
+
+    source: ClipSource | None = None
+    held_out: ClipSource | None = None
+    token_weights: TokenWeights | None = None
+
+
+def _check_given(settings: TrainSettings, given: _Given) -> None:
+    """Raise RequestError if settings contradict what a program gives, or if validation has no clips."""
     validation = settings.validation
-    for given, table, key in (
-        (source, settings.data.table, "data.table"),
-        (held_out, validation.table, "validation.table"),
+    for source, table, key in (
+        (given.source, settings.data.table, "data.table"),
+        (given.held_out, validation.table, "validation.table"),
     ):
-        if given is not None and table is not None:
+        if source is not None and table is not None:
             raise RequestError(f"{key}={table} does not go with clips of a program", hint="drop one of them")
-    if validation.every and held_out is None and validation.table is None:
+    if given.token_weights is not None and settings.train_mmdit.masked_loss:
+        raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
+    if validation.every and given.held_out is None and validation.table is None:
         raise RequestError(
             f"validation.every={validation.every} needs held-out clips", hint="pass held_out, or set validation.table"
         )
@@ -166,29 +163,18 @@ def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: 
 class _Run:
     """Part of a run in one process. The plan is the same on all ranks."""
 
-    def __init__(
-        self,
-        plan: TrainPlan,
-        distribution: Distribution,
-        reporter: Reporter,
-        *,
-        source: ClipSource | None,
-        held_out: ClipSource | None,
-        token_weights: TokenWeights | None,
-    ) -> None:
+    def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, given: _Given) -> None:
         self._plan = plan
-        self._source, self._held_out, self._token_weights = source, held_out, token_weights
+        self._given = given
         self._distribution = distribution
         self._reporter = reporter
         self._settings = plan.settings
         self._output = plan.output
         self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
+        self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
+        self._attention: AttentionPlan | None = None
         self._saved: Path | None = None
         self._saved_step: int | None = None
-        self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
-        self._samples: SampleVideos | None = None
-        self._validation: HeldOutLoss | None = None
-        self._attention: AttentionPlan | None = None
         self._validation_loss: float | None = None
         """Validation loss of the current weights."""
         self._done: list[str] = []
@@ -206,54 +192,87 @@ class _Run:
             raise type(error)(error.message, hint=f"{way}, and {error.hint}") from error
 
     def _run(self) -> TrainResult:
+        plan, distribution, reporter = self._plan, self._distribution, self._reporter
+        device, folder, threads = distribution.device, None, plan.threads
         with ExitStack() as stack:
-            self._enter_output(stack)
-            folder = self._find_checkpoint()
-            stack.enter_context(threads_used(self._threads(folder), self._reporter))
+            self._lock_output(stack)
+            if plan.resume_from is not None:
+                folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution, reporter=reporter)
+                self._settings = with_recorded_micro_batches(
+                    self._settings, folder, data_ranks=distribution.data_ranks, reporter=reporter
+                )
+                threads = with_recorded_threads(threads, folder, reporter=reporter)
+            stack.enter_context(threads_used(threads, reporter))
             # Steps seed torch's global generator, whose state is the caller's.
-            device = self._distribution.device
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            tf32 = self._settings.precision.tf32
-            stack.enter_context(tf32_products(tf32, device, note=self._reporter.note))
+            stack.enter_context(tf32_products(self._settings.precision.tf32, device, note=reporter.note))
+            self._attention = plan_attention(self._settings, device=device)
+            # Open these first: encoders are freed before the model is loaded, and broken tables are found early.
+            events: dict[str, Event | None] = {
+                "validation": open_validation(
+                    self._settings, distribution=distribution, reporter=reporter, source=self._given.held_out
+                ),
+                "samples": open_samples(
+                    self._settings, distribution=distribution, output=self._output, reporter=reporter
+                ),
+            }
             trainer = self._build(stack)
             if folder is not None:
                 self._resume(trainer, folder)
             first_step = trainer.step
-            self._prepare_output(folder, first_step)
+            if distribution.is_main:
+                prepare_output(plan, self._settings, folder, step=first_step, reporter=reporter)
+            distribution.barrier()
             # Only after the copy of the average, which needs no activations.
-            module, frozen = trainer.task.module, self._plan.frozen_weights
+            module = trainer.task.module
             stack.enter_context(
-                streamed_weights(module, frozen, self._settings, device=device, reporter=self._reporter)
+                streamed_weights(module, plan.frozen_weights, self._settings, device=device, reporter=reporter)
             )
-            stack.enter_context(saved_activations(module, self._plan.activations))
+            stack.enter_context(saved_activations(module, plan.activations))
             stack.enter_context(self._writer)
             self._report_start(first_step)
             self._metrics.start(first_step)
-            with deferred_interrupts(self._note_interruption) as is_interrupted:
-                self._do_steps(trainer, is_interrupted)
-                problem = self._save_last(trainer)
-                self._export(trainer)
+            with deferred_interrupts(
+                lambda: reporter.note(
+                    "this step is finished and saved first; a second Ctrl-C ends at once, without that"
+                )
+            ) as is_interrupted:
+                self._do_steps(trainer, events, is_interrupted)
+                problem = None
+                try:
+                    self._save(trainer)
+                    self._writer.wait()
+                except OutputError as error:
+                    # The weights can still be exported.
+                    problem = error
+                beat("export")
+                weights = whole_weights(trainer)
+                if distribution.is_main:
+                    trainer.task.export(weights, self._output)
+                distribution.barrier()
             if problem is not None:
-                self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
+                reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
                 raise problem
         assert self._saved is not None
         return TrainResult(
             target=self._settings.target,
             output=self._output,
-            exports=tuple(self._output / name for name in exports(self._settings)),
+            exports=tuple(self._output / name for name in find_objective(self._settings).exports(self._settings)),
             checkpoint=self._saved,
             steps=trainer.step,
             resumed_from=None if folder is None else first_step,
-            parameters=self._plan.parameters,
+            parameters=plan.parameters,
             attention=self._attention,
         )
 
-    def _enter_output(self, stack: ExitStack) -> None:
+    def _lock_output(self, stack: ExitStack) -> None:
         """Lock the run's folder against other runs; all ranks raise if one uses it."""
         refusal = None
         if self._distribution.is_main:
             try:
-                stack.enter_context(locked_folder(self._output))
+                problem = f"{self._output} is in use by another run"
+                hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
+                stack.enter_context(sole_run(self._output / LOCK_FILE, problem=problem, hint=hint))
             except OutputError as error:
                 refusal = error.message, error.hint
         if self._distribution.ranks > 1:
@@ -261,36 +280,19 @@ class _Run:
         if refusal is not None:
             raise OutputError(refusal[0], hint=refusal[1])
 
-    def _find_checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from, and adopt its number of micro-batches."""
-        distribution, reporter = self._distribution, self._reporter
-        if self._plan.resume_from is None:
-            return None
-        folder = choose_checkpoint(self._output, self._plan.resume_from, distribution=distribution, reporter=reporter)
-        self._settings = with_recorded_micro_batches(
-            self._settings, folder, data_ranks=distribution.data_ranks, reporter=reporter
-        )
-        return folder
-
-    def _threads(self, folder: Path | None) -> ThreadChoice:
-        threads = self._plan.threads
-        return threads if folder is None else with_recorded_threads(threads, folder, reporter=self._reporter)
-
     def _build(self, stack: ExitStack) -> Trainer[Any]:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
-        if settings.target is TrainTarget.MMDIT:
-            self._attention = plan_attention(settings, device=distribution.device)
-        # Open these first: encoders are freed before the model is loaded, and broken tables are found early.
-        self._validation = open_validation(
-            settings, distribution=distribution, reporter=reporter, source=self._held_out
-        )
-        self._samples = open_samples(settings, distribution=distribution, output=self._output, reporter=reporter)
-        clips = open_clips_cache(settings, distribution=distribution, reporter=reporter, source=self._source)
+        clips = open_clips_cache(settings, distribution=distribution, reporter=reporter, source=self._given.source)
         task = build_task(
-            settings, distribution=distribution, clips=clips, token_weights=self._token_weights, reporter=reporter
+            settings, distribution=distribution, clips=clips, token_weights=self._given.token_weights, reporter=reporter
         )
-        batches = build_batches(
-            settings, distribution=distribution, clips=clips, reporter=reporter, source=self._source
+        batches = ClipBatches(
+            settings,
+            data_rank=distribution.data_rank,
+            data_ranks=distribution.data_ranks,
+            reporter=reporter,
+            load=None if clips is None else clips.clip,
+            source=self._given.source,
         )
         stack.callback(batches.close)
         stack.callback(self._metrics.close)
@@ -325,93 +327,65 @@ class _Run:
         if folder.parent == self._output:
             self._saved, self._saved_step = folder, trainer.step
 
-    def _prepare_output(self, folder: Path | None, first_step: int) -> None:
-        """Remove or rename files in the run's folder that do not belong to this run."""
-        if self._distribution.is_main:
-            remove_unfinished(self._output)
-            if folder is not None:
-                set_aside_newer(self._output, folder, reporter=self._reporter)
-                truncate_records(self._output, step=first_step)
-                # An earlier run may have ended before it removed old checkpoints.
-                remove_old(self._output, self._settings.checkpoints)
-            elif self._plan.overwrite:
-                for each in all_epoch_folders(self._output) if self._output.is_dir() else ():
-                    remove_checkpoint(each)
-                (self._output / TRAINING_FILE).unlink(missing_ok=True)
-                remove_records(self._output)
-            write_json_atomic(self._output / SETTINGS_FILE, self._settings.model_dump(mode="json"))
-        self._distribution.barrier()
-
     def _report_start(self, first_step: int) -> None:
-        target, parameters = self._settings.target, self._plan.parameters
-        steps = self._settings.loop.steps
-        self._reporter.note(f"{target}: {parameters:,} parameters, steps {first_step} to {steps}")
+        settings, reporter = self._settings, self._reporter
+        reporter.note(
+            f"{settings.target}: {self._plan.parameters:,} parameters, steps {first_step} to {settings.loop.steps}"
+        )
         if self._attention is not None:
-            self._reporter.note(f"attention: {self._attention.line()}")
+            reporter.note(f"attention: {self._attention.line()}")
         for line in self._plan.memory_lines:
-            self._reporter.note(f"memory: {line}")
-        if self._settings.precision.compute is Compute.BF16 and not multiplies_bf16(self._distribution.device):
-            self._reporter.warn(
+            reporter.note(f"memory: {line}")
+        if settings.precision.compute is Compute.BF16 and not multiplies_bf16(self._distribution.device):
+            reporter.warn(
                 "this CPU has no products in bfloat16, and without them a step is many times slower than in float32: "
                 "use --set precision.compute=fp32"
             )
 
-    def _note_interruption(self) -> None:
-        self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")
-
-    def _do_steps(self, trainer: Trainer[Any], is_interrupted: Callable[[], bool]) -> None:
+    def _do_steps(
+        self, trainer: Trainer[Any], events: Mapping[str, Event | None], is_interrupted: Callable[[], bool]
+    ) -> None:
         steps, every = self._settings.loop.steps, self._settings.checkpoints.every
-
-        def stop_if_interrupted() -> None:
-            # There is nothing to save before the first step.
-            if trainer.step and self._distribution.any(is_interrupted()):
-                self._save(trainer)
-                self._writer.wait()
-                raise KeyboardInterrupt(
-                    f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
-                )
-
-        def do_what_is_due() -> None:
-            # An interrupted run leaves this to the resumed one because SIGKILL may follow soon.
-            stop_if_interrupted()
-            for name, do in (("validation", self._validate), ("samples", self._sample)):
-                if name not in self._done and do(trainer):
-                    self._done.append(name)
-                    stop_if_interrupted()
-            # `_save_last` saves the last checkpoint. Its failure does not prevent the export.
-            if 0 < trainer.step < steps and trainer.step % every == 0:
-                self._save(trainer)
-
         with self._reporter.stage("train", total=steps, unit="steps") as progress:
             if trainer.step:
                 progress.advance(trainer.step)
-            do_what_is_due()
-            while trainer.step < steps:
+            while True:
+                # An interrupted run leaves the rest to the resumed one because SIGKILL may follow soon.
+                self._stop_if_interrupted(trainer, is_interrupted)
+                for name, event in events.items():
+                    if event is not None and name not in self._done and event.is_due(trainer.step):
+                        self._hold(name, event, trainer)
+                        self._stop_if_interrupted(trainer, is_interrupted)
+                if trainer.step >= steps:
+                    # The caller saves the last checkpoint. Its failure does not prevent the export.
+                    return
+                if trainer.step and trainer.step % every == 0:
+                    self._save(trainer)
                 self._done, self._validation_loss = [], None
                 trainer.do_step()
                 progress.advance()
                 self._writer.warn_of_failure()
-                do_what_is_due()
 
-    def _validate(self, trainer: Trainer[Any]) -> bool:
-        """Validate if a validation is due; return whether it was due."""
-        is_due = self._validation is not None and self._validation.is_due(trainer.step)
-        if self._validation is not None and is_due:
-            with self._metrics.clock.part("validation"):
-                figures = self._validation.run(trainer.step, trainer)
+    def _stop_if_interrupted(self, trainer: Trainer[Any], is_interrupted: Callable[[], bool]) -> None:
+        # There is nothing to save before the first step.
+        if trainer.step and self._distribution.any(is_interrupted()):
+            self._save(trainer)
+            self._writer.wait()
+            steps = self._settings.loop.steps
+            raise KeyboardInterrupt(
+                f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
+            )
+
+    def _hold(self, name: str, event: Event, trainer: Trainer[Any]) -> None:
+        """Validate, or make samples."""
+        with self._metrics.clock.part(name):
+            figures = event.run(trainer.step, trainer)
+        self._done.append(name)
+        if name == "validation":
             self._validation_loss = figures["loss"]
             # A checkpoint of this step, from an interruption, lacks the loss.
             self._saved_step = None
             self._metrics.on_validation(trainer.step, figures)
-        return is_due
-
-    def _sample(self, trainer: Trainer[Any]) -> bool:
-        """Generate sample videos if they are due; return whether they were due."""
-        is_due = self._samples is not None and self._samples.is_due(trainer.step)
-        if self._samples is not None and is_due:
-            with self._metrics.clock.part("samples"):
-                self._samples.run(trainer.step, trainer)
-        return is_due
 
     def _save(self, trainer: Trainer[Any]) -> None:
         """Save a checkpoint, unless this step is already saved."""
@@ -422,19 +396,3 @@ class _Run:
                     trainer, validation_loss=self._validation_loss, done=self._done, attention=self._attention
                 )
             self._saved_step = trainer.step
-
-    def _save_last(self, trainer: Trainer[Any]) -> OutputError | None:
-        """Save and wait; return the error instead of raising it because the weights can still be exported."""
-        try:
-            self._save(trainer)
-            self._writer.wait()
-        except OutputError as error:
-            return error
-        return None
-
-    def _export(self, trainer: Trainer[Any]) -> None:
-        beat("export")
-        weights = whole_weights(trainer)
-        if self._distribution.is_main:
-            trainer.task.export(weights, self._output)
-        self._distribution.barrier()

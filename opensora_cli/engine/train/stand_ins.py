@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ReferencePart
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
@@ -17,36 +16,27 @@ from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import BatchShape, largest_batch_shape
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
-from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 
 def fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
-    """Return `bare_task` with random weights, which depend only on the seed."""
+    """Return the stand-in of a run's task, whose random weights depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
-        return bare_task(settings)
+        return find_objective(settings).stand_in(settings)
 
 
-def bare_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
-    """Return the task and its frozen parts, without the weights of any file."""
-    match settings.target:
-        case TrainTarget.VAE:
-            without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
-            return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
-        case TrainTarget.MMDIT:
-            return _mmdit_task(settings)
-
-
-def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
+def transformer_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
+    """Return the transformer's task and its frozen parts, without the weights of any file."""
     frozen: list[nn.Module] = []
     transformer = MMDiT(mmdit_config(settings.model), attention=attention_stand_in(settings.train_mmdit.attention))
     if settings.lora.is_on:
@@ -134,7 +124,7 @@ def largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
 
     def make(rng: SampleRng, number: int) -> Any:
         shape = largest_batch_shape(settings)
-        if settings.target is TrainTarget.MMDIT and settings.train_mmdit.cache is not None:
+        if settings.clip_cache is not None:
             clips = tuple(_CachedBlackClip(settings, shape) for _ in range(shape.batch_size))
             return replace(shape.zeros(), pixels_BTHWC=None, cached=clips)
         return shape.zeros()

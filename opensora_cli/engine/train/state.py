@@ -3,39 +3,84 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER
+from opensora_cli.checkpoint.formats.colossal import (
+    EMA_FILE,
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    RUNNING_STATES_FILE,
+    read_running_document,
+)
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import load_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.files import json_bytes
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
-from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
+from opensora_cli.engine.train.optimizer import state_names
 from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.resuming import RunningStates, read_running_states
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Learner, Trainer
 
 ADVERSARY_FILE = "adversary.safetensors"
-MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/moments.safetensors"
-ADVERSARY_MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors"
-UPDATES_FILE = f"{OPTIMIZER_FOLDER}/updates.json"
-SAMPLER_FILE = "sampler.pt"
+_MOMENTS_FILES = {
+    "model": f"{OPTIMIZER_FOLDER}/moments.safetensors",
+    "adversary": f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors",
+}
+_UPDATES_FILE = f"{OPTIMIZER_FOLDER}/updates.json"
+"""File with the number of updates of each parameter in checkpoints of earlier versions."""
+_SAMPLER_FILE = "sampler.pt"
 """File with the position in the data in checkpoints of earlier versions."""
 
-_MOMENTS_OF = {"model": MOMENTS_FILE, "adversary": ADVERSARY_MOMENTS_FILE}
 _MAX_SAMPLER_BYTES = 2**20
-_MAX_UPDATES = 2**31
+_MAX_COUNT = 2**31
+_MAX_THREADS = 1024  # limit of the settings
 _BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
+_Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+
+
+class PastAttention(BaseModel):
+    """Attention backend that a run used."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    backend: str | None = None
+
+
+class RunningStates(BaseModel):
+    """State of a run beside its tensors. Fields with a default are missing in checkpoints of earlier versions."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    global_step: _Count
+    skipped_in_a_row: _Count
+    micro_batches: Annotated[int, Field(gt=0, le=_MAX_COUNT)] | None = None
+    threads: Annotated[int, Field(gt=0, le=_MAX_THREADS)] | None = None
+    done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []
+    attention: PastAttention = PastAttention()
+    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    score_of: str | None = None
+    sampler: dict[str, Any] | None = None
+
+
+def read_running_states(folder: Path) -> RunningStates:
+    """Return the record of a checkpoint. Raises CheckpointError if it is missing or broken."""
+    document = read_running_document(folder)
+    try:
+        return RunningStates.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        problem = f"{plain(key)}: {plain(first['msg'])}"
+        raise CheckpointError(f"{folder / RUNNING_STATES_FILE} is broken: {problem}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +92,7 @@ class StatePart:
     key: str
     """Name of the tensor in that file."""
     parameter: str
-    """Name of the parameter with the same layout, in the sharded module."""
+    """Name of the parameter with the same layout, in the sharded module. Empty means the same tensor on all ranks."""
     tensor: Tensor
     """Part of this rank, which training changes."""
 
@@ -62,12 +107,11 @@ def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
     if trainer.task.adversary is not None:
         for name, tensor in module_state(trainer.task.adversary.module).items():
             yield StatePart(ADVERSARY_FILE, name, name, tensor)
-    for learner, file in _MOMENTS_OF.items():
+    for learner, file in _MOMENTS_FILES.items():
         if learner in trainer.learners:
-            learning = trainer.learners[learner]
-            for moment in named_moments(learning.module, learning.optimizers):
-                key = f"{moment.name}.{whole_name(moment.parameter)}"
-                yield StatePart(file, key, moment.parameter, moment.tensor)
+            for name, weight, optimizer in trainer.learners[learner].trained():
+                for kind, value in optimizer.state[weight].items():
+                    yield StatePart(file, f"{kind}.{whole_name(name)}", "" if kind == "step" else name, value)
 
 
 def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
@@ -83,16 +127,6 @@ def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
     return whole
 
 
-def updates_file(trainer: Trainer[Any]) -> dict[str, bytes]:
-    """Return the name and content of the file with the number of updates of each parameter."""
-    whole_name = trainer.distribution.whole_name
-    counts = {
-        name: {whole_name(key): count for key, count in update_counts(each.module, each.optimizers).items()}
-        for name, each in trainer.learners.items()
-    }
-    return {UPDATES_FILE: json_bytes(counts)}
-
-
 def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
     """Restore a run from a complete checkpoint, in place, and return its record.
 
@@ -101,11 +135,12 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
     """
     try:
         running = read_running_states(folder)
-        _restore_tensors(trainer, folder)
-        _restore_moments(trainer, folder)
+        _restore_weights(trainer, folder)
+        for name, learner in trainer.learners.items():
+            _restore_moments(trainer, learner, _open_moments(folder, name))
         sampler = running.sampler
         if sampler is None:
-            sampler = load_torch(folder / SAMPLER_FILE, max_bytes=_MAX_SAMPLER_BYTES)
+            sampler = load_torch(folder / _SAMPLER_FILE, max_bytes=_MAX_SAMPLER_BYTES)
         trainer.batches.load_state_dict(sampler)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
@@ -120,13 +155,10 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
 
 
 @torch.no_grad()
-def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
+def _restore_weights(trainer: Trainer[Any], folder: Path) -> None:
     stored: dict[str, Mapping[str, LazyTensor]] = {
         MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
-        **{
-            name: open_safetensors(folder / name)[0] if (folder / name).exists() else {}
-            for name in (EMA_FILE, ADVERSARY_FILE)
-        },
+        **{name: _open_tensors(folder / name) for name in (EMA_FILE, ADVERSARY_FILE)},
     }
     wanted = [part for part in tensors_of(trainer) if part.file in stored]
     for name, entries in stored.items():
@@ -135,44 +167,64 @@ def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
             # A new average starts as a copy of the weights.
             stored[name] = stored[MODEL_FOLDER]
         elif keys and keys != entries.keys():
-            odd = sorted(keys ^ entries.keys())
-            raise CheckpointError(
-                f"{folder / name} is of another model: {first_few(odd)} are not in both",
-                hint="resume with the settings of the run, or start again with another --set output=FOLDER",
-            )
+            raise _of_another_model(folder / name, f"{first_few(sorted(keys ^ entries.keys()))} are not in both")
     for part in wanted:
         entry = stored[part.file][part.key]
         if tuple(entry.shape) != tuple(part.tensor.shape) and trainer.distribution.ranks == 1:
-            raise CheckpointError(
-                f"{folder / part.file} is of another model: {part.key} is {list(entry.shape)}, and must be "
-                f"{list(part.tensor.shape)}",
-                hint="resume with the settings of the run, or start again with another --set output=FOLDER",
-            )
+            problem = f"{part.key} is {list(entry.shape)}, and must be {list(part.tensor.shape)}"
+            raise _of_another_model(folder / part.file, problem)
         local(part.tensor).copy_(trainer.distribution.part(part.parameter, entry.read()))
 
 
-def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
-    counts = read_update_counts(folder / UPDATES_FILE)
-    distribution = trainer.distribution
-    for name, learner in trainer.learners.items():
-        path = folder / _MOMENTS_OF[name]
-        entries = open_safetensors(path)[0] if path.exists() else {}
+@torch.no_grad()
+def _restore_moments(trainer: Trainer[Any], learner: Learner, stored: Mapping[str, LazyTensor]) -> None:
+    """Restore the state of optimizers. Raises CheckpointError if weights are not those of this run."""
+    left, distribution = dict(stored), trainer.distribution
+    for parameter, weight, optimizer in learner.trained():
+        optimizer.state[weight].clear()
+        whole_name = distribution.whole_name(parameter)
+        names = [name for name in state_names(optimizer) if f"{name}.{whole_name}" in left]
+        if names and len(names) < len(state_names(optimizer)):
+            raise CheckpointError(f"the checkpoint has only {', '.join(names)} of {whole_name}")
+        for name in names:
+            value = left.pop(f"{name}.{whole_name}").read()
+            if name == "step":
+                # AdamW keeps its number of updates on the weight's device.
+                optimizer.state[weight][name] = value.float().to(weight.device)
+                continue
+            own, shape = distribution.part(parameter, value), local(weight).shape
+            if own.shape != shape:
+                raise CheckpointError(
+                    f"{name} of {whole_name} is {list(own.shape)} in the checkpoint, and the weight {list(shape)}"
+                )
+            optimizer.state[weight][name] = torch.zeros_like(weight)
+            local(optimizer.state[weight][name]).copy_(own)
+    if left:
+        raise CheckpointError(f"the checkpoint has {min(left)}, which this run does not have")
 
-        def find(parameter: str, moment: str, entries: Mapping[str, LazyTensor] = entries) -> Tensor:
-            whole = entries[f"{moment}.{distribution.whole_name(parameter)}"].read()
-            return distribution.part(parameter, whole)
 
-        names = {distribution.whole_name(key): key for key, _ in learner.module.named_parameters()}
-        own_counts = {names.get(key, key): count for key, count in counts.get(name, {}).items()}
-        restore_moments(learner.module, learner.optimizers, own_counts, find)
-
-
-def read_update_counts(path: Path) -> dict[str, dict[str, int]]:
-    """Return the number of updates of each parameter of each learner."""
-    counts = read_json_object(path, problem=CheckpointError)
-    for each in counts.values():
-        if not isinstance(each, dict) or not all(
-            type(count) is int and 0 <= count <= _MAX_UPDATES for count in each.values()
+def _open_moments(folder: Path, learner: str) -> dict[str, LazyTensor]:
+    """Return the state of a learner's optimizers by names such as `exp_avg.WEIGHT`."""
+    entries = dict(_open_tensors(folder / _MOMENTS_FILES[learner]))
+    if (folder / _UPDATES_FILE).exists():
+        counts = read_json_object(folder / _UPDATES_FILE, problem=CheckpointError).get(learner, {})
+        if not isinstance(counts, dict) or not all(
+            type(count) is int and 0 <= count <= _MAX_COUNT for count in counts.values()
         ):
-            raise CheckpointError(f"{path} is broken: it holds no counts of updates")
-    return counts
+            raise CheckpointError(f"{folder / _UPDATES_FILE} is broken: it holds no counts of updates")
+        for name, count in counts.items():
+            # Muon does not count its updates.
+            if f"momentum_buffer.{name}" not in entries:
+                entries[f"step.{name}"] = LazyTensor.of(torch.tensor(float(count)))
+    return entries
+
+
+def _open_tensors(path: Path) -> Mapping[str, LazyTensor]:
+    return open_safetensors(path)[0] if path.exists() else {}
+
+
+def _of_another_model(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is of another model: {problem}",
+        hint="resume with the settings of the run, or start again with another --set output=FOLDER",
+    )

@@ -1,9 +1,11 @@
-"""Training loop of all targets."""
+"""Training loop of all objectives."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Generic
 
 import torch
@@ -13,15 +15,81 @@ from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
-from opensora_cli.engine.train.clock import Clock, StepReport
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
-from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
+from opensora_cli.engine.train.optimizer import Schedule, build_optimizers, set_rates
 from opensora_cli.engine.train.parallelize import local
 from opensora_cli.engine.train.precision import autocast
-from opensora_cli.engine.train.schedules import Schedule
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
+
+PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "validation", "samples")
+"""Parts of a step that the clock times."""
+_MAX_SKIPPED_IN_A_ROW = 5
+_LOSS_OF = {"model": "loss", "adversary": "adversary_loss"}
+_NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Report of one update, which may be skipped."""
+
+    step: int
+    """Number of finished steps, including this one."""
+    epoch: int
+    figures: Mapping[str, float]
+    """`loss`, `grad_norm` and figures of the task: means over all micro-batches and ranks; empty if skipped."""
+    learning_rate: float
+    samples: int
+    """Number of samples of all ranks."""
+    tokens: int
+    """Number of tokens of all ranks."""
+    seconds: Mapping[str, float]
+    """Seconds of this rank by `PARTS`, and `total` from the end of the last step to the end of this one."""
+    skipped: bool
+    """Whether nothing was updated because the loss or gradient was not finite."""
+    paths: tuple[str, ...]
+    """Paths of this rank's samples; for a skipped step, samples of all ranks that may be the cause."""
+
+
+class Clock:
+    """Clock that times the parts of steps on the host.
+
+    `marks` wrap each part, to show it in profiles. `wait` synchronizes with the device at the end of each part.
+    """
+
+    def __init__(
+        self,
+        *,
+        marks: Sequence[Callable[[str], AbstractContextManager[object]]] = (),
+        wait: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._marks = marks
+        self._wait = wait
+        self._now = now
+        self._started = now()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, name: str, /) -> Iterator[None]:
+        """Add the time of the block to a part; blocks do not nest."""
+        with ExitStack() as stack:
+            for mark in self._marks:
+                stack.enter_context(mark(name))
+            started = self._now()
+            try:
+                yield
+                self._wait()
+            finally:
+                self._seconds[name] += self._now() - started
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part, and `total`, since the last call."""
+        now = self._now()
+        seconds = {**self._seconds, "total": now - self._started}
+        self._started, self._seconds = now, defaultdict(float)
+        return seconds
 
 
 class Learner:
@@ -40,6 +108,14 @@ class Learner:
     def learning_rate(self) -> float:
         """Learning rate of the last update in the first group of weights."""
         return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
+        """Yield the name, weight and optimizer of each trained parameter, in the order of the module."""
+        groups = ((group, optimizer) for optimizer in self.optimizers for group in optimizer.param_groups)
+        owners = {id(weight): optimizer for group, optimizer in groups for weight in group["params"]}
+        for name, weight in self.module.named_parameters():
+            if id(weight) in owners:
+                yield name, weight, owners[id(weight)]
 
     def zero_grad(self) -> None:
         """Drop the gradients of the last update."""
@@ -60,46 +136,25 @@ class Learner:
             optimizer.step()
 
 
-_MAX_SKIPPED_IN_A_ROW = 5
-_LOSS_OF = {"model": "loss", "adversary": "adversary_loss"}
-_NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
     """Micro-batch whose gradients are added, or queued on the device."""
 
-    number: int
     paths: tuple[str, ...]
     samples: int
     tokens: int
     losses: Mapping[str, Tensor]
     """Loss of each learner."""
     figures: Mapping[str, Tensor]
+    name: str
+    """Name of the micro-batch in messages."""
 
-
-@dataclass
-class _Sums:
-    """Sums over the micro-batches of an update, on this rank."""
-
-    figures: dict[str, float] = field(default_factory=dict)
-    samples: int = 0
-    tokens: int = 0
-    paths: list[str] = field(default_factory=list)
-    suspects: list[str] = field(default_factory=list)
-    """Paths of micro-batches whose own loss was not finite."""
-
-    def add(self, done: _Done, *, share: float) -> None:
-        """Wait for the losses and figures of a micro-batch, and add them to the means."""
-        losses = {_LOSS_OF[learner]: float(loss) for learner, loss in done.losses.items()}
-        figures = {name: float(value) for name, value in done.figures.items()}
-        for name, value in {**figures, **losses}.items():
-            self.figures[name] = self.figures.get(name, 0.0) + share * value
-        self.samples += done.samples
-        self.tokens += done.tokens
-        self.paths += done.paths
-        if not all(math.isfinite(loss) for loss in losses.values()):
-            self.suspects += done.paths or (f"micro-batch {done.number}",)
+    def read(self) -> tuple[dict[str, float], list[str]]:
+        """Wait for the losses and figures; return them, and the samples if a loss is not finite."""
+        losses = {_LOSS_OF[learner]: float(loss) for learner, loss in self.losses.items()}
+        figures = {name: float(value) for name, value in self.figures.items()}
+        is_finite = all(math.isfinite(loss) for loss in losses.values())
+        return {**figures, **losses}, [] if is_finite else list(self.paths or [self.name])
 
 
 class Trainer(Generic[BatchT]):
@@ -165,22 +220,24 @@ class Trainer(Generic[BatchT]):
         done = self._find_gradients()
         learning = {name for each in done for name in each.losses}
         clipped = {name: self.learners[name].clip() for name in self.learners if name in learning}
-        sums = _Sums()
         # Here the host waits for the device, which by now has all work up to the update.
-        for each in done:
-            sums.add(each, share=1 / len(done))
+        read = [each.read() for each in done]
         norms = {name: float(norm) for name, norm in clipped.items()}
+        suspects = [path for _, paths in read for path in paths]
         with self._clock.part("exchange"):
-            has_finite_loss = not self.distribution.any(bool(sums.suspects))
+            has_finite_loss = not self.distribution.any(bool(suspects))
         # The norms already cover all ranks.
         skipped = not has_finite_loss or not all(math.isfinite(norm) for norm in norms.values())
         with self._clock.part("optimizer"):
             for learner in self.learners.values():
                 learner.set_rates(self.step)
             if not skipped:
-                self._update(norms)
+                for name in norms:
+                    self.learners[name].update()
+                if self.ema is not None and self._loop.ema_decay is not None:
+                    update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
         self.step += 1
-        report = self._report(sums, norms, skipped=skipped)
+        report = self._report(done, [figures for figures, _ in read], norms, suspects, skipped=skipped)
         self._on_step(report)
         if skipped:
             self._count_skipped(report)
@@ -210,12 +267,12 @@ class Trainer(Generic[BatchT]):
                 losses, figures = self._backward(batch, share=1 / count)
             done.append(
                 _Done(
-                    number=batch.number,
                     paths=batch.paths,
                     samples=self.task.samples(batch),
                     tokens=self.task.tokens(batch),
                     losses=losses,
                     figures=figures,
+                    name=f"micro-batch {batch.number}",
                 )
             )
         return done
@@ -243,19 +300,29 @@ class Trainer(Generic[BatchT]):
             (loss * share).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _update(self, learning: Iterable[str]) -> None:
-        for name in learning:
-            self.learners[name].update()
-        if self.ema is not None and self._loop.ema_decay is not None:
-            update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
-
-    def _report(self, sums: _Sums, norms: Mapping[str, float], *, skipped: bool) -> StepReport:
-        ranks = self.distribution.data_ranks
+    def _report(
+        self,
+        done: Sequence[_Done],
+        read: Sequence[Mapping[str, float]],
+        norms: Mapping[str, float],
+        suspects: list[str],
+        *,
+        skipped: bool,
+    ) -> StepReport:
+        sums: defaultdict[str, float] = defaultdict(float)
+        share = 1 / len(done)
+        for figures in read:
+            for name, value in figures.items():
+                sums[name] += share * value
+        sums["samples"], sums["tokens"] = sum(each.samples for each in done), sum(each.tokens for each in done)
+        paths = [path for each in done for path in each.paths]
         with self._clock.part("exchange"):
-            means = self.distribution.mean({**sums.figures, "samples": sums.samples, "tokens": sums.tokens})
-            paths = self._suspects(sums) if skipped else tuple(sums.paths)
+            means = self.distribution.mean(sums)
+            if skipped:
+                paths = self._suspects(suspects, paths)
+        ranks = self.distribution.data_ranks
         samples, tokens = round(means.pop("samples") * ranks), round(means.pop("tokens") * ranks)
-        figures = {
+        found = {
             **{name: means.pop(name) for name in _LOSS_OF.values() if name in means},
             **{_NORM_OF[name]: norm for name, norm in norms.items()},
             **means,
@@ -263,22 +330,22 @@ class Trainer(Generic[BatchT]):
         return StepReport(
             step=self.step,
             epoch=self.batches.epoch,
-            figures={} if skipped else figures,
+            figures={} if skipped else found,
             learning_rate=self.learners["model"].learning_rate,
             samples=samples,
             tokens=tokens,
             seconds=self._clock.take(),
             skipped=skipped,
-            paths=paths,
+            paths=tuple(paths),
         )
 
-    def _suspects(self, sums: _Sums) -> tuple[str, ...]:
+    def _suspects(self, suspects: list[str], paths: list[str]) -> list[str]:
         """Return the samples of all ranks with a loss that is not finite, or else all samples of the step."""
-        found = [(sums.suspects, sums.paths)]
+        found = [[suspects, paths]]
         if self.distribution.ranks > 1:
-            found = all_gather_json([sums.suspects, sums.paths])
-        suspects = [path for suspected, _ in found for path in suspected]
-        return tuple(dict.fromkeys(suspects or (path for _, paths in found for path in paths)))
+            found = all_gather_json([suspects, paths])
+        suspected = [path for each, _ in found for path in each]
+        return list(dict.fromkeys(suspected or (path for _, each in found for path in each)))
 
     def _count_skipped(self, report: StepReport) -> None:
         self.skipped_in_a_row += 1

@@ -8,13 +8,18 @@ from torch import Tensor, nn
 
 from opensora_cli.checkpoint.load import read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.progress import Reporter
 from opensora_cli.core.weight_choices import Rotary
+from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
+from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.parallelize import local
+from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.memory.fp8_storage import Fp8Linear
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
@@ -24,6 +29,41 @@ from opensora_cli.settings.train_loop import Compute, WeightOffload
 _HOST = torch.device("cpu")
 # Models for pictures only lack it. It starts from zero, and so changes nothing at first.
 _MAY_BE_MISSING = ("cond_in.*",)
+
+
+def plan_attention(settings: TrainSettings, *, device: torch.device, tries_device: bool = True) -> AttentionPlan | None:
+    """Return the attention backend for training, including gradients; None if no transformer is trained.
+
+    Raises the errors of `choose_attention`.
+    """
+    if not settings.trains_transformer:
+        return None
+    use = AttentionUse(
+        device=device,
+        dtype=DTYPES[settings.precision.compute],
+        head_dim=settings.model.hidden_size // settings.model.num_heads,
+        gradients=True,
+        in_parts=(settings.parallel.ring_degree or 1) > 1,
+    )
+    return choose_attention(
+        settings.train_mmdit.attention, use, setting="train_mmdit.attention", tries_device=tries_device
+    )
+
+
+def build_transformer(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> MMDiT:
+    """Return the transformer with its attention, compiled if set.
+
+    It has its first weights, or is on the meta device if `distribution` divides it: whole weights on every rank would
+    exceed the host's memory. Raises the errors of `new_transformer` and `plan_attention`.
+    """
+    device = distribution.device
+    transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
+    plan = plan_attention(settings, device=device)
+    assert plan is not None
+    transformer.set_attention(attention_backend(plan.backend))
+    if settings.compile:
+        compile_blocks(transformer, warn=reporter.warn)
+    return transformer
 
 
 def empty_transformer(settings: TrainSettings) -> MMDiT:
@@ -88,7 +128,7 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     Raises CheckpointError if a file is missing or broken, or does not fit the sizes, and RequestError and HardwareError
     like `empty_transformer` and `open_first_adapter`.
     """
-    path = first_weights_of(settings)
+    path = find_objective(settings).first_weights(settings)
     weights = _random_weights(settings) if path is None else _read(settings, path)
     if not settings.lora.is_on:
         yield from weights

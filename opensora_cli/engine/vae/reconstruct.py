@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from math import lcm
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 from pydantic import Field
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
-from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import (
     Hardware,
-    OutOfMemoryError,
     is_out_of_memory,
     peak_memory_gib,
     pick_hardware,
@@ -37,17 +37,9 @@ from opensora_cli.settings.vae import ReconstructSettings
 
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
+T = TypeVar("T")
+
 _PICTURE_FPS = 1.0  # not visible to users
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Window of frames that are encoded at once."""
-
-    frames_THWC: Tensor
-    """Frames in uint8."""
-    num_new: int
-    """Number of frames at the end that no earlier window has."""
 
 
 class Reconstructed(Document):
@@ -89,18 +81,6 @@ class Reconstruction(Document):
     """Mean PSNR over files; None if all failed."""
     mean_ssim: float | None
     files: tuple[Reconstructed | Failed, ...]
-
-    @classmethod
-    def of(cls, files: Sequence[Reconstructed | Failed], *, autoencoder: str, weights: Path) -> "Reconstruction":
-        """Return the document of these files."""
-        psnrs, ssims = _means(files)
-        return cls(
-            autoencoder=autoencoder,
-            weights=weights,
-            mean_psnr_db=round(fmean(psnrs), 3) if psnrs else None,
-            mean_ssim=round(fmean(ssims), 5) if ssims else None,
-            files=tuple(files),
-        )
 
     def lines(self) -> list[str]:
         """Return a table with a line for each file, and the means over files."""
@@ -152,150 +132,130 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     stems = result_stems(settings)
     _make_folder(settings)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
-    job = _Job(settings, autoencoder, hardware, weights, reporter)
     rows: list[Reconstructed | Failed] = []
     try:
         with threads_used(pick_threads(asked=settings.runtime.threads), reporter):
             for file, stem in zip(settings.files, stems, strict=True):
-                rows.append(job.run(file, stem))
+                do = partial(_reconstruct, file, stem, settings, autoencoder, hardware, weights, reporter)
+                rows.append(attempt(file, do, reporter=reporter))
     except KeyboardInterrupt as interrupt:
         finished = [f"finished: {row.output}" for row in rows if isinstance(row, Reconstructed)]
         raise KeyboardInterrupt("\n".join(finished or ["nothing was finished yet"])) from interrupt
-    return Reconstruction.of(rows, autoencoder=settings.vae.kind, weights=weights)
+    psnrs, ssims = _means(rows)
+    return Reconstruction(
+        autoencoder=settings.vae.kind,
+        weights=weights,
+        mean_psnr_db=round(fmean(psnrs), 3) if psnrs else None,
+        mean_ssim=round(fmean(ssims), 5) if ssims else None,
+        files=tuple(rows),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """State that all files share."""
+def attempt(file: str, do: Callable[[], T], *, reporter: Reporter) -> "T | Failed":
+    """Return the result for a file, or the error of the file with a warning. A bug of this program is raised."""
+    try:
+        return do()
+    except (OsoraError, MemoryError, RuntimeError) as error:
+        message = str(error)
+        if isinstance(error, OsoraError):
+            message = error.message
+        elif is_out_of_memory(error):
+            message = "out of memory: use fewer clip.num_frames, vae.spatial_tiling=true or smaller tiles"
+        else:
+            raise
+        message = message if file in message else f"{file}: {message}"
+        reporter.warn(message)
+        return Failed(file=file, error=message)
 
-    settings: ReconstructSettings
-    autoencoder: Autoencoder
-    hardware: Hardware
-    weights: Path
-    reporter: Reporter
 
-    def run(self, file: str, stem: Path) -> Reconstructed | Failed:
-        """Reconstruct one file. An error of the file becomes its result."""
-        try:
-            return self._run(file, stem)
-        except (OsoraError, MemoryError, RuntimeError) as error:
-            message = what_failed(file, error)
-            self.reporter.warn(message)
-            return Failed(file=file, error=message)
+def _reconstruct(
+    file: str,
+    stem: Path,
+    settings: ReconstructSettings,
+    autoencoder: Autoencoder,
+    hardware: Hardware,
+    weights: Path,
+    reporter: Reporter,
+) -> Reconstructed:
+    start = time.perf_counter()
+    facts, grid, tiling = probe(file), autoencoder.grid, vae_tiling(settings.vae)
+    # H.264 accepts only even sizes.
+    height, width = cropped_size(facts, lcm(grid.spatial_compression_ratio, 2), least=SSIM_WINDOW)
+    frames_HWC = (center(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
+    video, picture = ENDINGS
+    output = stem.with_name(f"{stem.name}.{picture if facts.fps is None else video}")
+    psnrs, ssims = list[float](), list[float]()
 
-    def _run(self, file: str, stem: Path) -> Reconstructed:
-        start = time.perf_counter()
-        facts = probe(file)
-        height, width = self._cropped_size(facts)
-        clip = self.autoencoder.grid.longest_clip(self.settings.clip.num_frames)
-        frames_HWC = (center(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
-        output = stem.with_name(f"{stem.name}.{_ending(facts)}")
-        with self.reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
-            comparing = _Comparing(progress)
+    def side_by_side() -> Iterator[Tensor]:
+        """Yield the new frames of each window, as far as they are decoded, on the left of their reconstruction."""
+        for window_THWC, num_new in windows(frames_HWC, grid.longest_clip(settings.clip.num_frames)):
+            window_THWC = window_THWC[: grid.longest_clip(len(window_THWC))]
+            with torch.inference_mode():
+                # No variable holds the pixels, so their memory is free for the decoded pixels.
+                latents_1CTHW = autoencoder.encode(pixels(window_THWC, hardware), tiling=tiling)
+                decoded_1CTHW = autoencoder.decode(latents_1CTHW, tiling=tiling, canvas=torch.device("cpu"))
+            original_THWC = window_THWC[-num_new:]
+            decoded_THWC = to_uint8(decoded_1CTHW[0, :, -num_new:])
+            for original_HWC, decoded_HWC in zip(original_THWC, decoded_THWC, strict=True):
+                psnrs.append(psnr_db(original_HWC, decoded_HWC))
+                ssims.append(ssim(original_HWC, decoded_HWC))
+                progress.advance()
+            yield torch.cat((original_THWC, decoded_THWC), dim=2)
 
-            def compared() -> Reconstructed:
-                return Reconstructed(
-                    file=file,
-                    output=output,
-                    num_frames=len(comparing.psnr_db),
-                    height=height,
-                    width=width,
-                    source_num_frames=facts.num_frames,
-                    source_height=facts.height,
-                    source_width=facts.width,
-                    psnr_db=round(fmean(comparing.psnr_db), 3),
-                    ssim=round(fmean(comparing.ssim), 5),
-                    frame_psnr_db=tuple(comparing.psnr_db),
-                    frame_ssim=tuple(comparing.ssim),
-                )
+    def row() -> Reconstructed:
+        return Reconstructed(
+            file=file,
+            output=output,
+            num_frames=len(psnrs),
+            height=height,
+            width=width,
+            source_num_frames=facts.num_frames,
+            source_height=facts.height,
+            source_width=facts.width,
+            psnr_db=round(fmean(psnrs), 3),
+            ssim=round(fmean(ssims), 5),
+            frame_psnr_db=tuple(psnrs),
+            frame_ssim=tuple(ssims),
+        )
 
-            def describe(num_bytes: int) -> dict[str, object] | None:
-                if not self.settings.output.metadata:
-                    return None
-                return self._sidecar_document(compared(), num_bytes=num_bytes, seconds=time.perf_counter() - start)
-
-            write_media(
-                (comparing.side_by_side(*self._round_trip(window)) for window in windows(frames_HWC, clip)),
-                output,
-                fps=facts.fps or _PICTURE_FPS,
-                format=_ending(facts),
-                replace=self.settings.output.overwrite,
-                describe=describe,
-            )
-        row = compared()
-        self._report_crop(row)
-        return row
-
-    def _cropped_size(self, facts: MediaFacts) -> tuple[int, int]:
-        # H.264 accepts only even sizes.
-        multiple = lcm(self.autoencoder.grid.spatial_compression_ratio, 2)
-        height, width = (side // multiple * multiple for side in (facts.height, facts.width))
-        if min(height, width) < SSIM_WINDOW:
-            least = -(-SSIM_WINDOW // multiple) * multiple
-            raise MediaError(
-                f"{facts.width}x{facts.height} pixels are too few for this autoencoder: it needs {least}x{least}"
-            )
-        return height, width
-
-    def _round_trip(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return the new frames of a window, as far as they are decoded, and their reconstruction: uint8 (T,H,W,3)."""
-        num_frames = self.autoencoder.grid.longest_clip(len(window.frames_THWC))
-        frames_THWC = window.frames_THWC[:num_frames]
-        tiling = vae_tiling(self.settings.vae)
-        with torch.inference_mode():
-            # No variable holds the pixels, so their memory is free for the decoded pixels.
-            latents_1CTHW = self.autoencoder.encode(pixels(frames_THWC, self.hardware), tiling=tiling)
-            decoded_1CTHW = self.autoencoder.decode(latents_1CTHW, tiling=tiling, canvas=torch.device("cpu"))
-        num_new = min(window.num_new, num_frames)
-        return frames_THWC[-num_new:], to_uint8(decoded_1CTHW[0, :, -num_new:])
-
-    def _report_crop(self, row: Reconstructed) -> None:
-        if (row.height, row.width) != (row.source_height, row.source_width):
-            size = f"{row.source_width}x{row.source_height}"
-            self.reporter.note(f"{row.file}: cropped from {size} to {row.width}x{row.height}")
-        if row.num_frames != row.source_num_frames:
-            self.reporter.note(f"{row.file}: the first {row.num_frames} of its {row.source_num_frames} frames")
-
-    def _sidecar_document(self, row: Reconstructed, *, num_bytes: int, seconds: float) -> dict[str, object]:
+    def sidecar(num_bytes: int) -> dict[str, object] | None:
         return {
             "schema": SIDECAR_SCHEMA,
-            **row.to_json(),
+            **row().to_json(),
             "bytes": num_bytes,
-            "frame_psnr_db": [round(value, 3) for value in row.frame_psnr_db],
-            "frame_ssim": [round(value, 5) for value in row.frame_ssim],
-            "autoencoder": self.settings.vae.kind.value,
-            "weights": str(self.weights),
-            "device": str(self.hardware.device),
-            "device_name": self.hardware.device_name,
-            "dtype": self.hardware.dtype_name,
-            "timings_s": {"reconstruct": round(seconds, 3)},
-            **peak_memory_gib(self.hardware.device),
+            "frame_psnr_db": [round(value, 3) for value in psnrs],
+            "frame_ssim": [round(value, 5) for value in ssims],
+            "autoencoder": settings.vae.kind.value,
+            "weights": str(weights),
+            "device": str(hardware.device),
+            "device_name": hardware.device_name,
+            "dtype": hardware.dtype_name,
+            "timings_s": {"reconstruct": round(time.perf_counter() - start, 3)},
+            **peak_memory_gib(hardware.device),
             "versions": versions(),
-            "settings": self.settings.model_dump(mode="json"),
+            "settings": settings.model_dump(mode="json"),
         }
 
-
-@dataclass(slots=True)
-class _Comparing:
-    """Running comparison of original and decoded frames."""
-
-    progress: StageProgress
-    psnr_db: list[float] = field(default_factory=list)
-    ssim: list[float] = field(default_factory=list)
-
-    def side_by_side(self, original_THWC: Tensor, decoded_THWC: Tensor) -> Tensor:
-        """Return both side by side in one picture, the original on the left."""
-        for original_HWC, decoded_HWC in zip(original_THWC, decoded_THWC, strict=True):
-            self.psnr_db.append(psnr_db(original_HWC, decoded_HWC))
-            self.ssim.append(ssim(original_HWC, decoded_HWC))
-            self.progress.advance()
-        return torch.cat((original_THWC, decoded_THWC), dim=2)
+    with reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
+        write_media(
+            side_by_side(),
+            output,
+            fps=facts.fps or _PICTURE_FPS,
+            format=output.suffix[1:],
+            replace=settings.output.overwrite,
+            describe=sidecar if settings.output.metadata else None,
+        )
+    if (height, width) != (facts.height, facts.width):
+        reporter.note(f"{file}: cropped from {facts.width}x{facts.height} to {width}x{height}")
+    if len(psnrs) != facts.num_frames:
+        reporter.note(f"{file}: the first {len(psnrs)} of its {facts.num_frames} frames")
+    return row()
 
 
-def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Window]:
-    """Cut a stream of frames into windows of `length`. The last window reaches back to have the same length.
+def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[tuple[Tensor, int]]:
+    """Cut a stream of frames into windows of `length`; yield each with the number of its frames that are new.
 
-    A stream shorter than `length` has one shorter window, and a stream without frames has none.
+    The last window reaches back to have the same length. A stream shorter than `length` has one shorter window.
     """
     before_THWC: Tensor | None = None
     while chunk := list(islice(frames_HWC, length)):
@@ -306,8 +266,19 @@ def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Window]:
         chunk.clear()
         if before_THWC is not None:
             frames_THWC = torch.cat((before_THWC[num_new:], frames_THWC))
-        yield Window(frames_THWC, num_new=num_new)
+        yield frames_THWC, num_new
         before_THWC = frames_THWC
+
+
+def cropped_size(facts: MediaFacts, multiple: int, *, least: int = 1) -> tuple[int, int]:
+    """Return height and width, cut to multiples. Raises MediaError if a side is smaller than `least`."""
+    height, width = (side // multiple * multiple for side in (facts.height, facts.width))
+    least = -(-least // multiple) * multiple
+    if min(height, width) < least:
+        raise MediaError(
+            f"{facts.width}x{facts.height} pixels are too few for this autoencoder: it needs {least}x{least}"
+        )
+    return height, width
 
 
 def pixels(frames_THWC: Tensor, hardware: Hardware) -> Tensor:
@@ -322,11 +293,6 @@ def center(frame_HWC: Tensor, height: int, width: int) -> Tensor:
     return frame_HWC[top : top + height, left : left + width]
 
 
-def _ending(facts: MediaFacts) -> str:
-    video, picture = ENDINGS
-    return picture if facts.fps is None else video
-
-
 def _make_folder(settings: ReconstructSettings) -> None:
     """Make the folder of the results. Raises OutputError if it cannot be written."""
     folder, hint = Path(settings.output.folder), "choose another folder with --out"
@@ -336,12 +302,3 @@ def _make_folder(settings: ReconstructSettings) -> None:
         raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
     if not os.access(folder, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint=hint)
-
-
-def what_failed(file: str, error: OsoraError | MemoryError | RuntimeError) -> str:
-    """Return the message of a failed file. An error that is a bug of this program is raised again."""
-    if not isinstance(error, OsoraError):
-        if not is_out_of_memory(error):
-            raise error
-        error = OutOfMemoryError("out of memory: use fewer clip.num_frames, vae.spatial_tiling=true or smaller tiles")
-    return error.message if file in error.message else f"{file}: {error.message}"

@@ -1,8 +1,9 @@
 """`osora vae stats`: mean and deviation of the latents of pictures and videos, for each channel."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError
+from opensora_cli.core.exceptions import BatchError, MediaError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.vae.early import find_weights
-from opensora_cli.engine.vae.reconstruct import Failed, center, pixels, what_failed
+from opensora_cli.engine.vae.reconstruct import Failed, attempt, center, cropped_size, pixels
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAESettings
@@ -152,22 +153,18 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
 
     files = _files(settings.files, unread)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
-    encoder = _Encoder(settings, autoencoder, hardware)
     closed = len(failed)
     with (
         threads_used(pick_threads(asked=settings.runtime.threads), reporter),
         reporter.stage("encode", total=len(files), unit="files") as progress,
     ):
         for file in files:
-            try:
-                of_file, count = encoder.run(file)
-            except (OsoraError, MemoryError, RuntimeError) as error:
-                message = what_failed(file, error)
-                reporter.warn(message)
-                failed.append(Failed(file=file, error=message))
+            found = attempt(file, partial(_encode, file, settings, autoencoder, hardware), reporter=reporter)
+            if isinstance(found, Failed):
+                failed.append(found)
             else:
-                moments.merge(of_file)
-                frames += count
+                moments.merge(found[0])
+                frames += found[1]
             progress.advance()
     encoded = len(files) + closed - len(failed)
     if encoded == 1:
@@ -187,46 +184,30 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoder:
-    settings: EncodeSettings
-    autoencoder: Autoencoder
-    hardware: Hardware
-
-    def run(self, file: str) -> tuple[RunningMoments, int]:
-        """Return the moments of a file's latents, and the number of encoded frames."""
-        facts, grid = probe(file), self.autoencoder.grid
-        multiple = grid.spatial_compression_ratio
-        height, width = (side // multiple * multiple for side in (facts.height, facts.width))
-        if not height or not width:
-            raise MediaError(
-                f"{facts.width}x{facts.height} pixels are too few for this autoencoder: it needs {multiple}x{multiple}"
-            )
-        longest, moments, count = grid.longest_clip(self.settings.clip.num_frames), RunningMoments(), 0
-        frames_HWC = read_cut(file, start=0, num_frames=facts.num_frames)
-        for clip_THWC in _clips((center(frame, height, width) for frame in frames_HWC), longest):
-            kept_THWC = clip_THWC[: grid.longest_clip(len(clip_THWC))]
-            with torch.inference_mode():
-                latents_1CTHW = self.autoencoder.encode(
-                    pixels(kept_THWC, self.hardware), tiling=vae_tiling(self.settings.vae)
-                )
-            if not bool(latents_1CTHW.isfinite().all()):
-                raise MediaError(f"{file}: its latents are not finite", hint="use --dtype float32")
-            moments.merge(RunningMoments.of(latents_1CTHW[0].flatten(1)))
-            count += len(kept_THWC)
-        return moments, count
-
-
-def _clips(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Tensor]:
-    while chunk := list(islice(frames_HWC, length)):
-        yield torch.stack(chunk)
+def _encode(
+    file: str, settings: EncodeSettings, autoencoder: Autoencoder, hardware: Hardware
+) -> tuple[RunningMoments, int]:
+    """Return the moments of a file's latents, and the number of encoded frames."""
+    facts, grid = probe(file), autoencoder.grid
+    height, width = cropped_size(facts, grid.spatial_compression_ratio)
+    longest, moments, count = grid.longest_clip(settings.clip.num_frames), RunningMoments(), 0
+    frames_HWC = (center(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
+    while clip := list(islice(frames_HWC, longest)):
+        kept_THWC = torch.stack(clip[: grid.longest_clip(len(clip))])
+        with torch.inference_mode():
+            latents_1CTHW = autoencoder.encode(pixels(kept_THWC, hardware), tiling=vae_tiling(settings.vae))
+        if not bool(latents_1CTHW.isfinite().all()):
+            raise MediaError(f"{file}: its latents are not finite", hint="use --dtype float32")
+        moments.merge(RunningMoments.of(latents_1CTHW[0].flatten(1)))
+        count += len(kept_THWC)
+    return moments, count
 
 
 def _files(named: Sequence[str], unread: Callable[[Path, str], None]) -> list[str]:
     """Return the named files, and the files in named folders. `unread` is passed to `media_files`."""
     found: list[str] = []
     for name in named:
-        found += map(str, media_files(Path(name), unread=unread)) if os.path.isdir(name) else [name]
+        found += map(str, media_files(Path(name), unread=unread)[0]) if os.path.isdir(name) else [name]
     return found
 
 

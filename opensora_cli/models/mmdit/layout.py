@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from opensora_cli.core.dtypes import ROTARY_METADATA
@@ -151,12 +150,6 @@ def reorder_heads(tensor: Tensor, *, head_dim: int, rotary: Rotary) -> Tensor:
     """
     halves = (head_dim // 2, 2) if rotary is Rotary.HALF else (2, head_dim // 2)
     return tensor.reshape(-1, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def head_order(head_dim: int, rotary: Rotary) -> list[int]:
-    """Return the present indexes of a head's rows in the order of `reorder_heads`."""
-    order: list[int] = reorder_heads(torch.arange(head_dim), head_dim=head_dim, rotary=rotary).tolist()
-    return order
 
 
 def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> ConvertFn:

@@ -18,10 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from small_stages import small_stages
 from tiny_world import DEMO_SIZES, World, make_world
 
 from opensora_cli import Pipeline, Video, generate
+from opensora_cli.api import pipeline
 from opensora_cli.api import video as api_video
 from opensora_cli.cli import app
 from opensora_cli.core.exceptions import OutputError, RequestError
@@ -175,8 +178,9 @@ def test_a_notebook_plays_it_and_else_the_browser(video: Video, monkeypatch: pyt
 
 
 def test_progress_is_called_and_what_it_raises_ends_the_call(
-    new_pipeline: Callable[..., Pipeline], video: Video
+    new_pipeline: Callable[..., Pipeline], video: Video, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("opensora_cli.api.pipeline._EVERY_S", 0.0)
     seen: list[tuple[str, int, int | None, str]] = []
 
     def watch(progress: tuple[str, int, int | None, str]) -> None:
@@ -191,6 +195,65 @@ def test_progress_is_called_and_what_it_raises_ends_the_call(
         assert np.array_equal(pipe("raining, sea", seed=7).frames, video.frames)
     evaluations = [progress[1:] for progress in seen[1:] if progress[0] == "denoise"]
     assert evaluations == [(done, 4, "evaluations") for done in range(5)]
+
+
+def test_progress_is_throttled_except_for_the_ends_of_a_stage(
+    new_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opensora_cli.api.pipeline._EVERY_S", 3600.0)
+    seen: list[tuple[str, int, int | None, str]] = []
+    with new_pipeline(progress=seen.append) as pipe:
+        pipe("raining, sea", seed=7)
+    assert [progress[1:3] for progress in seen if progress[0] == "denoise"] == [(0, 4), (4, 4)]
+
+
+def test_a_bar_is_shown_in_terminals_alone(
+    new_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = {}
+    for kind, environment in {"file": {}, "terminal": {"TTY_INTERACTIVE": "1", "TTY_COMPATIBLE": "1"}}.items():
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        for progress in ("bar", None):
+            with new_pipeline(progress=progress) as pipe:
+                pipe("raining, sea", seed=7)
+            shown[kind, progress] = capfd.readouterr().err
+    assert "denoise" in shown.pop(("terminal", "bar"))
+    assert set(shown.values()) == {""}
+
+
+def test_references_in_memory(new_pipeline: Callable[..., Pipeline], world: World) -> None:
+    """A reference gives the same video as its file."""
+    picture = Image.open(world.picture)
+    pixels = np.asarray(picture.convert("RGB"))
+    with new_pipeline() as pipe:
+        expected = pipe("sea", ref=world.picture, seed=3).frames
+        for given in (picture, pixels, torch.from_numpy(pixels.copy())):
+            assert np.array_equal(pipe("sea", ref=given, seed=3).frames, expected)
+        clip = pipe("sea", num_frames=9, seed=1)
+        moving, again = (
+            pipe("sea", ref=given, cond="v2v_head", num_frames=13, seed=3) for given in (clip, clip.frames)
+        )
+        assert np.array_equal(moving.frames, again.frames)
+        assert np.array_equal(read_video(moving.settings.condition.references[0]).frames_THWC.numpy(), clip.frames)
+
+
+@pytest.mark.parametrize("given", [np.zeros((8, 8)), np.zeros((8, 8, 3), np.float32), 7, {"a": 1}])
+def test_other_references_are_rejected(new_pipeline: Callable[..., Pipeline], given: object) -> None:
+    with pytest.raises(RequestError, match="is not a reference: give a path, a PIL picture"):
+        new_pipeline()("sea", ref=given)
+
+
+def test_errors_have_their_hint_and_speak_of_keywords(new_pipeline: Callable[..., Pipeline]) -> None:
+    assert pipeline._with_keywords("use --num-frames 9 or --ref, see osora generate --help") == (
+        "use num_frames=9 or ref=..., see osora generate --help"
+    )
+    assert pipeline._with_keywords("--set sampling.flow_shift=3 or --all") == (
+        'set={"sampling.flow_shift": "3"} or --all'
+    )
+    with pytest.raises(RequestError) as caught:
+        new_pipeline()("sea", num_frame=5)  # type: ignore[call-arg]
+    assert str(caught.value) == f"{caught.value.message}: {caught.value.hint}"
 
 
 def test_warnings_are_logged(new_pipeline: Callable[..., Pipeline], caplog: pytest.LogCaptureFixture) -> None:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.shards import sha256_of
+from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.community.checkpoint import CheckpointIO
+from opensora_cli.core.weight_choices import Format
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 
@@ -53,7 +53,6 @@ def save_conversion(target: Path, value: float) -> None:
 
 
 SAVES = {format.value: lambda *given, format=format: save_format(format, *given) for format in Format}
-del SAVES[Format.TRAINING]
 SAVES |= {"training": save_training, "conversion": save_conversion}
 
 

@@ -13,8 +13,7 @@ from mapped_memory import mapped_files
 from safetensors.torch import save_file
 from torch import nn
 
-from opensora_cli.checkpoint.load import load_into_module
-from opensora_cli.checkpoint.mapped import MappedTensors
+from opensora_cli.checkpoint.load import OpenTensors, load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -206,7 +205,7 @@ class TestFilesThatChange:
     """What is mapped is looked at again before it is computed with: a file that is cut short would end the process."""
 
     def test_before_it_is_mapped(self, file):
-        tensors = MappedTensors(open_checkpoint(file).entries)
+        tensors = OpenTensors(open_checkpoint(file).entries)
         with file.open("r+b") as opened:
             opened.truncate(file.stat().st_size - 8)
         with pytest.raises(CheckpointError, match="has become shorter while it was read"):
@@ -263,7 +262,7 @@ def test_data_at_odd_addresses_is_aligned(tmp_path):
 MEASURE = """
 import json, re, sys, torch
 from opensora_cli.checkpoint.load import load_into_module
-from opensora_cli.checkpoint.mapped import MappedTensors
+from opensora_cli.checkpoint.load import OpenTensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT

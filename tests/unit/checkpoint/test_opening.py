@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.shards import write_shards
+from opensora_cli.checkpoint.writing import write_shards
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3)}
 ENTRIES = held(TENSORS)
@@ -38,7 +37,7 @@ def test_formats_are_found_by_content_not_name(tmp_path, write, name):
 
 
 def test_an_index_is_opened_with_its_shards(tmp_path):
-    write_shards(tmp_path, ENTRIES, shard_bytes=1, metadata={"a": "b"})
+    write_shards(tmp_path / "model.safetensors.index.json", ENTRIES, shard_bytes=1, metadata={"a": "b"})
     index = tmp_path / "model.safetensors.index.json"
     opened = open_checkpoint(index)
     assert (opened.format, opened.path, opened.files[0]) == (Format.SAFETENSORS_SHARDS, index, index)

@@ -10,12 +10,11 @@ from safetensors.torch import save_file
 from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint import opening
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.colossal import checkpoint_folder_name, epoch_folders, is_complete
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.shards import write_shards
+from opensora_cli.checkpoint.writing import write_shards
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 
 def weights(value):
@@ -28,7 +27,7 @@ def is_of(value, path, select=None):
 
 def write_model(folder, value):
     folder.mkdir(parents=True)
-    write_shards(folder, held(weights(value)), shard_bytes=20, metadata={})
+    write_shards(folder / "model.safetensors.index.json", held(weights(value)), shard_bytes=20, metadata={})
 
 
 @pytest.fixture
@@ -137,19 +136,6 @@ class TestRuns:
         assert f"{epoch} was not written to its end" in refused(lambda: open_checkpoint(epoch.parent))
         save_file(weights(2), epoch.parent / "transformer.safetensors")
         assert is_of(2, epoch.parent)
-
-    def test_of_this_project(self, tmp_path):
-        state = {"step": 3, "model": weights(1), "ema": weights(2), "optimizers": []}
-        torch.save(state, tmp_path / "checkpoint.pt")
-        save_file(weights(2), tmp_path / "transformer.safetensors")
-        (tmp_path / "log.jsonl").write_text("{}\n")
-        opened = open_checkpoint(tmp_path)
-        assert (opened.format, opened.path) == (Format.TRAINING, tmp_path)
-        assert opened.files == (tmp_path / "checkpoint.pt",)
-        assert opened.metadata == {"step": "3"}
-        assert is_of(1, tmp_path)
-        assert is_of(2, tmp_path, Selection.EMA)
-        assert is_of(2, tmp_path / "transformer.safetensors")
 
 
 class TestOthers:

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.shards import open_shards, plan_shards, read_index, sha256_of, shard_paths, write_shards
+from opensora_cli.checkpoint.readable import sha256_of
+from opensora_cli.checkpoint.shards import open_shards, read_index, shard_paths
+from opensora_cli.checkpoint.writing import plan_shards, write_shards
 from opensora_cli.core.exceptions import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -37,7 +39,7 @@ def folder(tmp_path):
 
 
 def write(folder, tensors, **options):
-    write_shards(folder, held(tensors), **({"shard_bytes": 6000, "metadata": {}} | options))
+    write_shards(folder / INDEX, held(tensors), **({"shard_bytes": 6000, "metadata": {}} | options))
 
 
 def put(folder, weight_map, shards, **more):
@@ -48,7 +50,7 @@ def put(folder, weight_map, shards, **more):
 
 
 def open_in(folder):
-    return open_shards(folder / INDEX, open_shard=open_safetensors)
+    return open_shards(read_index(folder / INDEX), open_shard=open_safetensors)
 
 
 def refusal(folder):
@@ -62,15 +64,22 @@ def refusal(folder):
 class TestPlanning:
     def test_in_order_and_not_too_large(self):
         entries = held({str(index): torch.zeros(count) for index, count in enumerate([5, 5, 1, 30, 2, 8, 1])})
-        assert [list(shard) for shard in plan_shards(entries, 40)] == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6"]]
-        assert plan_shards({}, 40) == [{}]
+        assert [list(shard) for shard in plan_shards(entries, 40).values()] == [
+            ["0", "1"],
+            ["2"],
+            ["3"],
+            ["4", "5"],
+            ["6"],
+        ]
+        assert list(plan_shards({}, 40).values()) == [{}]
 
     def test_random_sizes(self):
         rng = random.Random(0)
         for _ in range(50):
             sizes = [rng.randint(0, 30) for _ in range(rng.randint(1, 20))]
             limit = rng.randint(1, 200)
-            shards = plan_shards(held({str(i): torch.empty(n) for i, n in enumerate(sizes)}), limit)
+            entries = held({str(i): torch.empty(n) for i, n in enumerate(sizes)})
+            shards = list(plan_shards(entries, limit).values())
             assert [name for shard in shards for name in shard] == [str(index) for index in range(len(sizes))]
             totals = [sum(entry.nbytes for entry in shard.values()) for shard in shards]
             assert all(total <= limit or len(shard) == 1 for total, shard in zip(totals, shards, strict=True))
@@ -329,7 +338,7 @@ def test_whatever_an_index_names_nothing_outside_of_its_folder_is_opened(folder,
         name = separator.join(rng.choice(HOSTILE_NAMES) for _ in range(rng.randint(1, 5)))
         (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
         with suppress(CheckpointError):
-            open_shards(folder / INDEX, open_shard=open_shard)
+            open_shards(read_index(folder / INDEX), open_shard=open_shard)
     assert opened  # some of the names are good
     assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)
 

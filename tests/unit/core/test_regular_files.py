@@ -4,13 +4,12 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.folder_lock import locked_file, locked_folder, remove_locks_of
+from opensora_cli.core.folder_lock import locked_file, remove_unheld_locks
 from opensora_cli.core.regular_files import open_regular
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
@@ -113,14 +112,11 @@ def test_a_file_of_another_user_is_written_only_in_a_folder_of_that_user(tmp_pat
     assert path.read_bytes() == _KEPT + b"more"
 
 
-@pytest.mark.parametrize("lock", [lambda path: locked_folder(path.parent), locked_file])
 @pytest.mark.parametrize(("make", "reason"), _KINDS)
-def test_no_lock_is_written_through_a_link(
-    lock: Callable[[Path], AbstractContextManager[object]], make: Callable[[Path], None], reason: str, kept: Path
-) -> None:
+def test_no_lock_is_written_through_a_link(make: Callable[[Path], None], reason: str, kept: Path) -> None:
     path = kept.with_name(".lock")
     make(path)
-    with pytest.raises(OutputError) as refused, lock(path):
+    with pytest.raises(OutputError) as refused, locked_file(path):
         pytest.fail("it was locked")
     assert refused.value.message == f"cannot write the lock file {path}: {reason}"
     assert refused.value.hint == "move it away, or choose another folder"
@@ -136,21 +132,21 @@ def test_a_lock_that_cannot_be_written(call: str, number: int, tmp_path: Path, m
 
     with monkeypatch.context() as failing:
         failing.setattr(os, call, fail)
-        with pytest.raises(OutputError, match=f"lock file .*: {os.strerror(number)}"), locked_folder(tmp_path):
+        with pytest.raises(OutputError, match=f"lock file .*: {os.strerror(number)}"), locked_file(tmp_path / ".lock"):
             pytest.fail("it was locked")
     assert list(tmp_path.iterdir()) == []
-    with locked_folder(tmp_path):
+    with locked_file(tmp_path / ".lock"):
         pass
 
 
-def test_locks_of_ended_processes_are_removed_beside_names_that_are_no_files(kept: Path) -> None:
+def test_locks_without_a_holder_are_removed_beside_names_that_are_no_files(kept: Path) -> None:
     ended = f"process 1 on {os.uname().nodename}\n"
     kept.write_text(ended)
     for name, make in (("a", _link), ("b", _pipe), ("d", _hard_link)):
         make(kept.with_name(f".osora-{name}.lock"))
     (kept.parent / ".osora-c.lock").write_text(ended)
     (kept.parent / ".osora-e.lock").write_text(ended)
-    remove_locks_of([1], kept.parent)
+    remove_unheld_locks(kept.parent)
     assert sorted(path.name for path in kept.parent.iterdir()) == [
         *(f".osora-{name}.lock" for name in ("a", "b", "d")),
         "kept",

@@ -1,4 +1,4 @@
-"""How many threads compute, and why: of affinity, quota, load and work."""
+"""How many threads compute, and why: of affinity, quota and work."""
 
 import os
 from contextlib import suppress
@@ -19,7 +19,6 @@ from opensora_cli.core.threads import (
     choose_threads,
     named_threads,
     pick_threads,
-    read_cores,
     read_quota,
     threads_used,
     useful_threads,
@@ -39,13 +38,8 @@ from opensora_cli.settings.train import TrainSettings
         (Cores(allowed=1), None, 1, 1, "1 core"),
         (Cores(allowed=8), 3, 1, 3, "8 cores, work for 3"),
         (Cores(allowed=8), 0, 1, 1, "8 cores, work for 1"),
-        (Cores(allowed=2, busy=0.1), None, 1, 2, "2 cores"),
-        # One busy process beside it, on two cores.
-        (Cores(allowed=2, busy=0.98), None, 1, 1, "2 cores, others keep 1.0 busy"),
-        (Cores(allowed=4, busy=7.0), None, 1, 1, "4 cores, others keep 7.0 busy"),
         (Cores(allowed=64, quota=2.5), None, 1, 2, "64 cores, the quota is 2.5"),
         (Cores(allowed=64, quota=0.5), None, 1, 1, "64 cores, the quota is 0.5"),
-        (Cores(allowed=4, quota=16.0, busy=1.0), None, 1, 3, "4 cores, others keep 1.0 busy"),
         (Cores(allowed=8), None, 4, 2, "8 cores, 4 processes"),
         (Cores(allowed=2), None, 4, 1, "2 cores, 4 processes"),
         (Cores(allowed=16, quota=8.0), 2, 2, 2, "16 cores, the quota is 8, 2 processes, work for 2"),
@@ -135,18 +129,10 @@ def test_quotas_of_cgroups(tmp_path: Path, lines: str, files: dict[str, str], ex
     assert read_quota(tmp_path / "nowhere") is None
 
 
-def test_the_load_is_that_of_the_cores_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 3}, raising=False)
-    monkeypatch.setattr(threads, "read_quota", lambda root: None)
-    monkeypatch.setattr(threads.psutil, "cpu_percent", lambda interval, percpu: [100.0, 90.0, 100.0, 10.0])
-    assert read_cores() == Cores(allowed=2, busy=1.0)
-    assert read_cores(with_load=False) == Cores(allowed=2)
-
-
 def test_torch_computes_with_the_choice_and_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "read_cores", lambda with_load: Cores(allowed=3))
+    monkeypatch.setattr(threads, "read_cores", lambda: Cores(allowed=3))
     notes: list[str] = []
     reporter = SilentReporter()
     monkeypatch.setattr(reporter, "note", notes.append)

@@ -302,3 +302,30 @@ def test_a_bug_of_ours_is_no_broken_csv_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(table_files, "_present", lambda *_: None)
     with pytest.raises(TypeError, match="not iterable"):
         read_columns(path, ["path"])
+
+
+@pytest.mark.parametrize("name", ["path", "text"])
+def test_parquet_cells_that_are_not_text(tmp_path: Path, name: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    write = pytest.importorskip("pyarrow.parquet").write_table
+    cells = {
+        "bytes": (pyarrow.array([b"a red b\xc3\xb6at"], pyarrow.binary()), "a red böat"),
+        "latin bytes": (pyarrow.array([b"a red b\xf6at"], pyarrow.binary()), None),
+        "list": (pyarrow.array([["a boat", "a ship"]]), None),
+        "struct": (pyarrow.array([{"short": "a boat"}]), None),
+        "nan": (pyarrow.array([math.nan]), ""),
+        "number": (pyarrow.array([42]), "42"),
+    }
+    for kind, (array, text) in cells.items():
+        path = tmp_path / f"{kind}.parquet"
+        row = {"path": ["a.mp4"], "text": ["x"], "num_frames": [9], "height": [32], "width": [32]}
+        write(pyarrow.table({**row, name: array}), path)
+        table = read_table(path)
+        if text is None:
+            assert len(table) == 0, kind
+            assert f"{name} holds" in table.bad_rows[0].reason
+            assert "not a text in UTF-8" in table.bad_rows[0].reason
+        elif name == "path" and not text:
+            assert table.bad_rows[0].reason == "path is empty"
+        else:
+            assert (table.texts if name == "text" else table.paths)[0] == text, kind

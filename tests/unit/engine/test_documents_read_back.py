@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +18,13 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.batch_stream import BatchStream
 from opensora_cli.data.batches import ClipRequest, EpochPlan
-from opensora_cli.engine.ckpt.hub import HubFile, HubRepo
-from opensora_cli.engine.ckpt.hub_records import read_listing
+from opensora_cli.engine.ckpt.hub_records import HubFile, HubRepo, read_listing
 from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.train.metrics import truncate_records
 from opensora_cli.engine.train.resuming import read_running_states
-from opensora_cli.engine.train.state import read_update_counts
-from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.files import missing_files
@@ -42,7 +38,7 @@ from opensora_cli.settings.load import (
     load_generate_settings,
     read_sidecar,
 )
-from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _PLACE = "@replaced@"
 VALUES = [
@@ -129,7 +125,7 @@ def _sampler(path: Path) -> None:
 def _listing(folder: Path) -> dict[str, Any]:
     file = HubFile(repo="a/b", commit="c", name="x.bin", size=1, digest=HASH)
     repo = HubRepo(name="a/b", commit="c", licence=None, is_gated=False, files={"x.bin": file})
-    return {"a/b": asdict(repo)}
+    return {"a/b": repo.to_json()}
 
 
 CLIPS: dict[str, Any] = {"k": {"names": ["b"], "file": [1, 2]}}
@@ -147,9 +143,7 @@ RUNNING = {
     "sampler": {"handed_out": 1},
     "sha256": {"model/a.safetensors": HASH},
 }
-FINDING = Finding(
-    path="a.mp4", size=1, mtime_ns=2, facts=MediaFacts(num_frames=1, height=8, width=8, fps=1.0), is_deep=False
-)
+FINDING = Finding(path="a.mp4", size=1, mtime_ns=2, num_frames=1, height=8, width=8, fps=1.0, is_uneven=False)
 SIDECAR = {
     "schema": SIDECAR_SCHEMA,
     "file": "a.png",
@@ -161,11 +155,10 @@ LATENTS = {"schema": "osora.latents/1", "settings": {"prompt": "sea"}, "request_
 KINDS = {
     "running states": Kind(RUNNING, lambda path: read_running_states(path.parent), "running_states.json"),
     "recorded hashes": Kind(RUNNING, lambda path: recorded_hashes(path.parent), "running_states.json"),
-    "counts of updates": Kind({"model": {"a": 1}}, read_update_counts, "updates.json"),
     "sampler": Kind({"epoch": 0, "position": 0, "number": 0, "data": "a"}, _sampler, "sampler.json"),
     "log": Kind({"step": 1}, lambda path: truncate_records(path.parent, step=1), "log.jsonl"),
     "settings of a run": Kind(
-        TrainSettings(output="a", target=TrainTarget.VAE).model_dump(mode="json"),
+        TrainSettings(output="a", target="vae").model_dump(mode="json"),
         lambda path: load_train_settings(
             config=None, overrides={"output": Given("a", "--set")}, saved=path, environment={}
         ),

@@ -13,8 +13,8 @@ from opensora_cli.checkpoint.shared_folder import Share, temporary_folder, write
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.rank_link import linked
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
-from opensora_cli.engine.ckpt.hub_records import read_listing, read_record
+from opensora_cli.engine.ckpt.hub import fetch, part_of
+from opensora_cli.engine.ckpt.hub_records import HubFile, read_listing, recorded_digest
 from opensora_cli.engine.data.journal import ScanJournal
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
 from opensora_cli.engine.train.evaluate import remove_later_samples
@@ -110,7 +110,9 @@ def test_a_log_of_training_that_became_a_link_is_kept_back(tmp_path: Path) -> No
     assert f"cannot write {tmp_path / 'log.jsonl'}: it is a link" in warning
 
 
-@pytest.mark.parametrize("read", [lambda folder: read_record(folder, "x"), lambda folder: read_listing(folder, "x")])
+@pytest.mark.parametrize(
+    "read", [lambda folder: recorded_digest(folder, "x"), lambda folder: read_listing(folder, "x")]
+)
 def test_a_record_of_a_download_that_is_a_pipe_is_none(read: Callable[[Path], object], tmp_path: Path) -> None:
     folder = tmp_path / ".cache" / "huggingface" / "download"
     folder.mkdir(parents=True)

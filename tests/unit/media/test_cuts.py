@@ -186,23 +186,3 @@ def test_a_picture_that_a_camera_turned_is_upright(tmp_path: Path) -> None:
     Image.new("RGB", (64, 48)).save(tmp_path / "a.jpg", exif=exif)
     facts = probe(tmp_path / "a.jpg")
     assert (facts.height, facts.width) == (64, 48)
-
-
-@pytest.mark.slow
-def test_damaged_files_are_read_or_messages_and_nothing_else_happens(video: Path, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    content = video.read_bytes()
-    path = tmp_path / video.name
-    messages = []
-    for _ in range(150):
-        damaged = bytearray(content[: rng.integers(1, len(content) + 1)] if rng.random() < 0.4 else content)
-        for place in rng.integers(0, len(damaged), rng.integers(1, 40)):
-            damaged[place] = rng.integers(256)
-        path.write_bytes(bytes(damaged))
-        try:
-            facts = probe(path)
-            assert cut(path, max(facts.num_frames - 4, 0), min(facts.num_frames, 3)).dtype == torch.uint8
-        except MediaError as error:
-            messages.append(error.message)
-    assert len(messages) > 20
-    assert all(video.name in message for message in messages)

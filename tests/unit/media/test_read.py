@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hostile_files import animated_gif, cut_in_tenths, picture_bombs
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 
 from opensora_cli.core.exceptions import HardwareError, MediaError
 from opensora_cli.media import containers, pictures
@@ -78,27 +78,12 @@ class TestPictures:
         assert torch.equal(read_picture(tmp_path / "a.mp4"), red_left_green_top())
         assert levels(read_video(tmp_path / "b.png").frames_THWC) == [0, 1, 2]
 
-    @pytest.mark.parametrize("mode", ["RGB", "L"])
-    @pytest.mark.parametrize("orientation", range(1, 9))
-    def test_the_camera_s_orientation_is_applied(self, tmp_path: Path, orientation: int, mode: str) -> None:
-        picture = Image.fromarray(red_left_green_top().numpy()).convert(mode)
-        exif = Image.Exif()
-        exif[ExifTags.Base.Orientation] = orientation
-        picture.save(tmp_path / "a.png", exif=exif)
-        picture.getexif()[ExifTags.Base.Orientation] = orientation
-        upright = np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
-        assert read_picture(tmp_path / "a.png").tolist() == upright.tolist()
-
     @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
     def test_every_colour_mode_becomes_rgb(self, tmp_path: Path, mode: str) -> None:
         grey = Image.new("RGB", (8, 8), (255, 255, 255))
         path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
         grey.convert(mode).save(path)
         assert read_picture(path).tolist() == [[[255, 255, 255]] * 8] * 8
-
-    def test_transparency_is_dropped(self, tmp_path: Path) -> None:
-        Image.new("RGBA", (8, 8), (10, 20, 30, 0)).save(tmp_path / "a.png")
-        assert read_picture(tmp_path / "a.png")[0, 0].tolist() == [10, 20, 30]
 
     def test_sixteen_bits_of_grey_become_eight(self, tmp_path: Path) -> None:
         ramp = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
@@ -240,16 +225,6 @@ class TestProblems:
         with pytest.raises(MediaError, match="is a picture, not a video"):
             read_video(tmp_path / "a.png")
 
-    @pytest.mark.parametrize("ending", ["png", "jpg", "webp", "gif", "tiff"])
-    def test_a_truncated_picture(self, tmp_path: Path, ending: str) -> None:
-        noise = torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        path = tmp_path / f"a.{ending}"
-        Image.fromarray(noise.numpy()).save(path)
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(MediaError) as caught:
-            read_picture(path)
-        self.one_line(caught.value, path)
-
     def test_a_picture_that_is_garbage_after_its_header(self, tmp_path: Path) -> None:
         for ending, signature in {"png": b"\x89PNG\r\n\x1a\n", "gif": b"GIF89a", "jpg": b"\xff\xd8\xff\xe0"}.items():
             path = tmp_path / f"a.{ending}"
@@ -262,7 +237,9 @@ class TestProblems:
         path = tmp_path / "a.png"
         Image.new("1", (64, 64)).save(path)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-        with pytest.raises(MediaError, match="decompression bomb") as caught:
+        with pytest.raises(
+            MediaError, match=r"a\.png has 0\.004096 megapixels, more than the 0\.002 that are read"
+        ) as caught:
             read_picture(path)
         self.one_line(caught.value, path)
 
@@ -299,14 +276,6 @@ class TestProblems:
         Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
         with pytest.raises(MediaError, match="is not a picture"):
             read_picture(tmp_path / "a.eps")
-
-    def test_a_video_cut_in_two(self, tmp_path: Path) -> None:
-        noise = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        path = write_video(tmp_path / "a.mp4", noise)
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(MediaError) as caught:
-            read_video(path)
-        self.one_line(caught.value, path)
 
     @pytest.mark.parametrize("from_end", [False, True])
     def test_too_short_says_how_many_there_are(self, tmp_path: Path, from_end: bool) -> None:

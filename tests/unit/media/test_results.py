@@ -89,14 +89,13 @@ def states_of_killed(work: Path, new: str, *, folder: bool, over_old: bool) -> l
     return found
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize(
-    ("before", "new", "order"),
+    ("kind", "before", "new", "order"),
     [
-        ("nothing", "new", ["nothing", "new sidecar", "new"]),
-        ("old", "newer", ["old", "newer media", "newer"]),
+        ("file", "nothing", "new", ["nothing", "new sidecar", "new"]),
+        ("folder", "old", "newer", ["old", "newer media", "newer"]),
         # The old sidecar gives the size of the new media, and loses it first.
-        ("old", "new", ["old", "old media", "new media", "new"]),
+        ("file", "old", "new", ["old", "old media", "new media", "new"]),
     ],
 )
 def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(
@@ -145,6 +144,7 @@ def broken(work: Path, log: Path, breakage: Breakage, number: int, *, over_old: 
     return "!" in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the library that breaks calls is for Linux")
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_any_call_may_fail_or_be_the_last(tmp_path: Path, breakage: Breakage) -> None:

@@ -164,15 +164,6 @@ def test_an_odd_size_is_refused_for_mp4_only(tmp_path: Path, moving_frames: torc
 
 
 @pytest.mark.parametrize("format_", [*MediaFormat])
-def test_a_file_in_place_of_the_folder_is_one_line(
-    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
-) -> None:
-    (tmp_path / "samples").write_text("a file")
-    with pytest.raises(OutputError, match=r"cannot write .*samples"):
-        write_media([moving_frames], tmp_path / "samples" / f"a.{format_}", fps=12, format=format_)
-
-
-@pytest.mark.parametrize("format_", [*MediaFormat])
 def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
 ) -> None:

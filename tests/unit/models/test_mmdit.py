@@ -339,14 +339,6 @@ class TestLayout:
         assert back.keys() == weights.keys()
         assert all(torch.equal(back[key], weights[key]) for key in weights)
 
-    def test_fused_files_are_interleaved_unless_told_otherwise(self):
-        config = small_config()
-        fused = fuse(filled(config).state_dict())
-        default, named = (dict(converter(config, interleaved=choice)(fused)) for choice in (None, True))
-        assert all(torch.equal(default[key], named[key]) for key in named)
-        key = "single_blocks.0.q_proj.weight"
-        assert not torch.equal(default[key], dict(converter(config, interleaved=False)(fused))[key])
-
     def test_pieces_of_a_fused_tensor_are_views(self):
         config = small_config()
         fused = fuse(filled(config).state_dict())

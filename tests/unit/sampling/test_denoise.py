@@ -42,11 +42,6 @@ def _run(velocity, noise, *, steps, guidance=NO_GUIDANCE, mode="t2v", solver=Sol
     return denoise(velocity, noise, timesteps=_timesteps(steps), scales=scales, solver=solver)
 
 
-def test_euler_step_towards_data():
-    latents, velocity = torch.tensor([[[2.0]]]), torch.tensor([[[4.0]]])
-    assert euler_step(latents, velocity, t=0.75, t_next=0.5).item() == 1.0
-
-
 @pytest.mark.parametrize("solver", Solver)
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_straight_paths_are_followed_exactly(steps, solver):
@@ -127,7 +122,7 @@ def _sines():
 @pytest.mark.parametrize(
     ("solver", "caches"), [*itertools.product(Solver, [False]), (Solver.EULER, True), (Solver.AB2, True)]
 )
-@pytest.mark.parametrize("done", range(14))
+@pytest.mark.parametrize("done", [0, 1, 2, 7, 13])
 def test_a_run_goes_on_from_any_step_to_the_same_latents(done, solver, caches):
     velocity = _sines()
     timesteps, scales = _timesteps(14), _scales(Guidance(), steps=14)

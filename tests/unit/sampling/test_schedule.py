@@ -1,7 +1,6 @@
 """Noise and timesteps."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,12 +14,6 @@ from opensora_cli.sampling.schedule import (
 )
 
 
-def test_timesteps_fall_from_one_to_zero():
-    timesteps = flow_timesteps(50, tokens_per_frame=2304, num_latent_frames=33)
-    assert (timesteps[0], timesteps[-1], len(timesteps)) == (1.0, 0.0, 51)
-    assert all(later < earlier for earlier, later in pairwise(timesteps))
-
-
 def test_automatic_shift():
     assert flow_shift_for(tokens_per_frame=256, num_latent_frames=1) == 1.0
     assert flow_shift_for(tokens_per_frame=4096, num_latent_frames=1) == 3.0
@@ -30,10 +23,6 @@ def test_automatic_shift():
 def test_given_shift_replaces_the_automatic_one():
     timesteps = flow_timesteps(2, tokens_per_frame=2304, num_latent_frames=33, flow_shift=3.0)
     assert timesteps == pytest.approx([1.0, 0.75, 0.0])
-
-
-def test_a_shift_of_one_spaces_evenly():
-    assert flow_timesteps(4, tokens_per_frame=9999, num_latent_frames=9, flow_shift=1.0) == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
 @pytest.mark.parametrize("steps", [0, -3])

@@ -13,12 +13,6 @@ from opensora_cli.sampling.sizes import (
 )
 
 
-def test_well_known_sizes():
-    assert image_size("768px", "16:9") == (576, 1024)
-    assert image_size("256px", "1:1") == (256, 256)
-    assert image_size("720p", "16:9") == (720, 1280)
-
-
 def test_resolutions_beyond_the_table():
     assert image_size("64px", "1:1") == (64, 64)
     assert image_size("128px", "1:1") == (128, 128)

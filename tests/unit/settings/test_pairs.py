@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from opensora_cli.core.section import Section, nested
 from opensora_cli.settings import generate, train
+from opensora_cli.settings.applies import Pair
 from opensora_cli.settings.explain import explain
-from opensora_cli.settings.pairs import Pair
 
 SET: dict[str, Any] = {
     "init": "demo",
@@ -60,8 +60,9 @@ def problems(schema: type[Section] = train.TrainSettings, **values: Any) -> list
 
 
 def base(rule: Pair) -> dict[str, Any]:
-    target = "vae" if rule.second == "target=mmdit" else "mmdit"
-    return {"target": target, **(holding(rule.only) if rule.only else {})}
+    if rule.only.startswith("trains_transformer"):
+        return {"target": "vae" if "!=" in rule.only else "mmdit"}
+    return {"target": "mmdit", **(holding(rule.only) if rule.only else {})}
 
 
 @pytest.mark.parametrize("rule", train._NEEDS, ids=lambda rule: f"{rule.first} needs {rule.second}")

@@ -8,7 +8,7 @@ import opensora_cli
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path, presets_folder, read_yaml
+from opensora_cli.settings.files import list_presets, preset_path, presets_folder, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import PictureSettings
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_generate_settings, load_preset, usual_settings
@@ -22,7 +22,7 @@ def test_preset_parses(name: str) -> None:
     assert (settings.model.name == DEMO) == (name == "demo")
     assert settings.video.resolution == {"demo": "128px", "256px": "256px", "t2i2v_256px": "256px"}.get(name, "768px")
     assert (settings.output_format == "png") == (name == "flux1_dev")
-    assert read_yaml(preset_path(name, "generate"))
+    assert read_settings_file(preset_path(name, "generate"))
 
 
 def test_released_presets_differ_only_in_resolution() -> None:

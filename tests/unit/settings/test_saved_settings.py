@@ -30,8 +30,8 @@ picture.files.transformer picture.files.vae picture.files.hub_repo
 output.path output.name_from output.overwrite output.explore
 runtime.weights runtime.device runtime.prompt_cache runtime.prompt_cache_limit
 memory.offload memory.resident_blocks memory.limit memory.host_weights
-parallel.gpus parallel.devices parallel.nnodes parallel.all_to_all parallel.fast_link_ranks parallel.watch
-parallel.watch_limit_s parallel.data_parallel_degree parallel.ulysses_degree parallel.ring_degree
+parallel.gpus parallel.devices parallel.nnodes parallel.all_to_all parallel.fast_link_ranks
+parallel.data_parallel_degree parallel.ulysses_degree parallel.ring_degree
 parallel.cfg_parallel_degree parallel.tensor_parallel_degree parallel.ulysses_chunks
 """
 """Files, folders, servers and devices, which a file never names."""
@@ -61,7 +61,7 @@ def test_reserved_settings_are_not_taken() -> None:
         "output": {"path": "/etc/x.mp4", "overwrite": True, "name_from": "prompt", "explore": True},
         "runtime": {"device": "cuda:7", "prompt_cache": False, "prompt_cache_limit": 1},
         "memory": {"offload": "blocks", "resident_blocks": 1, "limit": 1, "host_weights": "mapped"},
-        "parallel": {"gpus": 64, "devices": [1], "nnodes": 9, "watch": True, "ulysses_degree": 64},
+        "parallel": {"gpus": 64, "devices": [1], "nnodes": 9, "ulysses_degree": 64},
     }
     assert load(values) == load({})
 

@@ -131,7 +131,7 @@ def test_a_strategy_is_described() -> None:
         ({"all_to_all": "direct"}, 1),
         ({"all_to_all": "hierarchical", "fast_link_ranks": 2}, 2),
         ({"all_to_all": "hierarchical", "gpus": 2, "nnodes": 2}, 2),
-        ({"compression": "bf16", "watch": True}, 1),
+        ({"compression": "bf16"}, 1),
     ],
 )
 def test_exchanges(parallel: dict[str, Any], inner: int) -> None:

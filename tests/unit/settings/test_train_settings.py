@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.section import Section
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.explain import Given, nearest_key
 from opensora_cli.settings.files import list_presets, preset_path, settings_path
-from opensora_cli.settings.layers import collect_overrides
-from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
+from opensora_cli.settings.layers import all_keys, collect_overrides
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 from opensora_cli.settings.train_objectives import ModeWeights
 
 RECIPES = list_presets("train")
@@ -31,7 +31,7 @@ def load(
 @pytest.mark.parametrize(("recipe", "target"), [("demo_lora", "mmdit"), ("stage1", "mmdit"), ("vae_hunyuan", "vae")])
 def test_recipe_parses(recipe: str, target: str) -> None:
     settings = load(recipe)
-    assert settings.target is TrainTarget(target)
+    assert settings.target == target
     assert settings.output == f"runs/{recipe}"
     assert load(str(preset_path(recipe, "train"))) == settings
 
@@ -263,3 +263,7 @@ def test_sizes_that_are_not_used_may_be_anything() -> None:
     assert odd.model.in_channels == 8
     with pytest.raises(ValidationError):
         odd.replace({"target": "mmdit"})
+
+
+def test_a_wrong_letter_is_nearer_than_a_missing_word() -> None:
+    assert nearest_key("loop.step", all_keys(TrainSettings)) == "loop.steps"

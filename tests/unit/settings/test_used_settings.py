@@ -125,6 +125,6 @@ def test_what_took_part(settings: GenerateSettings, without: str, there: str) ->
 
 
 def test_compression_is_part_of_a_request_for_it_changes_the_result():
-    settings = made(parallel__gpus=2, parallel__compression="fp8", parallel__watch=True)
+    settings = made(parallel__gpus=2, parallel__compression="fp8")
     assert used_settings(settings)["parallel"] == {"compression": "fp8"}
-    assert "parallel" not in used_settings(made(parallel__gpus=2, parallel__watch=True))
+    assert "parallel" not in used_settings(made(parallel__gpus=2))

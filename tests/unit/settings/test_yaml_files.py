@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import read_settings_file
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -21,7 +21,7 @@ def test_scalars_stay_text(tmp_path: Path) -> None:
     path = write(
         tmp_path, "a.yaml", "ratio: 16:9\nrate: 1e-4\nanswer: no\nday: 2026-11-21\noctal: 010\nlist: [1, on]\n"
     )
-    assert read_yaml(path) == {
+    assert read_settings_file(path) == {
         "ratio": "16:9",
         "rate": "1e-4",
         "answer": "no",
@@ -33,14 +33,14 @@ def test_scalars_stay_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
 def test_empty_file(tmp_path: Path, text: str) -> None:
-    assert read_yaml(write(tmp_path, "a.yaml", text)) == {}
+    assert read_settings_file(write(tmp_path, "a.yaml", text)) == {}
 
 
 def test_extends_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
     write(tmp_path, "base/a.yaml", "model:\n  depth: 1\n  axes_dim: [1, 2]\nprompt: x\n")
     write(tmp_path, "base/b.yaml", "extends: a.yaml\nmodel:\n  depth: 2\n")
     path = write(tmp_path, "c.yaml", "model:\n  axes_dim: [3]\nextends: base/b.yaml\n")
-    assert read_yaml(path) == {"model": {"depth": "2", "axes_dim": ["3"]}, "prompt": "x"}
+    assert read_settings_file(path) == {"model": {"depth": "2", "axes_dim": ["3"]}, "prompt": "x"}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_extends_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
 )
 def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(FileProblem) as caught:
-        read_yaml(write(tmp_path, "a.yaml", text))
+        read_settings_file(write(tmp_path, "a.yaml", text))
     assert message in caught.value.message
     assert "\n" not in caught.value.message
 
@@ -72,7 +72,7 @@ def test_cycle_over_several_files(tmp_path: Path) -> None:
     write(tmp_path, "b.yaml", "extends: c.yaml\n")
     write(tmp_path, "c.yaml", "extends: b.yaml\n")
     with pytest.raises(FileProblem, match=r"b\.yaml -> c\.yaml -> b\.yaml"):
-        read_yaml(tmp_path / "a.yaml")
+        read_settings_file(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path, content: str, mes
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(FileProblem, match=message) as caught:
-        read_yaml(write(tmp_path, "a.yaml", content))
+        read_settings_file(write(tmp_path, "a.yaml", content))
     assert len(caught.value.message) < 1500
     assert len(caught.value.message.splitlines()) == 1
 
 
 def test_aliases_that_stand_for_few_values_are_read(tmp_path: Path) -> None:
-    values = read_yaml(write(tmp_path, "a.yaml", "a: &a [1, 2]\nb: [*a, *a]\n"))
+    values = read_settings_file(write(tmp_path, "a.yaml", "a: &a [1, 2]\nb: [*a, *a]\n"))
     assert values == {"a": ["1", "2"], "b": [["1", "2"], ["1", "2"]]}

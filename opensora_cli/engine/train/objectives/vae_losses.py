@@ -1,18 +1,7 @@
-"""Losses of autoencoders: reconstruction and KL divergence, and the weight of the adversarial term.
-
-The adversarial term is balanced against the other terms at the decoder's last layer (Esser et al. 2021). The last
-layer's gradients are computed from its inputs and from a loss's gradient by the pixels. This needs neither the weight
-itself, which a sharded model hides, nor a second backward pass through the decoder, and accumulates no gradients.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+"""Losses of autoencoders: reconstruction and KL divergence, and the weight of the adversarial term."""
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.grad import conv2d_weight, conv3d_weight
 
 _PIXEL_RANGE = 2.0  # from -1 to 1
 
@@ -50,49 +39,14 @@ _EPS = 1e-4
 _MAX_WEIGHT = 1e4
 
 
-class LastLayer:
-    """Decoder's last convolution, with the inputs of the latest forward pass.
+def gradient_norm(output: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return the norm of a loss's gradient by a weight, in fp32, from its gradient by an output of the layer.
 
-    Its output is the pixels. A three-dimensional convolution returns clips, and a two-dimensional one returns their
-    frames one after the other.
+    It accumulates no gradient, and keeps the graph.
     """
-
-    def __init__(self, layer: nn.Conv2d | nn.Conv3d) -> None:
-        self._layer = layer
-        self._inputs: Tensor | None = None
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Keep the layer's inputs while the block runs."""
-
-        def keep(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            # Autocast computes the layer in the dtype of its output.
-            self._inputs = args[0].detach().to(output.dtype)
-
-        hook = self._layer.register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._inputs = None
-
-    def gradient_norm(self, gradient_BCTHW: Tensor) -> Tensor:
-        """Return the norm of a loss's gradient by the layer's weight, in fp32, from the gradient by the pixels.
-
-        Call it only inside `watched`.
-        """
-        layer, inputs = self._layer, self._inputs
-        if inputs is None:
-            raise RuntimeError("the last layer has not run while it was watched")
-        gradient = gradient_BCTHW.to(inputs.dtype)
-        shape, where = layer.weight.shape, (layer.stride, layer.padding, layer.dilation, layer.groups)
-        if isinstance(layer, nn.Conv3d):
-            by_weight: Tensor = conv3d_weight(inputs, shape, gradient, *where)  # type: ignore[no-untyped-call]
-        else:
-            gradient = gradient.transpose(1, 2).flatten(0, 1)
-            by_weight = conv2d_weight(inputs, shape, gradient, *where)  # type: ignore[no-untyped-call]
-        norm: Tensor = torch.linalg.vector_norm(by_weight.float())
-        return norm
+    (by_weight,) = torch.autograd.grad(output, weight, gradient, retain_graph=True)
+    norm: Tensor = torch.linalg.vector_norm(by_weight.float())
+    return norm
 
 
 def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Tensor:
@@ -110,18 +64,5 @@ def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
     So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations are
     freed.
     """
-    joined: Tensor = _KnownGradient.apply(output, value.detach(), gradient.detach())  # type: ignore[no-untyped-call]
-    return joined
-
-
-class _KnownGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return upstream * gradient, None, None
+    linear = (output * gradient.detach()).sum()
+    return value.detach() + (linear - linear.detach())

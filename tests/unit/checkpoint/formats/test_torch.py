@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 from torch import nn
 
-from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats import torch as torch_format
 from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
 from opensora_cli.checkpoint.formats.pickles import STORAGE_NAMES
-from opensora_cli.checkpoint.formats.torch import MAGIC, open_tensor, open_torch, write_torch
+from opensora_cli.checkpoint.formats.torch import MAGIC, load_tensor, open_torch, write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Selection
+from opensora_cli.core.weight_choices import Format, Selection
 
 FORMS = [
     pytest.param({"_use_new_zipfile_serialization": form}, id=name) for name, form in (("zip", True), ("old", False))
@@ -94,16 +93,6 @@ class TestReading:
         torch.save(tensors, tmp_path / "a", **form)
         assert bit_equal(opened(tmp_path / "a"), tensors)
 
-    def test_what_lies_in_one_run_is_only_pointed_at(self, tmp_path):
-        rows, transposed = torch.arange(20).view(5, 4)[1:3], torch.ones(2, 3).t()
-        torch.save({"a": torch.arange(6.0), "rows": rows, "t": transposed}, tmp_path / "a")
-        entries = open_torch(tmp_path / "a").entries
-        extent = entries["rows"].extent
-        content = (tmp_path / "a").read_bytes()[extent.offset : extent.offset + extent.length]
-        assert torch.frombuffer(bytearray(content), dtype=torch.int64).tolist() == list(range(4, 12))
-        assert entries["a"].extent is not None
-        assert entries["t"].extent is None
-
     def test_views_are_read(self, tmp_path):
         base = torch.arange(360).view(6, 5, 12)
         views = {"c": base[1:5, ::2, 3:7], "p": base.permute(2, 0, 1), "e": base[:, :1, :1].expand(6, 5, 4)}
@@ -148,14 +137,6 @@ class TestReading:
         torch.save(value, tmp_path / "a")
         assert reason in refused(lambda: open_torch(tmp_path / "a"))
 
-    def test_a_file_that_is_cut_while_it_is_read_is_an_error(self, tmp_path):
-        torch.save({"a": torch.rand(1000)}, tmp_path / "a")
-        entry = open_torch(tmp_path / "a").entries["a"]
-        with (tmp_path / "a").open("r+b") as file:
-            file.truncate(1000)
-        with pytest.raises(CheckpointError, match="has become shorter"):
-            entry.read()
-
 
 class TestSelecting:
     def test_a_training_of_this_project(self, tmp_path):
@@ -165,7 +146,7 @@ class TestSelecting:
         state = {"step": 7, "model": model.state_dict(), "ema": ema, "optimizers": [optimizer]}
         torch.save(state, tmp_path / "a")
         found = open_torch(tmp_path / "a")
-        assert (found.format, found.selection) == (Format.TRAINING, Selection.MODEL)
+        assert (found.format, found.selection) == (Format.TORCH, Selection.MODEL)
         assert found.selections == (Selection.MODEL, Selection.EMA)
         assert found.metadata == {"step": "7"}
         assert bit_equal(read(found.entries), model.state_dict())
@@ -221,8 +202,10 @@ class TestWriting:
     def test_it_is_a_sound_archive_with_aligned_data(self, written):
         with zipfile.ZipFile(written) as archive:
             assert archive.testzip() is None
-        for entry in open_torch(written).entries.values():
-            assert entry.extent is None or entry.extent.offset % 64 == 0
+            offsets = [info.header_offset for info in archive.infolist()]
+        content = written.read_bytes()
+        starts = [at + 30 + sum(struct.unpack_from("<2H", content, at + 26)) for at in offsets]
+        assert [start % 64 for start in starts] == [0] * len(starts)
 
     def test_it_is_the_same_each_time(self, tmp_path):
         for name in "ab":
@@ -234,20 +217,12 @@ class TestWriting:
             write_torch(tmp_path / "a", held({"x": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)}))
         assert not (tmp_path / "a").exists()
 
-    def test_single_tensors_in_a_longer_file(self, tmp_path):
-        places = {}
-        with (tmp_path / "a").open("wb") as file:
-            for name, tensor in of_all_kinds().items():
-                file.write(b"between")
-                start = file.tell()
-                torch.save(tensor, file)
-                places[name] = (start, file.tell() - start)
-            file.write(b"behind")
-        found = {
-            name: open_tensor(tmp_path / "a", start=start, length=length).read()
-            for name, (start, length) in places.items()
-        }
-        assert bit_equal(found, of_all_kinds())
+    def test_single_tensors(self, tmp_path):
+        for tensor in of_all_kinds().values():
+            content = io.BytesIO()
+            torch.save(tensor, content)
+            (tmp_path / "a").write_bytes(content.getvalue())
+            assert bit_equal({"x": load_tensor(content.getbuffer(), tmp_path / "a")}, {"x": tensor})
 
 
 def _repeated():
@@ -277,7 +252,7 @@ class TestBrokenFiles:
             ({"shape": (2**40, 2**40), "stride": (0, 0)}, "is broken"),
             ({"shape": (0, 2**62), "stride": (1, 1)}, "impossible shape"),
             ({"shape": (1,) * 65, "stride": (1,) * 65}, "impossible shape"),
-            ({"offset": 1}, "longer than its data"),
+            ({"offset": 1}, "is broken"),
             ({"offset": -1}, "is broken"),
             ({"shape": (2, 2, 1)}, "is broken"),
             ({"numel": "4"}, "is broken"),
@@ -289,31 +264,37 @@ class TestBrokenFiles:
         path = with_pickle(tmp_path / "a", tensor_pickle(**claim), **{"data/0": bytes(16)})
         assert reason in refused(lambda: open_torch(path))
 
+    def test_a_storage_with_two_claims_has_the_larger_one(self, tmp_path):
+        parts = [tensor_pickle(numel=numel)[9:-2] for numel in (10**12, 4)]
+        program = b"\x80\x02](" + b"".join(parts) + b"e."
+        path = with_pickle(tmp_path / "a", program, **{"data/0": bytes(16)})
+        assert "longer than its data" in refused(lambda: open_torch(path))
+
     @pytest.mark.parametrize(
         ("program", "reason"),
         [
             (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "too deep"),
             (b"\x80\x02" + b"}q\x00" + b"(X\x01\x00\x00\x00ah\x00X\x01\x00\x00\x00bh\x00u" * 40 + b".", "too deep"),
-            (b"\x80\x02" + b"]" * 3 + b"a" * 2 + b"r\xff\xff\xff\xff.", "remembers object"),
+            (b"\x80\x02" + b"]" * 3 + b"a" * 2 + b"r\xff\xff\xff\xff.", "holds no tensors"),
             (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "imports 'builtins.bytearray'"),
             (b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R.", "imports 'torch.FloatTensor'"),
-            (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "holds no tensors"),
+            (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "is broken"),
             (b"\x80\x02B\xff\xff\xff\x7fabc.", "is broken"),
             (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00abc.", "a pickle of protocol 5"),
             (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00makeK\x01sb.", "is broken"),
-            (b"\x80\x02" + b"(" * 10**5 + b".", "takes more than it has"),
-            (b"\x80\x02)" + b"q\x00h\x00\x86" * 40 + b"q\x00}h\x00Ns.", "copies the same objects"),
+            (b"\x80\x02" + b"(" * 10**5 + b".", "is broken"),
+            (b"\x80\x02)" + b"q\x00h\x00\x86" * 40 + b"q\x00}h\x00Ns.", "nests tuples too deep"),
             (
                 b"\x80\x02(]("
                 + b"K\x01" * 10_000
                 + b"eq\x00cbuiltins\nset\nq\x01]("
                 + b"h\x01h\x00\x85R" * 10_000
                 + b"et.",
-                "copies the same objects",
+                "more operations than",
             ),
-            (b"\x80\x02(]q\x00h\x00\x85q\x01h\x00(NNecbuiltins\nset\nh\x01Rt.", "something else than new arguments"),
+            (b"\x80\x02(]q\x00h\x00\x85q\x01h\x00(NNecbuiltins\nset\nh\x01Rt.", "holds no tensors"),
             *(
-                (b"\x80\x02" + program, "a tensor")
+                (b"\x80\x02" + program, "")
                 for name in (b"builtins\nset", b"collections\nOrderedDict", b"collections\nCounter", b"torch\nSize")
                 for program in (
                     b"c" + name + b"\n" + _repeated() + b"\x85R.",
@@ -350,7 +331,7 @@ class TestBrokenFiles:
     def test_long_programs_are_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(torch_format, "_MAX_OPERATIONS", 1000)
         path = with_pickle(tmp_path / "a", b"\x80\x02" + b"N" * 1000 + b".")
-        assert "more than 1000 operations" in refused(lambda: open_torch(path))
+        assert "more operations than" in refused(lambda: open_torch(path))
 
     @pytest.mark.slow
     def test_the_longest_program_takes_no_more_than_the_memory_there_is(self, tmp_path):
@@ -369,7 +350,7 @@ class TestBrokenFiles:
         end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0, 0, len(directory), 4, 0)
         (tmp_path / "a").write_bytes(MAGIC + directory + end)
         with little_memory():
-            assert f"a directory of {len(directory)} bytes" in refused(lambda: open_torch(tmp_path / "a"))
+            assert "its directory has more than" in refused(lambda: open_torch(tmp_path / "a"))
 
     @pytest.mark.filterwarnings("ignore:Duplicate name")
     @pytest.mark.parametrize(
@@ -380,7 +361,7 @@ class TestBrokenFiles:
             ([("data.pkl", b"\x80\x02N."), ("constants.pkl", b"\x80\x02).")], "TorchScript"),
             ([("data.pkl", tensor_pickle()), ("data/0", bytes(16)), ("byteorder", b"big")], "big-endian"),
             ([("data.pkl", tensor_pickle())], "is broken"),
-            ([("data.pkl", tensor_pickle()), ("data/0", bytes(15)), ("version", b"3")], "'x' is longer than its data"),
+            ([("data.pkl", tensor_pickle()), ("data/0", bytes(15)), ("version", b"3")], "longer than its data"),
         ],
     )
     def test_other_archives_are_refused(self, tmp_path, records, reason):
@@ -493,15 +474,3 @@ def test_sizes_and_places_beyond_32_bits(tmp_path):
     assert entries["large"].read()[-2:].tolist() == [0, 0]
     assert entries["behind"].read().tolist() == list(range(5))
     (tmp_path / "a").unlink()
-
-
-def test_places_are_found_by_fake_tensors_where_torch_would_read_for_them(tmp_path, monkeypatch):
-    """As with torch 2.10, whose meta device knows no places."""
-    state = {key: value for key, value in of_all_kinds().items() if not isinstance(value, nn.Parameter)}
-    torch.save(state, tmp_path / "a")
-    expected = opened(tmp_path / "a")
-    monkeypatch.setattr(torch_format, "_META_IS_LAZY", False)
-    assert bit_equal(opened(tmp_path / "a"), expected)
-    raw = (tmp_path / "a").read_bytes()
-    (tmp_path / "b").write_bytes(raw[: len(raw) // 2])
-    refused(lambda: open_torch(tmp_path / "b"))

@@ -20,14 +20,17 @@ NVLINK = Expectation(link="NVLink 4 x18", gb_per_s=450, stream_gb_per_s=450, goo
 
 def _row(collective: Collective, size: int, *, factor: float, wrong: int = 0) -> Row:
     seconds = 1e-5 + size / 300e9
-    times = Times(min_s=seconds / 2, avg_s=seconds, p50_s=seconds, p99_s=2 * seconds)
-    return Row.of(
-        collective,
-        times,
+    return Row(
+        collective=collective,
         size_bytes=size,
         dtype="float32",
         repeats=20,
-        bus_factor=factor,
+        min_s=seconds / 2,
+        avg_s=seconds,
+        p50_s=seconds,
+        p99_s=2 * seconds,
+        algorithm_bandwidth_gb_per_s=size / seconds / 1e9,
+        bus_bandwidth_gb_per_s=size / seconds / 1e9 * factor,
         wrong=wrong,
         wire_bytes=size * factor,
     )
@@ -44,8 +47,8 @@ def _report(*, backend: str = "nccl", wrong: int = 0) -> BenchReport:
         expected_gb_per_s=None if backend == "gloo" else 450,
         reason="",
     )
-    return BenchReport.of(
-        Header(
+    return BenchReport(
+        header=Header(
             backend=backend,
             versions={"torch": "2.13"},
             ranks=4,
@@ -54,9 +57,11 @@ def _report(*, backend: str = "nccl", wrong: int = 0) -> BenchReport:
             inside=NVLINK,
             between=None,
         ),
-        rows,
-        verdicts=[verdict],
+        shows="function" if backend == "gloo" else "speed",
+        rows=tuple(rows),
+        verdicts=(verdict,),
         fits={Collective.ALL_REDUCE: LatencyBandwidth(latency_s=1e-5, seconds_per_byte=1 / 200e9)},
+        wrong=sum(row.wrong for row in rows),
     )
 
 

@@ -124,39 +124,15 @@ def test_the_selection_is_of_the_training_among_the_two(tmp_path: Path) -> None:
     assert not diff(DiffSettings(**paths)).equal
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "options", "differing", "largest"),
-    [
-        ([2**53, 2**60], [2**53 + 1, 2**60], {"atol": 0.5}, 1, 1.0),
-        ([2**53, 2**60], [2**53 + 1, 2**60 + 2], {"atol": 1}, 1, 2.0),
-        ([2**53, 2**60], [2**53 + 1, 2**60 + 2], {"atol": 2}, 0, 2.0),
-        ([2**60 + 1, 7], [2**60, 7], {}, 1, 1.0),
-        ([-(2**63), 0], [2**63 - 1, 0], {"atol": 1e18}, 1, 2.0**64),
-        ([-(2**63), 0], [2**63 - 1, 0], {"atol": 1e20}, 0, 2.0**64),
-        ([110, 111], [100, 100], {"rtol": 0.1}, 1, 11.0),
-    ],
-)
-def test_integers_are_compared_as_integers(
-    first: list[int], second: list[int], options: dict[str, float], differing: int, largest: float, tmp_path: Path
-) -> None:
-    found = compare(tmp_path, {"x": torch.tensor(first)}, {"x": torch.tensor(second)}, **options)
-    assert found.largest_difference == largest
-    assert found.equal == (differing == 0)
-    assert sum(each.differing for each in found.values.values()) == differing
-
-
-def test_integers_of_other_kinds(tmp_path: Path) -> None:
-    large = torch.tensor([2**63 - 1, 5]).view(torch.uint64)
-    larger = torch.tensor([-(2**63), 5]).view(torch.uint64)
-    assert compare(tmp_path, {"x": large}, {"x": larger}, atol=1).equal
-    assert not compare(tmp_path, {"x": large}, {"x": larger}, atol=0.9).equal
-    assert compare(tmp_path, {"x": large}, {"x": larger}, rtol=2**-63).equal
-    assert not compare(tmp_path, {"x": larger}, {"x": larger ^ larger}, rtol=0.5).equal
+def test_integers_and_flags(tmp_path: Path) -> None:
+    found = compare(tmp_path, {"x": torch.tensor([110, 111])}, {"x": torch.tensor([100, 100])}, rtol=0.1)
+    assert (found.values["x"].differing, found.largest_difference) == (1, 11.0)
+    # fp64 does not tell these apart, and their bits do.
+    close = compare(tmp_path, {"x": torch.tensor([2**60 + 1, 7])}, {"x": torch.tensor([2**60, 7])})
+    assert close.values["x"].differing == 1
     flags = torch.tensor([True, False])
     assert compare(tmp_path, {"x": flags}, {"x": ~flags}, atol=0.9).values["x"].differing == 2
     assert compare(tmp_path, {"x": flags}, {"x": flags.to(torch.int16)}, atol=0.9).equal
-    mixed = compare(tmp_path, {"x": torch.tensor([2**53, 4])}, {"x": torch.tensor([2.0**53, 4.5])}, atol=0.4)
-    assert mixed.values["x"].differing == 1
 
 
 @pytest.fixture

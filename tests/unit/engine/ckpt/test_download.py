@@ -14,9 +14,10 @@ import huggingface_hub
 import pytest
 from fake_hub import TOKEN, FakeHub, FakeRepo, connect, serving
 from hostile_files import HUB_ANSWERS, HUB_NAMES, NO_OBJECTS
+from huggingface_hub import close_session
 from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt import hub as hub_module
 from opensora_cli.engine.ckpt.download import State, download, plan_download
@@ -291,6 +292,38 @@ def test_metadata_of_any_length_is_not_read(hub: FakeHub, tmp_path: Path, monkey
     monkeypatch.setattr(hub_module, "MAX_JSON_BYTES", 100)
     with pytest.raises(CheckpointError, match="answers with over 100 bytes of metadata"):
         plan_download(settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        (
+            "ALL_PROXY",
+            "socks5://me:secret@127.0.0.1:1",
+            HardwareError,
+            "socks5://<hidden>@127.0.0.1:1 is a SOCKS proxy",
+        ),
+        ("SSL_CERT_FILE", "/nonexistent.pem", RequestError, "/nonexistent.pem has no certificates that can be read"),
+        ("SSL_CERT_FILE", __file__, RequestError, f"{__file__} has no certificates that can be read"),
+        ("all_proxy", "socks://127.0.0.1:1", RequestError, "socks://127.0.0.1:1 is not the address of a proxy"),
+        ("https_proxy", "ftp://x", RequestError, "ftp://x is not the address of a proxy"),
+        ("http_proxy", "http://[::1", RequestError, "http://[::1 is not the address of a proxy"),
+    ],
+)
+def test_wrong_proxies_and_certificates_are_named(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, error: type, message: str
+) -> None:
+    for other in ("all_proxy", "http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(other, raising=False)
+        monkeypatch.delenv(other.upper(), raising=False)
+    monkeypatch.setenv(name, value)
+    close_session()
+    try:
+        with pytest.raises(error) as caught:
+            plan_download(settings(tmp_path))
+    finally:
+        close_session()
+    assert str(caught.value).startswith(f"{name}={message}")
 
 
 @pytest.mark.parametrize(

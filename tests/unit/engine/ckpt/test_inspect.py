@@ -1,12 +1,11 @@
 """Looking into checkpoints: what is reported, without reading tensors."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_weights import awkward_state, converted, write_holes
+from tiny_weights import write_holes
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -26,14 +25,14 @@ def test_the_released_model_without_reading_it(tmp_path: Path) -> None:
     assert path.stat().st_blocks * 512 < 10**7
 
     document = look(path).to_json()
-    assert document["schema"] == "osora.ckpt.inspect/1"
+    assert document["schema"] == "osora.ckpt.inspect/2"
     assert (document["model"], document["format"]) == ("open-sora-v2", "safetensors")
     assert (document["qkv"], document["rotary"]) == ("split", "half")
     assert document["parameters"] == 11_891_390_528
     assert document["dtypes"] == {"bfloat16": {"tensors": 1082, "parameters": 11_891_390_528, "bytes": 23_782_781_056}}
     assert document["metadata"] == {"note": "hello"}
     first = {"name": "img_in.weight", "dtype": "bfloat16", "shape": [3072, 64], "bytes": 393216}
-    assert document["tensors"][0] == first
+    assert document["tensors"][0] == {**first, "statistics": None}
 
 
 def test_lines_are_a_table_and_a_summary(tmp_path: Path) -> None:
@@ -96,23 +95,13 @@ def test_selections_of_trainings_are_listed(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "checkpoint.pt"):
         found = look(path, select="ema", stats=True)
         document = found.to_json()
-        assert (document["format"], document["selection"]) == ("training", "ema")
+        assert (document["format"], document["selection"]) == ("torch", "ema")
         assert document["selections"] == ["model", "ema"]
         assert document["tensors"][0]["statistics"]["all_zero"]
         assert "weights     ema (there are: model, ema)" in found.lines()
         assert look(path).to_json()["selection"] == "model"
     with pytest.raises(RequestError, match="has no master weights"):
         look(tmp_path, select="master")
-
-
-def test_every_format_is_described_alike(tmp_path: Path) -> None:
-    save_file(awkward_state(), tmp_path / "source.safetensors")
-    expected = {tensor["name"]: tensor for tensor in look(tmp_path / "source.safetensors").to_json()["tensors"]}
-    for form in ("safetensors-shards", "torch", "torch-shards", "colossalai", "dcp"):
-        document = look(converted(tmp_path / "source.safetensors", tmp_path / form, format=form)).to_json()
-        assert document["format"] == form
-        assert {tensor["name"]: tensor for tensor in document["tensors"]} == expected
-        json.dumps(document, allow_nan=False)
 
 
 def test_empty_and_missing_paths(tmp_path: Path) -> None:

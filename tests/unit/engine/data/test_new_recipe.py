@@ -58,7 +58,7 @@ def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: ())
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: None)
     assert main(["train", "--new", folder.name, "--quiet"]) == 0
     out = capsys.readouterr().out
     recipe = Path(f"{folder.name}.yaml")
@@ -127,7 +127,10 @@ def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatc
     with pytest.raises(FileProblem, match="clips has nothing large and long enough"):
         write_recipe("clips", Path("demo_lora"))
     write_clip(tmp_path / "clips" / "b.mp4", num_frames=9)
+    (tmp_path / "clips" / "c.mp4").write_bytes(b"nothing")
     result = write_recipe("clips", Path("demo_lora"))
+    assert "c.mp4" in result.broken[0].reason
+    assert any(line.startswith("broken ") for line in result.lines())
     assert "# Left out, too small or too short for any: 1." in result.recipe.read_text()
     assert [each.rows for each in result.data.unused] == [1]
 

@@ -5,9 +5,11 @@ import json
 import os
 import random
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -312,10 +314,63 @@ def test_the_result_as_json_and_as_lines(folder: Path) -> None:
     (folder / "broken.mp4").write_bytes(b"nothing")
     result = run(folder)
     document = result.to_json()
-    assert document["schema"] == "osora.data-scan/1"
+    assert document["schema"] == "osora.data-scan/2"
     assert (document["rows"], document["read"]) == (4, 5)
     assert [entry["path"] for entry in json.loads(json.dumps(document))["broken"]] == [str(folder / "broken.mp4")]
-    assert [line.split()[0] for line in result.lines()] == ["table", "files", "caption", "broken"]
+    assert [line.split()[0] for line in result.lines()] == ["table", "files", "caption", "skipped", "broken"]
+
+
+def test_files_of_other_kinds_are_counted(folder: Path) -> None:
+    for name in ("e.psd", "more/f.PSD", "metadata.jsonl", "README", "lost.txt"):
+        (folder / name).write_text("x")
+    run(folder, table=str(folder / "table.csv"))
+    result = run(folder, table=str(folder / "table.csv"))
+    assert result.other_files == {".psd": 2, ".md": 1, ".jsonl": 1, "": 1, ".txt": 1}
+    assert "skipped   2 .psd, 1 " in "\n".join(result.lines())
+
+
+@pytest.mark.parametrize("name", ["A.MTS", "a.m2ts", "a.3gp"])
+def test_videos_of_cameras_are_found_by_their_names(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    write_clip(folder / "a.mp4", num_frames=3, caption="x").rename(folder / name)
+    assert run(folder).videos == 1
+
+
+def test_pictures_that_cannot_be_read_are_listed(tmp_path: Path) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    write_clip(folder / "a.png", num_frames=1).rename(folder / "b.jfif")
+    (folder / "a.HEIC").write_bytes(b"\0\0\0\x18ftypheic" + bytes(64))
+    result = run(folder)
+    assert result.pictures == 1
+    assert "HEIF picture, which osora cannot read" in result.broken[0].reason
+
+
+@pytest.mark.parametrize("ending", [".TXT", ".caption"])
+def test_captions_under_other_endings(tmp_path: Path, ending: str) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    write_clip(folder / "a.png", num_frames=1)
+    (folder / f"a{ending}").write_text("a boat")
+    assert run(folder).without_caption == 0
+    assert read_columns(folder.with_suffix(".csv"), COLUMNS)["text"] == ["a boat"]
+
+
+def test_videos_of_varying_rate_are_named(folder: Path) -> None:
+    with av.open(str(folder / "varies.mp4"), "w") as container:
+        track = container.add_stream("libx264", rate=25)
+        track.height = track.width = 32
+        track.pix_fmt = "yuv420p"
+        for time in [*range(10), *range(10, 40, 5)]:
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 25)
+            container.mux(track.encode(frame))
+        container.mux(track.encode(None))
+    for _ in range(2):  # The second scan has it from the journal.
+        result = run(folder)
+        assert result.uneven == (folder / "varies.mp4",)
+    assert "uneven    varies.mp4: the frame rate varies" in "\n".join(result.lines())
 
 
 def test_parts_lie_beside_the_table_and_are_not_replaced(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import ClipBatches
-from opensora_cli.engine.train.objectives import mmdit
-from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
+from opensora_cli.engine.train.objectives import flow_matching as mmdit
+from opensora_cli.engine.train.objectives.flow_matching import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit.model import MMDiT

@@ -31,7 +31,6 @@ WARNING, PROBLEM, NOTE = Severity.WARNING, Severity.PROBLEM, Severity.NOTE
             WARNING,
         ),
         ({"PYTORCH_ALLOC_CONF": "backend=native"}, "PYTORCH_ALLOC_CONF", PROBLEM),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segment:True"}, "PYTORCH_CUDA_ALLOC_CONF", PROBLEM),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:19"}, "PYTORCH_ALLOC_CONF", PROBLEM),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:true"}, "PYTORCH_ALLOC_CONF", PROBLEM),
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "PYTORCH_NO_CUDA_MEMORY_CACHING", WARNING),

@@ -5,8 +5,8 @@ from tiny_world import RecordingReporter, demo_settings, picture_first_settings,
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import previews
-from opensora_cli.engine.generate.documents import ExploredSeed
 from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate.explore import ExploredSeed
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate

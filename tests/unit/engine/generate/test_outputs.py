@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_world import demo_settings, released_settings
 
-from opensora_cli.core import folder_lock
+from opensora_cli.core import left_overs
 from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import decode, models
@@ -242,7 +242,7 @@ def test_what_a_killed_run_left_beside_a_whole_result_is_removed_by_the_next(wor
     generate(settings)
     names = sorted(path.name for path in tmp_path.iterdir())
     (tmp_path / ".osora-762069bc07a6e1b5.lock").touch()
-    monkeypatch.setattr(folder_lock, "_looked_through", set())  # as in another process
+    monkeypatch.setattr(left_overs, "_looked_through", set())  # as in another process
     [again] = generate(settings).videos
     assert again.made_before
     assert sorted(path.name for path in tmp_path.iterdir()) == names

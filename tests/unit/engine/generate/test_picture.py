@@ -10,13 +10,13 @@ from tiny_world import demo_settings, flux_settings, picture_first_settings, rel
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
-from opensora_cli.engine.generate import decode, pipeline, run
+from opensora_cli.engine.generate import decode, pipeline, ranks
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.plan import PICTURE
 from opensora_cli.engine.generate.planning import make_chain, require_fit
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture
-from opensora_cli.engine.generate.run import generate, generate_or_launch
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
 
@@ -175,9 +175,9 @@ class TestMade:
         (tmp_path / "boat.picture.png").write_bytes(b"mine")
         with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
             generate(settings, reporter=reporter)
-        monkeypatch.setattr(run, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+        monkeypatch.setattr(ranks, "start_ranks", lambda *_: pytest.fail("ranks were started"))
         with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
-            generate_or_launch(settings.replace({"parallel.gpus": 2, "runtime.device": "cpu"}), reporter=reporter)
+            generate(settings.replace({"parallel.gpus": 2, "runtime.device": "cpu"}), reporter=reporter, rank_flags=())
         assert not reporter.stages
         [video] = generate(settings.replace({"output.overwrite": True})).videos
         assert video.picture.file.read_bytes() != b"mine"

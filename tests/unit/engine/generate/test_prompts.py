@@ -31,9 +31,9 @@ def test_a_table_gives_each_row_its_settings(tmp_path, kind):
     first, second = read_prompts(write(tmp_path, kind))
     assert (first.number, first.prompt, first.name, first.problem) == (1, "raining, sea", "wet", None)
     assert int(first.given["sampling.seed"].value) == 3
-    [(key, frames)] = first.shape
-    assert (key, int(frames.value), frames.source) == ("video.num_frames", 5, "column num_frames")
-    assert second == Row(2, {"prompt": Given('a "quoted" desert', "row 2")})
+    frames = first.given["video.num_frames"]
+    assert (int(frames.value), frames.source) == (5, "column num_frames")
+    assert second == Row(2, {"prompt": Given('a "quoted" desert', "column prompt")})
 
 
 def test_a_text_has_a_prompt_a_line(tmp_path):
@@ -43,10 +43,9 @@ def test_a_text_has_a_prompt_a_line(tmp_path):
 
 def test_files_are_found_from_the_folder_of_the_table(tmp_path):
     (tmp_path / "a.png").touch()
-    (tmp_path / "p.csv").write_text("prompt,ref\nsea,a.png; a.png\nsea,gone.png\n")
-    here, gone = read_prompts(tmp_path / "p.csv")
-    assert here.given["condition.references"].value == (str(tmp_path / "a.png"),) * 2
-    assert gone.problem == f"{tmp_path / 'gone.png'} does not exist"
+    (tmp_path / "p.csv").write_text("prompt,ref\nsea,a.png; a.png\n")
+    [row] = read_prompts(tmp_path / "p.csv")
+    assert row.given["condition.references"].value == (str(tmp_path / "a.png"),) * 2
 
 
 @pytest.mark.parametrize(
@@ -54,10 +53,6 @@ def test_files_are_found_from_the_folder_of_the_table(tmp_path):
     [
         ({"prompt": " "}, "prompt is empty"),
         ({"seed": 1}, "prompt is empty"),
-        ({"prompt": "a", "seed": "x"}, "seed=x must be a whole number"),
-        ({"prompt": "a", "seed": -1}, "seed=-1 must be"),
-        ({"prompt": "a", "seed": 2.5}, r"seed=2\.5 must be"),
-        ({"prompt": "a", "seed": True}, "seed=True must be"),
         ({"prompt": "a", "name": "../a"}, r"name=\.\./a must be the name of a file"),
         ({"prompt": "a", "name": "x" * 201}, "at most 200 bytes"),
         ({"prompt": "a", "name": "good"}, "name=good is that of row 1"),
@@ -122,5 +117,5 @@ def test_shards_divide_the_rows():
 def test_settings_are_named_by_their_keys(tmp_path):
     (tmp_path / "p.csv").write_text("prompt,sampling.flow_shift\na,3\nb,\n")
     first, second = read_prompts(tmp_path / "p.csv")
-    assert first.shape == (("sampling.flow_shift", Given("3", "column sampling.flow_shift")),)
-    assert second.shape == ()
+    assert first.given["sampling.flow_shift"] == Given("3", "column sampling.flow_shift")
+    assert second.given.keys() == {"prompt"}

@@ -17,9 +17,7 @@ from opensora_cli.engine.generate import decode, denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.planning import make_chain, make_plan
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.generate.run import (
-    generate,
-)
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.tags import read_tags
 from opensora_cli.settings.explain import Given
@@ -260,9 +258,9 @@ class TestPrompts:
         assert (tags["prompt"], tags["seed"]) == (prompt, "42")
 
     def test_unknown_words_of_the_demo(self, world, tmp_path, reporter):
-        generate(demo_settings(world, tmp_path, prompt="a dragon, Reining, Zebra"), reporter=reporter)
+        generate(demo_settings(world, tmp_path, prompt="a dragon, tea, Reining, Zebra"), reporter=reporter)
         assert reporter.warnings == [
-            'the demo model does not know "dragon", "Reining" (nearest: "raining"), "Zebra"; '
+            'the demo model does not know "dragon", "tea", "Reining" (nearest: "raining"), "Zebra"; '
             "it knows places: sea, desert; weathers: raining"
         ]
 

@@ -23,6 +23,7 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate, hold_from_request
@@ -190,13 +191,13 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
     latents, of_request = torch.zeros(plan.latent_shape), {"request_sha256": "0"}
     save_latents(path, latents, plan.settings, steps=3, **of_request)
     with pytest.raises(CheckpointError, match=r"segment1\.latents\.safetensors does not exist"):
-        read_saved(chain, sample, None)
+        read_saved(chain, sample, ALONE)
     first = segment_path(path, 0)
     save_latents(first, latents, plan.settings, segment=0, request_sha256="1")
     with pytest.raises(CheckpointError, match="is of another request than"):
-        read_saved(chain, sample, None)
+        read_saved(chain, sample, ALONE)
     save_latents(first, latents, plan.settings, segment=0, **of_request)
-    assert [each.steps for each in read_saved(chain, sample, None)] == [None, 1]
+    assert [each.steps for each in read_saved(chain, sample, ALONE)] == [None, 1]
     with pytest.raises(CheckpointError, match="holds a finished segment alone") as caught:
         open_latents(first)
     assert caught.value.hint == "continue from the file without .segment in its name"

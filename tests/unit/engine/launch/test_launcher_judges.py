@@ -4,11 +4,12 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from opensora_cli.core.rank_link import OwnTime, Pulse
+from opensora_cli.core.rank_link import Heartbeat, OwnTime
 from opensora_cli.engine.launch.launcher import Pace, _Run
 from opensora_cli.engine.launch.process import RankProcess
 
@@ -23,14 +24,13 @@ class Machine:
     """A launcher with ranks that sleep, on a machine whose clock is set by hand."""
 
     def __init__(self, folder, pace, program=ASLEEP):
-        self.clock_s, self.delays_s = 0.0, 0.0
+        self.clock_s = 0.0
         self._pace = pace
-        own_time = OwnTime(2 * pace.look_s, clock=lambda: self.clock_s, delays=lambda: self.delays_s)
-        self.run = _Run(pace, own_time=own_time)
+        self.run = _Run(pace, clock=lambda: self.clock_s)
         for rank in range(2):
             asleep, log = folder / f"asleep{rank}", folder / f"rank{rank}.log"
             command = [sys.executable, "-c", program, str(asleep)]
-            self.run._ranks.append(RankProcess(rank, command, os.environ, log, own_time=own_time))
+            self.run._ranks.append(RankProcess(rank, command, os.environ, log))
         self.ranks = self.run._ranks
         while not all((folder / f"asleep{rank.rank}").exists() and sleeps(rank) for rank in self.ranks):
             time.sleep(0.01)
@@ -44,7 +44,7 @@ class Machine:
             if beats_every and self.clock_s >= beaten + beats_every:
                 beaten = self.clock_s
                 for rank in self.ranks:
-                    rank._last_sign = self.run._time.now()
+                    rank.state = replace(rank.state, moves=rank.state.moves + 1)
             if causes := self.run.look():
                 return [cause.failure.message for cause in causes], self.clock_s - started
         return [], seconds
@@ -101,47 +101,67 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody(machine):
     assert machine.run.look() == []
 
 
-def test_a_rank_that_is_not_stopped_has_a_minute(machine):
+def test_ranks_without_a_sign_of_work_have_a_minute(machine):
     messages, seconds = machine.causes_within(100.0)
-    assert [message.split(": ")[1] for message in messages] == ["frozen, no sign of life for 60 s"] * 2
-    assert seconds == pytest.approx(59.0, abs=1.5)
+    assert [message.split(": ")[1] for message in messages] == ["no progress for 60 s"]
+    assert seconds == pytest.approx(60.0, abs=1.5)
+
+
+def test_a_rank_that_works_is_late_after_three_times_the_time_of_an_idle_one(machine):
+    for rank in machine.ranks:
+        rank.state = Heartbeat(stage="denoise", idle_s=1e9, late_s=180.0)
+    [message], seconds = machine.causes_within(300.0)
+    assert message.split(": ")[1] == "no progress for 180 s"
+    assert seconds == pytest.approx(180.0, abs=1.5)
+
+
+def test_processor_time_is_work_except_where_it_polls_a_gpu(machine):
+    working, polling = machine.ranks
+    for rank in machine.ranks:
+        rank._work = iter(range(10**6)).__next__
+        rank.state = Heartbeat(stage="denoise", on_device=True)
+    polling._on_gpu = True
+    for _ in range(700):
+        machine.clock_s += 0.1
+        machine.run.look()
+    assert (working.is_idle, polling.is_idle) == (False, True)
 
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["had not begun", "had ended"])
 def test_a_rank_that_waits_for_one_that_is_gone_is_not_waited_for(tmp_path, has_begun):
     machine = Machine(tmp_path, Pace(interrupt_s=0.2, terminate_s=5.0, follow_s=0.2), DEAF)
-    machine.ranks[0].stage = "load"
+    machine.ranks[0].state = Heartbeat(stage="load")
     if has_begun:
-        machine.ranks[1].stage = "load"
+        machine.ranks[1].state = Heartbeat(stage="load")
         machine.ranks[1].kill()
     with machine.run:
         machine.run.end(finish_s=3600.0)
     assert [rank.exit_code() for rank in machine.ranks] == [-signal.SIGTERM, -signal.SIGKILL]
 
 
-LATE, STARVED, WAITING = Pulse(is_late=True), Pulse(moves=1), Pulse(is_late=True, waits=True, moves=2)
+LATE, IDLE, STARVED = (0.0, 99.0), (99.0, 0.0), (0.0, 0.0)
+"""Seconds without work and without progress."""
 
 
 @pytest.mark.parametrize(
-    ("pulses", "behind"),
+    ("first", "second", "behind"),
     [
-        pytest.param((WAITING, STARVED), None, id="one that waits for one that is starved"),
-        pytest.param((WAITING, LATE), 1, id="one that waits for one that is late"),
-        pytest.param((WAITING, Pulse(is_idle=True)), 1, id="one that waits for one that does nothing"),
-        pytest.param((WAITING, WAITING), 0, id="all wait"),
-        pytest.param((STARVED, LATE), 1, id="one that is late alone"),
-        pytest.param((STARVED, Pulse(is_idle=True)), None, id="one that has nothing to do"),
+        pytest.param((LATE, True), (STARVED, False), None, id="one that waits for one that is starved"),
+        pytest.param((LATE, True), (LATE, False), 1, id="one that waits for one that is late"),
+        pytest.param((LATE, True), (IDLE, False), 1, id="one that waits for one that does nothing"),
+        pytest.param((LATE, True), (LATE, True), 0, id="all wait"),
+        pytest.param((STARVED, False), (LATE, False), 1, id="one that is late alone"),
+        pytest.param((STARVED, False), (IDLE, False), None, id="one that has nothing to do"),
     ],
 )
-def test_a_rank_that_waits_is_late_only_with_the_others(machine, pulses, behind):
-    for rank, pulse in zip(machine.ranks, pulses, strict=True):
-        rank.pulse = pulse
-    messages = [cause.failure.message.split(" on ")[0] for cause in machine.run.look()]
+def test_a_rank_that_waits_is_late_only_with_the_others(machine, first, second, behind):
+    for rank, ((rank.idle_s, rank.still_s), waits) in zip(machine.ranks, (first, second), strict=True):
+        rank.state = Heartbeat(stage="denoise", late_s=90.0, waits=waits)
+    messages = [cause.failure.message.split(" on ")[0] for cause in machine.run._causes()]
     assert messages == ([] if behind is None else [f"rank {behind}"])
 
 
-def test_time_of_waiting_for_a_processor_does_not_count():
-    clock = iter([0.0, 1.0, 2.0, 3.0])
-    delays = iter([0.0, 0.9, 1.8, 3.8])
-    own_time = OwnTime(2.0, clock=lambda: next(clock), delays=lambda: next(delays))
-    assert [round(own_time.look(), 3) for _ in range(3)] == [0.1, 0.2, 0.2]
+def test_a_clock_counts_little_of_a_long_pause():
+    clock = iter([0.0, 1.0, 10.0, 10.5])
+    own_time = OwnTime(2.0, clock=lambda: next(clock))
+    assert [own_time.look() for _ in range(3)] == [1.0, 3.0, 3.5]

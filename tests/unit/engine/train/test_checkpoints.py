@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toy_training import MUON, Listener, ToyAdversary, ToyTask, toy_trainer
 
 from opensora_cli.checkpoint import shared_folder
@@ -69,7 +70,6 @@ class TestSave:
             "model/model.safetensors.index.json",
             "optimizer/adversary_moments.safetensors",
             "optimizer/moments.safetensors",
-            "optimizer/updates.json",
             "running_states.json",
         ]
         running = json.loads((folder / "running_states.json").read_text())
@@ -288,6 +288,41 @@ class TestRestore:
         with pytest.raises(CheckpointError, match=r"extra\.bias, extra\.weight are not in both"):
             restore(toy_trainer(other, optimizer=MUON), folder)
 
+    def test_the_counts_of_updates_of_an_earlier_version_are_a_file(self, tmp_path):
+        whole = trained(steps=2)
+        folder = saved(whole, tmp_path)
+        path = folder / "optimizer" / "moments.safetensors"
+        moments = load_file(path)
+        counts = {
+            name.partition(".")[2]: int(moments.get(f"step.{name.partition('.')[2]}", 0))
+            for name in moments
+            if name.startswith(("exp_avg.", "momentum_buffer."))
+        }
+        save_file({name: tensor for name, tensor in moments.items() if not name.startswith("step.")}, path)
+        updates = folder / "optimizer" / "updates.json"
+        updates.write_text(json.dumps({"model": counts}))
+        fresh = trained(steps=0)
+        restore(fresh, folder)
+        assert_same(state(fresh), state(whole))
+        updates.write_text(json.dumps({"model": {"out.bias": -1}}))
+        with pytest.raises(CheckpointError, match="it holds no counts of updates"):
+            restore(trained(steps=0), folder)
+
+    def test_moments_of_other_weights_or_of_another_optimizer_are_refused(self, tmp_path):
+        folder = saved(trained(), tmp_path)
+        path = folder / "optimizer" / "moments.safetensors"
+        moments = load_file(path)
+        for changes, problem in (
+            ({"exp_avg.head.weight": torch.zeros(1)}, r"has exp_avg\.head\.weight, which this run does not have"),
+            ({"exp_avg.out.weight": torch.zeros(2)}, r"exp_avg of out\.weight is \[2\] in the checkpoint.* \[1, 3\]"),
+        ):
+            save_file({**moments, **changes}, path)
+            with pytest.raises(CheckpointError, match=problem):
+                restore(trained(steps=0), folder)
+        save_file({name: tensor for name, tensor in moments.items() if name != "exp_avg.out.weight"}, path)
+        with pytest.raises(CheckpointError, match=r"has only step, exp_avg_sq of out\.weight"):
+            restore(trained(steps=0), folder)
+
 
 class TestChoose:
     def run_folder(self, tmp_path: Path) -> Path:
@@ -334,7 +369,7 @@ class TestChoose:
         assert caught.value.hint == (f"use the one before: --resume-from {path(output) / 'epoch0-global_step1'}")
 
     @pytest.mark.parametrize(
-        "name", ["ema.safetensors", "optimizer/updates.json", "model/model.safetensors.index.json"]
+        "name", ["ema.safetensors", "optimizer/moments.safetensors", "model/model.safetensors.index.json"]
     )
     def test_a_broken_one_is_reported(self, tmp_path, name):
         run = self.run_folder(tmp_path)
@@ -365,13 +400,6 @@ class TestChoose:
         with pytest.raises(CheckpointError, match="epoch0-global_step1 is broken") as caught:
             self.choose(run, allow_older=True)
         assert caught.value.hint == "start again with --overwrite in place of --resume"
-
-    def test_one_of_an_earlier_version_is_refused(self, tmp_path):
-        (tmp_path / "checkpoint.pt").touch()
-        with pytest.raises(CheckpointError, match=r"checkpoint\.pt is of an earlier version") as caught:
-            self.choose(tmp_path)
-        assert "osora ckpt convert" in caught.value.hint
-        assert "--set init=" in caught.value.hint
 
     def test_newer_ones_are_renamed(self, tmp_path):
         run = self.run_folder(tmp_path)

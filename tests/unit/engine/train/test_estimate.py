@@ -7,7 +7,8 @@ import tiny_frozen
 import tiny_training
 from tiny_training import buckets
 
-from opensora_cli.engine.train.estimate import estimate_training, measure_training, measured_steps
+from opensora_cli.engine.train.estimate import estimate_training, measure_training
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.settings.train import TrainSettings
 
 ADAMW = {"optimizer.name": "adamw"}
@@ -86,7 +87,8 @@ WHOLE_LAST = {"train_vae.crop_size": 16, "train_vae.whole_steps": 3, "loop.steps
 def test_the_last_phase_of_an_autoencoder_is_among_the_steps(
     changes: dict[str, object], steps: tuple[int, ...], tmp_path: Path
 ) -> None:
-    assert measured_steps(settings_of("vae", tmp_path, changes)) == steps
+    settings = settings_of("vae", tmp_path, changes)
+    assert find_objective(settings).measured_steps(settings) == steps
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from contextlib import contextmanager
-from unittest.mock import Mock
 
 import pytest
 import tiny_training
@@ -14,14 +13,13 @@ from toy_training import Listener, ToyTask, toy_trainer
 from opensora_cli.core.exceptions import FileProblem, HardwareError
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train import metrics as metrics_module
-from opensora_cli.engine.train.clock import PARTS, Clock, StepReport
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.flops import training_flops
 from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, truncate_records
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
-from opensora_cli.parallel.scheduling import Slow
+from opensora_cli.engine.train.trainer import PARTS, Clock, StepReport
 
 CPU = torch.device("cpu")
 KEYS = [
@@ -123,21 +121,6 @@ class TestLines:
         assert (line["seconds_per_step"], line["samples_per_s"], line["tokens_per_s"]) == (2.0, 2.667, 26.7)
         assert (line["data_wait"], line["eta_s"], line["mfu"]) == (0.25, 16.0, 0.25)
         assert line["seconds"] == {"data": 0.375, "forward": 0.5, "checkpoint": 0.5, "other": 0.625}
-
-    def test_bandwidth_of_exchanges_and_one_warning(self, tmp_path):
-        slow = Slow("ulysses", 2.0, 0.01)
-        taken = [({"ulysses": 2.5e9}, [slow]), ({"ulysses": 5e9}, [slow, slow]), ({}, [])]
-        shown = Shown()
-        lines = metrics(tmp_path, every=1, reporter=shown)
-        lines._monitor = Mock(take=lambda: taken.pop(0))
-        for step in (1, 2, 3):
-            lines.on_step(report(step))
-        first, second, third = read(tmp_path / "log.jsonl")
-        assert (first["exchange_gb_per_s"], first["slow_exchanges"]) == ({"ulysses": 2.5}, 1)
-        assert (second["exchange_gb_per_s"], second["slow_exchanges"]) == ({"ulysses": 5.0}, 2)
-        assert "exchange_gb_per_s" not in third
-        [warning] = shown.warnings
-        assert warning.startswith("an exchange (ulysses) took 2 s, which usually takes 0.01 s: ")
 
     def test_skipped_steps_are_logged_and_in_no_mean(self, tmp_path):
         lines = metrics(tmp_path)

@@ -22,7 +22,7 @@ from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
-from opensora_cli.core.folder_lock import locked_folder
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
 from opensora_cli.core.threads import VARIABLES, Cores, ThreadChoice
 from opensora_cli.engine.train.resuming import Resume, with_recorded_threads
 from opensora_cli.engine.train.run import train
@@ -132,7 +132,7 @@ def test_a_resumed_run_has_the_threads_of_its_beginning_or_a_warning(run, monkey
         monkeypatch.delenv(name, raising=False)
     seen = []
     monkeypatch.setattr("opensora_cli.engine.train.run.Trainer.do_step", lambda self: seen.append(self) or _stop())
-    monkeypatch.setattr("opensora_cli.core.threads.read_cores", lambda with_load: Cores(allowed=1))
+    monkeypatch.setattr("opensora_cli.core.threads.read_cores", lambda: Cores(allowed=1))
     notes = Listener()
     with pytest.raises(KeyboardInterrupt):
         train(clips(run, **{"loop.steps": 3}), resume=Resume(), reporter=notes)
@@ -187,7 +187,7 @@ def test_a_run_whose_group_was_asked_to_end_is_resumed_bit_for_bit(tmp_path, who
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 def test_a_folder_that_another_run_uses_is_refused(run):
-    with locked_folder(run):
+    with locked_file(run / LOCK_FILE):
         for choice in ({"resume": Resume()}, {"overwrite": True}):
             with pytest.raises(OutputError, match=r"run is in use by another run: process \d+ on "):
                 train(clips(run), **choice)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from opensora_cli.engine.train.schedules import Schedule
+from opensora_cli.engine.train.optimizer import Schedule
 from opensora_cli.settings.train_loop import OptimizerSettings
 
 

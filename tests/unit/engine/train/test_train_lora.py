@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_transformer import inputs, loss_of, transformer
 
-from opensora_cli.checkpoint.formats.peft import open_peft, require_peft
+from opensora_cli.checkpoint.formats.lora_file import open_adapter
+from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.core.exceptions import HardwareError
@@ -113,6 +114,7 @@ class TestAddLora:
             torch.manual_seed(seed)
             losses.append(loss_of(model, given).item())
         assert losses[0] == losses[1] != losses[2]
+        model.eval()
         torch.testing.assert_close(velocity(model, plain), velocity(model, plain), atol=0, rtol=0)
 
     @pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -164,7 +166,7 @@ class TestSaveLora:
         model, plain = transformer(), transformer()
         add_lora(model, RANK_4, seed=0)
         learn(model)
-        adapter = open_peft(saved(model, tmp_path / "adapter"))
+        adapter = open_adapter(saved(model, tmp_path / "adapter"))
         entries = {name: LazyTensor.of(weight) for name, weight in plain.state_dict().items()}
         plain.load_state_dict({name: entry.read() for name, entry in merge(entries, adapter).items()})
         expected = velocity(model, plain)

@@ -9,10 +9,10 @@ from torch import nn
 from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask, draw, toy_trainer
 
 from opensora_cli.core.exceptions import CheckpointError, TrainingError
-from opensora_cli.engine.train.clock import PARTS
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.ema import averaged_copy, update_ema
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
+from opensora_cli.engine.train.trainer import PARTS
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -110,7 +110,7 @@ def reconstruct_one(settings: ReconstructSettings) -> Reconstructed:
 )
 def test_windows_are_whole_and_bring_every_frame_once(count: int, expected: list[tuple[list[int], int]]) -> None:
     numbered = (torch.full((1, 1, 3), index, dtype=torch.uint8) for index in range(count))
-    found = [(window.frames_THWC[:, 0, 0, 0].tolist(), window.num_new) for window in windows(numbered, 4)]
+    found = [(frames_THWC[:, 0, 0, 0].tolist(), num_new) for frames_THWC, num_new in windows(numbered, 4)]
     assert found == expected
 
 

@@ -8,12 +8,12 @@ from safetensors.torch import save_file
 from tiny_weights import bit_equal, held
 from torch import nn
 
-from opensora_cli.checkpoint.contents import Format
-from opensora_cli.checkpoint.load import load_checkpoint
 from opensora_cli.checkpoint.writing import write_checkpoint
+from opensora_cli.community.checkpoint import load_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.weight_choices import Format
 
-FORMATS = [format for format in Format if format is not Format.TRAINING]
+FORMATS = list(Format)
 
 
 def model(seed):
@@ -138,6 +138,11 @@ class TestHub:
         with pytest.raises(CheckpointError, match=r"owner/repo has no safetensors files"):
             load_checkpoint(model(1), "owner/repo", cache_dir=tmp_path / "cache")
         assert hub.transfers == []
+
+    def test_a_listing_of_any_length_is_not_read(self, tmp_path, hub, monkeypatch):
+        monkeypatch.setattr("opensora_cli.engine.ckpt.hub.MAX_JSON_BYTES", 100)
+        with pytest.raises(CheckpointError, match="answers with over 100 bytes of metadata"):
+            load_checkpoint(model(1), "owner/repo", cache_dir=tmp_path / "cache")
 
     @pytest.mark.parametrize(
         "name", ["owner/none", "owner/repo/none.safetensors", "./nowhere", "/nowhere", "nowhere", "a b/c d"]

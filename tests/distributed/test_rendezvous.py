@@ -1,0 +1,144 @@
+"""Ranks that join: late ones, taken ports, and file stores."""
+
+import importlib
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dist_checkpoint
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.parallel import rendezvous
+from opensora_cli.parallel.collectives import all_reduce_sum
+from opensora_cli.parallel.rendezvous import init_with_retry
+
+
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_rendezvous_is_retried(processes: Any, late: int) -> None:
+    """A rank may be late by many times what one attempt takes."""
+    assert _said(processes, _meet, late) == [[[2.0]], [[2.0]]]
+
+
+@pytest.mark.slow
+def test_no_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses))
+    monkeypatch.setattr(rendezvous, "time", clock)
+    port = _free_port()
+    with pytest.raises(HardwareError, match=f"rank 1: no answer from 127.0.0.1:{port} within "):
+        init_with_retry(
+            "cpu", host="127.0.0.1", port=port, rank=1, world_size=2, timeout_s=2.0, connect_s=0.1, first_pause_s=0.25
+        )
+    # The next would be over the limit.
+    assert pauses == [0.25, 0.5, 1.0]
+    assert not dist.is_initialized()
+
+
+def test_the_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(HardwareError, match=f"rank 0: cannot listen at port {port}"):
+            init_with_retry("cpu", host="127.0.0.1", port=port, rank=0, world_size=2)
+
+
+def test_the_host_is_unknown() -> None:
+    with pytest.raises(HardwareError, match=r"^MASTER_ADDR=nowhere\.invalid is not a host that is known here"):
+        init_with_retry("cpu", host="nowhere.invalid", port=_free_port(), rank=0, world_size=2)
+
+
+def test_rank_0_does_not_wait_for_an_address_that_leads_elsewhere() -> None:
+    """No packet comes back from this network (RFC 5737)."""
+    with pytest.raises(HardwareError, match="rank 0 of 2: rank 1 did not come within 1 s"):
+        init_with_retry(
+            "cpu", host="203.0.113.1", port=_free_port(), rank=0, world_size=2, timeout_s=1.0, report=lambda text: None
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _said(processes: Any, scenario: Callable[..., None], *args: Any) -> list[list[Any]]:
+    """Run a scenario in two processes of their own, which it may break, and return what they send."""
+    port = _free_port()
+    started = [processes.start(scenario, port, rank, *args) for rank in range(2)]
+    answers = []
+    for process, pipe in started:
+        answers.append([])
+        with suppress(EOFError):
+            while pipe.poll(60):
+                answers[-1].append(pipe.recv())
+        process.join(60)
+        assert process.exitcode == 0, answers
+    return answers
+
+
+def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
+    if rank == late:
+        time.sleep(1)  # Longer than one attempt waits.
+    init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2, connect_s=0.2, first_pause_s=0.1)
+    pipe.send(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist())
+    dist.destroy_process_group()
+
+
+def test_ranks_meet_by_a_file_and_open_no_store_on_a_port(processes: Any, tmp_path: Path) -> None:
+    """Groups, objects and checkpoints use it like a store on a port."""
+    for met, objects, total in (said[0] for said in _said(processes, _meet_by_file, tmp_path)):
+        assert met == "FileStore"
+        assert objects == ["rank 0", "rank 1"]
+        assert total == [2.0]
+
+
+def _meet_by_file(pipe: Connection, _: int, rank: int, folder: Path) -> None:
+    init_with_retry("cpu", host="", port=0, store_file=folder / "store", rank=rank, world_size=2)
+    group = dist.new_group([0, 1])
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, f"rank {rank}", group=group)
+    weights = {"weight": torch.full((1,), float(rank))}
+    dist_checkpoint.save(weights, checkpoint_id=folder / "saved")
+    total = all_reduce_sum(torch.ones(1), group)
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    pipe.send((type(store).__name__, objects, total.tolist()))
+    dist.destroy_process_group()
+
+
+def test_the_folder_of_the_store_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="rank 1: the folder of the ranks' store is gone: "):
+        init_with_retry("cpu", host="", port=0, store_file=tmp_path / "gone" / "store", rank=1, world_size=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists threads by name")
+def test_no_thread_of_a_group_outlives_it(processes: Any) -> None:
+    """One that frees a tensor while Python ends would abort the process."""
+    before, after = _said(processes, _leave)[0]
+    assert "pt_gloo_runloop" in before
+    assert "pt_gloo_runloop" not in after
+
+
+def _leave(pipe: Connection, port: int, rank: int) -> None:
+    # The process that this one was forked from may have it.
+    sys.modules.pop("torch.distributed.nn.functional", None)
+    init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2)
+    # What torch itself imports when it first computes some functions, in the middle of a run.
+    importlib.import_module("torch.distributed.nn.functional")
+    all_reduce_sum(torch.ones(1), dist.group.WORLD)
+    pipe.send(_names_of_threads())
+    dist.destroy_process_group()
+    pipe.send(_names_of_threads())
+
+
+def _names_of_threads() -> set[str]:
+    return {name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")}

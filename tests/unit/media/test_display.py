@@ -1,0 +1,342 @@
+"""Frames and pictures as players and viewers show them, by what files say beside their pixels."""
+
+import io
+import struct
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from av.stream import Disposition
+from av.video.reformatter import ColorRange, Colorspace
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageCms, ImageOps
+
+from opensora_cli.core.exceptions import MediaError
+from opensora_cli.media.hdr import HLG, PQ, to_sdr
+from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
+from opensora_cli.media.write import write_media
+
+
+def pattern(height: int = 64, width: int = 64) -> NDArray[np.uint8]:
+    """A gray (H, W, 3) picture with a white square in its upper left quarter."""
+    picture = np.full((height, width, 3), 90, dtype=np.uint8)
+    picture[height // 8 : height // 4, width // 8 : width // 4] = 255
+    return picture
+
+
+def write_tracks(path: Path, *tracks: NDArray[np.uint8], aspect: Fraction | None = None, **flags: Any) -> Path:
+    """Write one H.264 track of three equal frames for each picture; `flags` are dispositions by track number."""
+    with av.open(str(path), "w") as container:
+        streams = []
+        for index, picture in enumerate(tracks):
+            track = container.add_stream("libx264", rate=10, options={"crf": "10"})
+            track.height, track.width = picture.shape[:2]
+            track.pix_fmt = "yuv420p"
+            track.disposition = flags.get(f"track{index}", Disposition(0))
+            if aspect is not None:
+                track.codec_context.sample_aspect_ratio = aspect
+            streams.append(track)
+        for track, picture in zip(streams, tracks, strict=True):
+            for _ in range(3):
+                container.mux(track.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(track.encode(None))
+    return path
+
+
+def box(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I4s", 8 + len(content), name) + content
+
+
+def with_box(file: bytes, place: list[bytes], added: bytes, *, first: bool = False) -> bytes:
+    """Return an MP4 file, whose `moov` comes last, with `added` in the box at `place`."""
+    parts, at = [], 0
+    while at + 8 <= len(file):
+        size, name = struct.unpack(">I4s", file[at : at + 8])
+        content = file[at + 8 : at + size]
+        if name == place[0]:
+            fixed = {b"stsd": 8, b"avc1": 78}.get(name, 0)
+            if len(place) > 1:
+                content = content[:fixed] + with_box(content[fixed:], place[1:], added, first=first)
+            elif first:
+                content = content[:fixed] + added + content[fixed:]
+            else:
+                content += added
+        parts.append(box(name, content))
+        at += size
+    return b"".join(parts)
+
+
+class TestShapeOfPixels:
+    @pytest.mark.parametrize(("aspect", "size"), [((2, 1), (64, 128)), ((1, 2), (128, 64)), ((10, 11), (70, 64))])
+    def test_pixels_become_square(self, tmp_path: Path, aspect: tuple[int, int], size: tuple[int, int]) -> None:
+        path = write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(*aspect))
+        facts = probe(path)
+        frame = read_video(path).frames_THWC[0]
+        assert (facts.height, facts.width) == frame.shape[:2] == size
+        expected = torch.from_numpy(np.array(Image.fromarray(pattern()).resize(size[::-1]))).float()
+        assert (frame.float() - expected).abs().mean() < 3
+
+    def test_absurd_pixels_are_rejected(self, tmp_path: Path) -> None:
+        path = write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(1, 12))
+        with pytest.raises(MediaError, match="its pixels are 1/12 times as wide as high"):
+            read_video(path)
+
+    def test_clean_aperture_is_cut_out(self, tmp_path: Path) -> None:
+        path = write_tracks(tmp_path / "a.mp4", pattern())
+        whole = read_video(path).frames_THWC
+        # 32 x 48 pixels, whose center is 8 pixels left of the frame's center and 4 above it.
+        aperture = box(b"clap", struct.pack(">8i", 32, 1, 48, 1, -8, 1, -4, 1))
+        place = [b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"avc1"]
+        path.write_bytes(with_box(path.read_bytes(), place, aperture))
+        assert torch.equal(read_video(path).frames_THWC, whole[:, 4:52, 8:40])
+        assert (probe(path).height, probe(path).width) == (48, 32)
+
+    @pytest.mark.parametrize("values", [(99, 1, 48, 1, 0, 1, 0, 1), (32, 0, 48, 1, 0, 1, 0, 1)])
+    def test_clean_aperture_outside_the_frame_is_ignored(self, tmp_path: Path, values: tuple[int, ...]) -> None:
+        path = write_tracks(tmp_path / "a.mp4", pattern())
+        place = [b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"avc1"]
+        path.write_bytes(with_box(path.read_bytes(), place, box(b"clap", struct.pack(">8i", *values))))
+        assert read_video(path).frames_THWC.shape == (3, 64, 64, 3)
+
+
+class TestTracks:
+    def test_cover_is_not_the_video(self, tmp_path: Path) -> None:
+        path = write_tracks(tmp_path / "a.mp4", pattern())
+        path.write_bytes(with_cover(path.read_bytes()))
+        assert probe(path).num_frames == 3
+        assert read_video(path).frames_THWC.shape == (3, 64, 64, 3)
+
+    def test_sound_with_a_cover_has_no_pictures(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.mp4"
+        with av.open(str(path), "w") as container:
+            track = container.add_stream("aac", rate=8000)
+            sound = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), format="fltp", layout="mono")
+            sound.sample_rate = 8000
+            container.mux(track.encode(sound))
+            container.mux(track.encode(None))
+        path.write_bytes(with_cover(path.read_bytes()))
+        with pytest.raises(MediaError, match="has no picture track"):
+            probe(path)
+
+    def test_default_track_is_read(self, tmp_path: Path) -> None:
+        small, large = pattern(32, 32), pattern(64, 96)
+        path = write_tracks(tmp_path / "a.mkv", small, large, track1=Disposition.default)
+        assert read_video(path).frames_THWC.shape[1:3] == (64, 96)
+        path = write_tracks(tmp_path / "b.mkv", small, large, track0=Disposition.default)
+        assert read_video(path).frames_THWC.shape[1:3] == (32, 32)
+
+
+def with_cover(file: bytes) -> bytes:
+    """Return an MP4 file with a cover picture in front of its tracks."""
+    stream = io.BytesIO()
+    Image.new("RGB", (48, 48), (255, 0, 255)).save(stream, format="JPEG")
+    data = box(b"data", struct.pack(">II", 13, 0) + stream.getvalue())
+    handler = box(b"hdlr", b"\0" * 8 + b"mdirappl" + b"\0" * 9)
+    cover = box(b"udta", box(b"meta", b"\0" * 4 + handler + box(b"ilst", box(b"covr", data))))
+    return with_box(file, [b"moov"], cover, first=True)
+
+
+def test_interlaced_frames_lose_their_combs(tmp_path: Path) -> None:
+    """A bar moves 4 pixels from one field to the next; each frame holds both."""
+    path = tmp_path / "a.mkv"
+
+    def moment(field: int) -> NDArray[np.uint8]:
+        picture = np.zeros((64, 96, 3), dtype=np.uint8)
+        picture[:, 4 * field : 4 * field + 16] = 255
+        return picture
+
+    with av.open(str(path), "w") as container:
+        track = container.add_stream(
+            "libx264", rate=25, options={"crf": "4", "flags": "+ildct", "x264-params": "bff=1"}
+        )
+        track.height, track.width, track.pix_fmt = 64, 96, "yuv444p"
+        for index in range(8):
+            woven = moment(2 * index + 1)  # The lower field comes first.
+            woven[1::2] = moment(2 * index)[1::2]
+            container.mux(track.encode(av.VideoFrame.from_ndarray(woven, format="rgb24")))
+        container.mux(track.encode(None))
+    with av.open(str(path)) as container:
+        assert all(frame.interlaced_frame for frame in container.decode(video=0))
+    clip = read_video(path)
+    assert len(clip.frames_THWC) == probe(path).num_frames == 8
+    assert clip.fps == 25
+    levels = clip.frames_THWC.float()
+    combs = (levels[:, 1:-1:2] - (levels[:, :-2:2] + levels[:, 2::2]) / 2).abs().mean()
+    assert combs < 3  # 20 in the stored frames
+    edges = [int((frame[32, :, 0] > 128).nonzero()[0]) for frame in clip.frames_THWC]
+    assert edges == pytest.approx([8 * index for index in range(8)], abs=2)
+    cut = torch.stack(list(read_cut(path, start=3, num_frames=4)))
+    assert (cut[1:].float() - levels[4:7]).abs().mean() < 1
+
+
+class TestColors:
+    BARS = np.array([[191, 191, 191], [191, 191, 0], [0, 191, 191], [0, 191, 0], [191, 0, 191], [191, 0, 0]], np.uint8)
+
+    @pytest.mark.parametrize(("height", "width", "space"), [(720, 1280, "ITU709"), (480, 640, "ITU601")])
+    def test_untagged_video_is_read_by_its_size(self, tmp_path: Path, height: int, width: int, space: str) -> None:
+        bars = np.repeat(np.repeat(self.BARS[None], height, 0), width // 6, 1)[:, : width - width % 6]
+        bars = np.pad(bars, ((0, 0), (0, width - bars.shape[1]), (0, 0)))
+        path = tmp_path / "a.mp4"
+        with av.open(str(path), "w") as container:
+            track = container.add_stream("libx264", rate=12, options={"crf": "8"})
+            track.width, track.height, track.pix_fmt = width, height, "yuv420p"
+            frame = av.VideoFrame.from_ndarray(bars, format="rgb24").reformat(
+                format="yuv420p", dst_colorspace=Colorspace[space], dst_color_range=ColorRange.MPEG
+            )
+            frame.colorspace, frame.color_range = 2, 0
+            container.mux(track.encode(frame))
+            container.mux(track.encode(None))
+        middles = [width // 12 + index * (width // 6) for index in range(6)]
+        read = read_video(path).frames_THWC[0, height // 2, middles]
+        assert read.float().numpy() == pytest.approx(self.BARS.astype(float), abs=4)
+
+    @pytest.mark.parametrize("transfer", [PQ, HLG])
+    def test_hdr_keeps_white_order_and_color(self, transfer: int) -> None:
+        """Levels of the formulas of ITU-R BT.2100 for gray of 20 and 203 cd/m², red, and a highlight."""
+        levels = {PQ: (0.36358, 0.58069, 0.75183), HLG: (0.33936, 0.74991, 1.0)}[transfer]
+        gray, white, highlight = (np.full((1, 1, 3), round(65535 * level), np.uint16) for level in levels)
+        seen = [int(to_sdr(level, transfer=transfer)[0, 0].mean()) for level in (gray, white, highlight)]
+        # 20 of 203 cd/m² is a tenth of the light: level 89 of sRGB.
+        assert seen[0] == pytest.approx(89, abs=3)
+        assert 245 <= seen[1] < seen[2] <= 255
+        red = to_sdr(np.array([[[round(65535 * levels[1]), 0, 0]]], np.uint16), transfer=transfer)[0, 0]
+        assert red[0] > 200
+        assert red[1:].max() < 40
+
+    def test_hdr_video_is_recognized(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.mp4"
+        with av.open(str(path), "w") as container:
+            options = {"x265-params": "log-level=none:colorprim=bt2020:transfer=smpte2084:colormatrix=bt2020nc"}
+            track = container.add_stream("libx265", rate=12, options=options)
+            track.width = track.height = 64
+            track.pix_fmt = "yuv420p10le"
+            frame = av.VideoFrame(64, 64, "yuv420p10le")
+            for plane, level in zip(frame.planes, (64 + round(0.58069 * 876), 512, 512), strict=True):
+                plane.update(np.full(plane.buffer_size // 2, level, "<u2").tobytes())
+            container.mux(track.encode(frame))
+            container.mux(track.encode(None))
+        assert read_video(path).frames_THWC.float().mean() > 240  # 148 if its levels are taken for sRGB
+
+    def test_color_profile_is_applied(self, tmp_path: Path) -> None:
+        picture = Image.new("RGB", (8, 8), (60, 180, 75))
+        wide = wide_profile()
+        stored = ImageCms.profileToProfile(picture, ImageCms.createProfile("sRGB"), io.BytesIO(wide), outputMode="RGB")
+        assert stored is not None
+        for ending in ("png", "jpg", "tiff", "webp"):
+            path = tmp_path / f"a.{ending}"
+            stored.save(path, icc_profile=wide, quality=100)
+            assert read_picture(path)[4, 4].float().numpy() == pytest.approx([60, 180, 75], abs=4)
+
+    def test_damaged_color_profile_is_ignored(self, tmp_path: Path) -> None:
+        Image.new("RGB", (8, 8), (60, 180, 75)).save(tmp_path / "a.png", icc_profile=wide_profile()[:200])
+        assert read_picture(tmp_path / "a.png")[0, 0].tolist() == [60, 180, 75]
+
+    @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
+    def test_transparent_parts_are_white(self, tmp_path: Path, mode: str) -> None:
+        """The colors under transparency are the rest of an editor's work."""
+        path = tmp_path / "a.png"
+        if mode == "RGB":
+            Image.new("RGB", (2, 1), (10, 20, 30)).save(path, transparency=(10, 20, 30))
+        else:
+            Image.new("RGBA", (2, 1), (10, 20, 30, 0)).convert(mode).save(path)
+        assert read_picture(path).tolist() == [[[255, 255, 255]] * 2]
+
+    def test_half_transparent_parts_are_mixed_with_white(self, tmp_path: Path) -> None:
+        Image.new("RGBA", (1, 1), (0, 100, 200, 128)).save(tmp_path / "a.png")
+        assert read_picture(tmp_path / "a.png")[0, 0].tolist() == pytest.approx([127, 177, 227], abs=1)
+
+
+def wide_profile() -> bytes:
+    """Return an ICC profile with the primaries of Adobe RGB and a gamma of 2.2."""
+
+    def fixed(value: float) -> bytes:
+        return struct.pack(">i", round(value * 65536))
+
+    def xyz(*values: float) -> bytes:
+        return b"XYZ \0\0\0\0" + b"".join(map(fixed, values))
+
+    name = b"wide\0"
+    curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(2.2 * 256)) + b"\0\0"
+    tags = {
+        b"desc": b"desc\0\0\0\0" + struct.pack(">I", len(name)) + name + b"\0" * 78,
+        b"wtpt": xyz(0.9642, 1, 0.8249),
+        b"rXYZ": xyz(0.60974, 0.31111, 0.01947),
+        b"gXYZ": xyz(0.20528, 0.62567, 0.06087),
+        b"bXYZ": xyz(0.14919, 0.06322, 0.74457),
+        **dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve),
+        b"cprt": b"text\0\0\0\0none\0",
+    }
+    start, table, data = 132 + 12 * len(tags), b"", b""
+    for key, value in tags.items():
+        padded = value + b"\0" * (-len(value) % 4)
+        table += key + struct.pack(">II", start + len(data), len(value))
+        data += padded
+    body = struct.pack(">I", len(tags)) + table + data
+    head = struct.pack(">I4sI4s4s4s", 128 + len(body), b"none", 0x02400000, b"mntr", b"RGB ", b"XYZ ")
+    white = fixed(0.9642) + fixed(1) + fixed(0.8249)
+    return head + b"\0" * 12 + b"acsp" + b"\0" * 28 + white + b"\0" * 48 + body
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied_once(tmp_path: Path, ending: str, orientation: int) -> None:
+    """Pillow applies the one of TIFF while it decodes."""
+    picture = Image.fromarray(pattern(48, 80))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    picture.save(tmp_path / f"a.{ending}", exif=exif, quality=95)
+    picture.getexif()[ExifTags.Base.Orientation] = orientation
+    upright = np.asarray(ImageOps.exif_transpose(picture), dtype=float)
+    read = read_picture(tmp_path / f"a.{ending}").numpy()
+    assert read.shape == upright.shape
+    assert np.abs(read - upright).mean() < 3
+
+
+class TestAnimations:
+    @pytest.mark.parametrize(("duration", "fps"), [(0, 10), (10, 10), (20, 50), (40, 25)])
+    @pytest.mark.parametrize("ending", ["gif", "webp", "png"])
+    def test_short_frames_last_as_long_as_in_browsers(
+        self, tmp_path: Path, ending: str, duration: int, fps: float
+    ) -> None:
+        frames = [Image.new("RGB", (16, 16), (50 * index, 9, 9)) for index in range(4)]
+        path = tmp_path / f"a.{ending}"
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration)
+        assert read_video(path).fps == pytest.approx(fps)
+
+    @pytest.mark.parametrize("format_", ["gif", "webp"])
+    def test_written_frames_are_not_too_short_for_browsers(self, tmp_path: Path, format_: str) -> None:
+        frames = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 16, 16, 3)
+        path = write_media([frames], tmp_path / "a", fps=200, format=format_)
+        assert read_video(path).fps == pytest.approx({"gif": 50, "webp": 1000 / 11}[format_])
+
+    def test_default_picture_of_an_apng_is_not_a_frame(self, tmp_path: Path) -> None:
+        first, *others = [Image.new("L", (16, 16), 50 * index) for index in range(4)]
+        first.save(tmp_path / "a.png", save_all=True, append_images=others, default_image=True)
+        clip = read_video(tmp_path / "a.png")
+        assert clip.frames_THWC[:, 0, 0, 0].tolist() == [50, 100, 150]
+        assert probe(tmp_path / "a.png").num_frames == 3
+        assert read_picture(tmp_path / "a.png")[0, 0, 0] == 50
+        first.save(tmp_path / "b.png", save_all=True, append_images=others[:1], default_image=True)
+        assert is_picture(tmp_path / "b.png")
+
+
+def test_uneven_rate_is_noticed(tmp_path: Path) -> None:
+    def write(name: str, times: list[int]) -> Path:
+        with av.open(str(tmp_path / name), "w") as container:
+            track = container.add_stream("libx264", rate=25)
+            track.height = track.width = 32
+            track.pix_fmt = "yuv420p"
+            for time in times:
+                frame = av.VideoFrame.from_ndarray(pattern(32, 32), format="rgb24")
+                frame.pts, frame.time_base = time, Fraction(1, 25)
+                container.mux(track.encode(frame))
+            container.mux(track.encode(None))
+        return tmp_path / name
+
+    assert probe(write("varies.mp4", [*range(25), *range(25, 75, 5)])).is_uneven
+    assert not probe(write("constant.mp4", list(range(30)))).is_uneven
+    assert not probe(write("dropped.mp4", [time for time in range(30) if time != 12])).is_uneven
