@@ -275,7 +275,7 @@ def recomputing_row(recipe: str, machine: str, *, is_selective: bool) -> str:
     held, time = plan.activations, plan.predicted
     assert held is not None
     assert time is not None
-    peak, free = max(each.device_peak_bytes for each in plan.memory) / GIB, (plan.free_bytes or 0) / GIB
+    peak, free = (0 if plan.memory is None else plan.memory.device_peak_bytes) / GIB, (plan.free_bytes or 0) / GIB
     again = " and ".join(f"{count} {path}" for path, count in held.checkpointed_blocks.items())
     again += ", without attention" * is_selective
     command = f"`osora train --config {recipe} --set train_mmdit.cache=cache{given} --dry-run --on {machine}`"

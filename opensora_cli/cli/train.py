@@ -143,7 +143,7 @@ ROWS = {
     "--allow-older": Option("", _CHECKPOINTS, "With --resume: skip a newest checkpoint that is broken.", "", bool),
     "--overwrite": Option("", _CHECKPOINTS, "Start again, and replace the earlier run.", "", bool, is_common=True),
     "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows; do not train.", "", bool, is_common=True),
-    "--dry-run": Option("", _CHECKS, "Print the plan and the memory of each rank.", "", bool, is_common=True),
+    "--dry-run": Option("", _CHECKS, "Print the plan and the memory of a rank.", "", bool, is_common=True),
     "--on": options.ON._replace(panel=_CHECKS),
     "--plot": Option(
         kind=Path,

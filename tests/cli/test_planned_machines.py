@@ -80,7 +80,7 @@ def test_who_asks_for_gpus_that_are_not_here_is_led_to_the_dry_run(
 
 def rank_memory(num_bytes: int) -> RankMemory:
     kinds = ("weights", "gradients", "moments", "ema", "frozen", "activations", "buffers", "peak", "device_peak")
-    return RankMemory(rank=0, **{f"{kind}_bytes": num_bytes for kind in kinds})
+    return RankMemory(**{f"{kind}_bytes": num_bytes for kind in kinds})
 
 
 def test_a_training_is_planned_for_what_is_named(
@@ -88,15 +88,15 @@ def test_a_training_is_planned_for_what_is_named(
 ) -> None:
     kinds = []
 
-    def estimate(settings: TrainSettings, *, reporter: object) -> tuple[RankMemory, ...]:
+    def estimate(settings: TrainSettings, *, reporter: object) -> RankMemory:
         kinds.append((settings.device, settings.train_mmdit.frozen_dtype))
-        return (rank_memory(30 * GIB),)
+        return rank_memory(30 * GIB)
 
-    monkeypatch.setattr(train_plan, "estimate_ranks", estimate)
+    monkeypatch.setattr(train_plan, "estimate_rank", estimate)
     sharded = [*recipe, "--set", "strategy=zero2", "--dry-run"]
     assert main([*sharded, "--on", "16xH100", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["ranks"], document["fits"]) == ("osora.train-plan/3", 16, True)
+    assert (document["schema"], document["ranks"], document["fits"]) == ("osora.train-plan/4", 16, True)
     assert document["settings"]["parallel"]["nnodes"] == 2
     assert document["predicted"]["hardware"] == "16xH100"
     assert document["predicted"]["stages_s"]["forward and backward"] > 0
@@ -106,7 +106,7 @@ def test_a_training_is_planned_for_what_is_named(
     out, err = capsys.readouterr()
     assert "peak        30.00 GiB of 22.99 GiB free: does not fit\n" in out
     assert "a step of 2 micro-batches, each 2 clips of 13 frames, 48x24 on 2x4090, not measured" in out
-    assert "rank 0 needs 30.00 GiB, and a GPU has 22.99 GiB free" in err
+    assert "a rank needs 30.00 GiB, and a GPU has 22.99 GiB free" in err
 
 
 def test_a_training_whose_time_is_not_predicted_says_so(
@@ -114,7 +114,7 @@ def test_a_training_whose_time_is_not_predicted_says_so(
 ) -> None:
     settings = tiny_training.vae_settings(tmp_path / "run")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: (rank_memory(GIB),))
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: rank_memory(GIB))
     recipe = ["train", "--config", str(tmp_path / "tiny.yaml"), "--device", "auto", "--dry-run"]
     assert main([*recipe, "--on", "H100"]) == 0
     assert capsys.readouterr().out.endswith("fits\npredicted   no time: that of a step of vae is not predicted\n")

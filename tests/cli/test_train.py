@@ -43,12 +43,12 @@ def test_dry_run_touches_nothing(
     assert main([*recipe, "--dry-run", "--json", "--set", "loop.steps=7", *plain]) == 0
     document = json.loads(capsys.readouterr().out)
     # It takes seconds, and would find the same.
-    memory = tuple(map(plan.RankMemory.model_validate, document["memory"]))
-    monkeypatch.setattr(plan, "estimate_ranks", lambda settings, reporter: memory)
-    assert document["schema"] == "osora.train-plan/3"
+    memory = plan.RankMemory.model_validate(document["memory"])
+    monkeypatch.setattr(plan, "estimate_rank", lambda settings, reporter: memory)
+    assert document["schema"] == "osora.train-plan/4"
     assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
     assert document["parameters"] > 1000
-    [rank] = document["memory"]
+    rank = document["memory"]
     assert rank["weights_bytes"] == rank["ema_bytes"] >= 4 * document["parameters"]
     assert rank["peak_bytes"] > rank["weights_bytes"] + rank["ema_bytes"] + rank["moments_bytes"]
     assert main([*recipe, "--dry-run"]) == 0
@@ -56,8 +56,8 @@ def test_dry_run_touches_nothing(
     assert re.search(r"^parameters  [\d,]+$", out, re.MULTILINE)
     assert "target      vae\n" in out
     head, row = out.splitlines()[-2:]
-    assert head.split()[3:] == ["weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"]
-    assert row.split()[:2] == ["rank", "0"]
+    assert head.split()[1:] == ["weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"]
+    assert row.startswith("MiB a rank ")
     assert "steps       4, 1 micro-batch each\n" in out
     assert f"output      {tmp_path / 'run'}: vae.safetensors\n" in out
     assert not (tmp_path / "run").exists()
@@ -66,7 +66,7 @@ def test_dry_run_touches_nothing(
 @pytest.fixture
 def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes seconds, and has tests of its own."""
-    monkeypatch.setattr(plan, "estimate_ranks", lambda settings, *, reporter: ())
+    monkeypatch.setattr(plan, "estimate_rank", lambda settings, *, reporter: None)
 
 
 @pytest.mark.usefixtures("_no_estimates")
@@ -116,7 +116,7 @@ def test_interrupt_resume_and_overwrite(
     assert main([*recipe, "--quiet"]) == 3
     assert "continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
     with monkeypatch.context() as patched:
-        patched.setattr(plan, "estimate_ranks", lambda settings, reporter: ())
+        patched.setattr(plan, "estimate_rank", lambda settings, reporter: None)
         assert main([*recipe, "--dry-run", "--resume"]) == 0
     assert f"resumed from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
     assert main([*recipe, "--quiet", "--resume", "--json"]) == 0

@@ -73,18 +73,11 @@ def _forget_finalizers() -> None:
 
 
 def _learned() -> dict[str, Any]:
-    """Return what a command imported late and estimated, so that the next ones find it."""
-    from opensora_cli.engine.estimate.remembered import known_needs
-
-    needs = {key: (need.data, need.activations) for key, need in known_needs().items()}
-    return {"modules": sorted(sys.modules), "needs": needs}
+    """Return the modules that a command imported late, so that the next ones find them."""
+    return {"modules": sorted(sys.modules)}
 
 
 def _learn(learned: dict[str, Any]) -> None:
-    from opensora_cli.engine.estimate.fake_tensors import Need
-    from opensora_cli.engine.estimate.remembered import known_needs
-
-    known_needs().update({key: Need(*sizes) for key, sizes in learned["needs"].items()})
     for name in learned["modules"]:
         if name not in sys.modules:
             try:

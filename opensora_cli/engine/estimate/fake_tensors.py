@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.estimate.outlines import OutlineMode, clip_layout, convolution_layout
+from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
 
 HOST = torch.device("cpu")
@@ -59,18 +60,16 @@ def fake_device(device_type: str) -> Iterator[torch.device]:
 
 
 @contextmanager
-def fake_tensors(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
-    """Do the same as `fake_device` with torch's fake tensors, many times slower. `gradients` enables autograd."""
-    is_cpu = device_type == "cpu"
-    # Results of `torch.tensor` on the meta device are not fake, and are allowed.
-    kernels = _CpuKernels() if is_cpu else _Kernels(_ON_CUDA)  # type: ignore[no-untyped-call]
+def fake_training_tensors() -> Iterator[None]:
+    """Make torch's fake tensors inside the block, many times slower than outlines, with gradients, as on a CPU."""
     with (
         torch.inference_mode(False),  # torch allows no fake tensor in inference mode
-        torch.set_grad_enabled(gradients),
+        torch.set_grad_enabled(True),
+        # Results of `torch.tensor` on the meta device are not fake, and are allowed.
         FakeTensorMode(allow_non_fake_inputs=True),
-        kernels,
+        _CpuKernels(),  # type: ignore[no-untyped-call]
     ):
-        yield HOST if is_cpu else torch.device("meta")
+        yield
 
 
 def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
@@ -102,29 +101,35 @@ def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.d
 
 
 class Repeated(nn.Module):
-    """Module that runs another one once for each input shape, and afterwards only repeats its allocations.
+    """Module that runs another one once for each input shape, and afterwards only repeats its allocations and its work.
 
     The wrapped module has no state, and returns new tensors.
+
+    Args:
+        module: module to wrap.
+        work: counter of the work of each call; None means that it is not counted.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, work: WorkCounter | None = None) -> None:
         super().__init__()
-        self._module = module
-        self._known: dict[object, tuple[int, Any]] = {}
+        self._module, self._work = module, work or WorkCounter()
+        self._known: dict[object, tuple[int, Work, Any]] = {}
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return tensors with the shapes of the module's results. `options` go to the module, and never change."""
-        tensors: list[Tensor] = tree_leaves(inputs)
+        tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes in self._known:
-            peak_bytes, outlines = self._known[shapes]
+            peak_bytes, work, outlines = self._known[shapes]
+            self._work.work += work
             torch.empty(peak_bytes, dtype=torch.uint8, device=tensors[0].device)
             return tree_map(torch.empty_like, outlines)
+        before = self._work.work
         with TensorBytes(device_type=tensors[0].device.type) as counter:
             result = self._module(*inputs, **options)
         # Only the shapes of the results are stored, as tensors of one element.
         outlines = tree_map(lambda tensor: tensor.new_empty(()).expand(tensor.shape), result)
-        self._known[shapes] = counter.peak_bytes, outlines
+        self._known[shapes] = counter.peak_bytes, self._work.work - before, outlines
         return result
 
 

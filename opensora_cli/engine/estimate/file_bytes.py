@@ -4,11 +4,10 @@ A CPU computes with weights directly in the mapped file, if the file has their d
 are loaded, or block by block when they are needed. Rearranged or dequantized weights are always copies.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -30,11 +29,12 @@ from opensora_cli.settings.generate import GenerateSettings
 RELEASED_DTYPE = torch.bfloat16
 """Dtype of the released model's files, for plans that are made before the download."""
 
-_T5_IGNORED = ("decoder.", "lm_head.", "encoder.embed_tokens.")
+_IGNORED = {
+    Component.T5: ("decoder.", "lm_head.", "encoder.embed_tokens."),
+    Component.CLIP: ("vision_model.", "visual_projection.", "text_projection.", "logit_scale"),
+}
 _T5_NUMBERS_OUTSIDE = 4096 * (32_128 + 1)
 _T5_LAYERS = 24
-_T5_LAYER = f"{LAYERS}."
-_CLIP_IGNORED = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,10 @@ def file_weights(
     Missing files count like the released ones, and broken files like copies, since loading reports them. `parameters`
     are counts, see `configs.count_parameters`. With `modulation_first`, modulation is read only before the first step.
     """
-    found: dict[Component, FileWeights] = {}
+    found = {}
     for component, count in parameters.items():
         path = weights.paths.get(component)
-        if component is Component.TRANSFORMER:
-            found[component] = _transformer(settings.model, path, stamp_of(path), dtype, modulation_first)
-        elif component is Component.T5:
-            found[component] = _t5(path, stamp_of(path), count, dtype)
-        else:
-            found[component] = _whole(path, stamp_of(path), count, dtype)
+        found[component] = _component(component, settings.model, path, stamp_of(path), count, dtype, modulation_first)
     return found
 
 
@@ -116,107 +111,86 @@ def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool
     return bool(weights.in_blocks.stored) and not (is_text and dtype is torch.float16)
 
 
-@lru_cache(maxsize=16)
-def _transformer(
-    model: ModelSettings, path: Path | None, stamp: Stamp, dtype: torch.dtype, modulation_first: bool
+@lru_cache(maxsize=64)
+def _component(
+    component: Component,
+    model: ModelSettings,
+    path: Path | None,
+    stamp: Stamp,
+    count: int,
+    dtype: torch.dtype,
+    modulation_first: bool,
 ) -> FileWeights:
-    config = mmdit_config(model)
-    stacks = repeated_blocks(config)
-    ends = accumulate(stack.count for stack in stacks)
-    starts = {stack.module_path: end - stack.count for stack, end in zip(stacks, ends, strict=True)}
-
-    def block_of(key: str) -> int | None:
-        stack, index = (*key.split(".", 2), "", "")[:2]
-        return starts[stack] + int(index) if stack in starts and index.isdigit() else None
-
-    tensors = _released(config)
-    try:
-        if path is not None:
-            checkpoint = open_checkpoint(path)
-            rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
-            convert = converter(config, interleaved=rotary is Rotary.INTERLEAVED)
-            planned = {tensor.key: tensor for tensor in plan_tensors(path, dtype=dtype, convert=convert)}
-            tensors = [planned.get(tensor.key, tensor) for tensor in tensors]
-    except CheckpointError:
-        tensors = _released(config, is_mapped=False)
-    layers = frozenset(modulation_layers(config) if modulation_first else ())
-    grouped = _grouped(
-        (tensor for tensor in tensors if _layer(tensor) not in layers),
-        dtype,
-        block_of=block_of,
-        count=sum(stack.count for stack in stacks),
-    )
-    modulation = (_bytes_of(tensor, dtype) for tensor in tensors if _layer(tensor) in layers)
-    return replace(grouped, modulation=sum(modulation, FileBytes()))
+    config, prefixes, layers = mmdit_config(model), [f"{LAYERS}."], frozenset[str]()
+    if component is Component.TRANSFORMER:
+        prefixes = [f"{stack.module_path}." for stack in repeated_blocks(config)]
+        layers = frozenset(modulation_layers(config) if modulation_first else ())
+    tensors: Iterable[PlannedTensor] = _released(component, config, count)
+    if path is not None:
+        try:
+            tensors = _read(component, config, path, stamp, dtype)
+        except CheckpointError:
+            tensors = [replace(tensor, is_mapped=False) for tensor in tensors]
+    outside, modulation = FileBytes(), FileBytes()
+    blocks: dict[tuple[int, int], FileBytes] = {}
+    for tensor in tensors:
+        size, block = _bytes_of(tensor, dtype), _block(tensor.key, prefixes)
+        if tensor.key.rpartition(".")[0] in layers:
+            modulation += size
+        elif block is None:
+            outside += size
+        else:
+            blocks[block] = blocks.get(block, FileBytes()) + size
+    return FileWeights(outside, tuple(blocks[block] for block in sorted(blocks)), modulation)
 
 
-def _layer(tensor: PlannedTensor) -> str:
-    return tensor.key.rpartition(".")[0]
+def _block(key: str, prefixes: list[str]) -> tuple[int, int] | None:
+    """Return the number of a tensor's stack and of its block in the stack; None outside the blocks."""
+    for number, prefix in enumerate(prefixes):
+        index = key.removeprefix(prefix).partition(".")[0]
+        if key.startswith(prefix) and index.isdigit():
+            return number, int(index)
+    return None
 
 
-def _released(config: MMDiTConfig, *, is_mapped: bool = True) -> list[PlannedTensor]:
-    """Return the tensors of a transformer's file, from one block of each stack: building all blocks takes a second."""
-    counts = {f"{stack.module_path}.0.": stack.count for stack in repeated_blocks(config)}
-    tensors = []
-    for key, tensor in one_block_of_each(config).state_dict().items():
-        first = next((start for start in counts if key.startswith(start)), None)
-        keys = [key] if first is None else [f"{first[:-2]}{i}.{key.removeprefix(first)}" for i in range(counts[first])]
-        tensors += [PlannedTensor(each, tensor.numel(), RELEASED_DTYPE, is_mapped) for each in keys]
-    return tensors
-
-
-@lru_cache(maxsize=16)
-def _t5(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> FileWeights:
-    def block_of(key: str) -> int | None:
-        index = key.removeprefix(_T5_LAYER).partition(".")[0]
-        return int(index) if key.startswith(_T5_LAYER) and index.isdigit() else None
-
-    if path is None:
-        layer = (count - _T5_NUMBERS_OUTSIDE) // _T5_LAYERS
-        tensors = [PlannedTensor(f"{_T5_LAYER}{index}.", layer, RELEASED_DTYPE, True) for index in range(_T5_LAYERS)]
-        tensors.append(PlannedTensor("", count - _T5_LAYERS * layer, RELEASED_DTYPE, True))
-        return _grouped(tensors, dtype, block_of=block_of, count=_T5_LAYERS)
-    try:
-        tensors = [each for each in text_tensors(path, stamp) if not each.key.startswith(_T5_IGNORED)]
-    except CheckpointError:
-        return FileWeights(FileBytes(copied=count * dtype.itemsize))
-    if dtype is torch.float16:
-        tensors = [replace(each, is_mapped=each.is_mapped and not _is_widened(each)) for each in tensors]
-    return _grouped(
-        tensors, dtype, block_of=block_of, count=1 + max((block_of(t.key) or 0 for t in tensors), default=0)
-    )
+def _read(
+    component: Component, config: MMDiTConfig, path: Path, stamp: Stamp, dtype: torch.dtype
+) -> Iterable[PlannedTensor]:
+    """Return the tensors of a file. Raises CheckpointError if it is broken."""
+    if component is Component.TRANSFORMER:
+        checkpoint = open_checkpoint(path)
+        rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+        convert = converter(config, interleaved=rotary is Rotary.INTERLEAVED)
+        planned = {tensor.key: tensor for tensor in plan_tensors(path, dtype=dtype, convert=convert)}
+        return [planned.get(tensor.key, tensor) for tensor in _released(component, config, 0)]
+    tensors = text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
+    kept = [tensor for tensor in tensors if not tensor.key.startswith(_IGNORED.get(component, ()))]
+    if component is Component.T5 and dtype is torch.float16:
+        return [replace(each, is_mapped=each.is_mapped and not _is_widened(each)) for each in kept]
+    return kept
 
 
 def _is_widened(tensor: PlannedTensor) -> bool:
     return fnmatchcase(tensor.key, KEPT_IN_FP32) and tensor.dtype is not torch.float32
 
 
-@lru_cache(maxsize=16)
-def _whole(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> FileWeights:
-    """Return the weights of a component that is loaded as a whole: CLIP or the autoencoder."""
-    if path is None:
-        tensors: Iterable[PlannedTensor] = [PlannedTensor("", count, RELEASED_DTYPE, True)]
-    else:
-        try:
-            tensors = text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
-        except CheckpointError:
-            return FileWeights(FileBytes(copied=count * dtype.itemsize))
-    kept = (tensor for tensor in tensors if not tensor.key.startswith(_CLIP_IGNORED))
-    return _grouped(kept, dtype, block_of=lambda _: None, count=0)
-
-
-def _grouped(
-    tensors: Iterable[PlannedTensor], dtype: torch.dtype, *, block_of: Callable[[str], int | None], count: int
-) -> FileWeights:
-    outside, blocks = FileBytes(), [FileBytes()] * count
-    for tensor in tensors:
-        size = _bytes_of(tensor, dtype)
-        index = block_of(tensor.key)
-        if index is None or index >= count:
-            outside += size
-        else:
-            blocks[index] += size
-    return FileWeights(outside, tuple(blocks))
+def _released(component: Component, config: MMDiTConfig, count: int) -> list[PlannedTensor]:
+    """Return the tensors of a released file with `count` numbers; of the transformer, those of one block of each stack,
+    repeated: building all blocks takes a second.
+    """
+    sizes = {"": count}
+    if component is Component.T5:
+        layer = (count - _T5_NUMBERS_OUTSIDE) // _T5_LAYERS
+        sizes = {f"{LAYERS}.{index}.": layer for index in range(_T5_LAYERS)}
+        sizes[""] = count - sum(sizes.values())
+    elif component is Component.TRANSFORMER:
+        sizes = {}
+        counts = {f"{stack.module_path}.0.": stack.count for stack in repeated_blocks(config)}
+        for key, tensor in one_block_of_each(config).state_dict().items():
+            first = next((start for start in counts if key.startswith(start)), None)
+            places = [""] if first is None else [f"{first[:-2]}{index}." for index in range(counts[first])]
+            sizes |= {f"{place}{key.removeprefix(first or '')}": tensor.numel() for place in places}
+    return [PlannedTensor(key, numel, RELEASED_DTYPE, True) for key, numel in sizes.items()]
 
 
 def _bytes_of(tensor: PlannedTensor, dtype: torch.dtype) -> FileBytes:

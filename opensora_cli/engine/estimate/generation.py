@@ -1,7 +1,7 @@
 """Device memory of a generation, stage by stage, before anything is loaded.
 
-Nothing is fitted: the real modules and the sampling loop run on fake tensors, and their allocations are counted. The
-blocks of a stack are equal and run one after the other, so two represent all.
+Nothing is fitted: the real modules and the sampling loop run on outlines, and their allocations are counted. The
+blocks of a stack are equal and run one after the other, so one represents all.
 
 Counted are weights after offloading, inputs, outputs and intermediate results. These include the output and the sums
 of fused attention, and the workspace of cuDNN's convolutions. Not counted are workspaces of other kernels (such as
@@ -11,7 +11,7 @@ matrix products of cuBLAS), the CUDA context, and the rounding and fragmentation
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.solvers import Solver
-from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
-from opensora_cli.engine.components.configs import mmdit_config, with_depth
-from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.components.velocity import (
     GuidedVelocity,
     PromptEmbeds,
@@ -32,18 +31,15 @@ from opensora_cli.engine.components.velocity import (
     modulation_values,
 )
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
-from opensora_cli.engine.estimate.remembered import remembered
 from opensora_cli.engine.estimate.text import text_memory
+from opensora_cli.engine.estimate.tiles import DATA, JOINED, FakeCoder, TileMemory, largest_tile, tile_memory
 from opensora_cli.engine.estimate.transformer import (
     FakeSequenceParallel,
     dequantized_bytes,
-    fake_attention,
-    fake_products,
-    keep_largest_share,
+    fake_transformer,
     largest_modulation_bytes,
     transformer_bytes,
     transformer_on_cpu,
@@ -51,8 +47,8 @@ from opensora_cli.engine.estimate.transformer import (
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.vae.tiles import TileGrid, Tiling
+from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
+from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
@@ -66,11 +62,11 @@ from opensora_cli.settings.generate import GenerateSettings
 
 _STEPS = 2
 """Steps to estimate: the second and later steps hold latents besides the noise."""
-
-_FEW_CHUNKS, _OF_CHUNKS = 40, 10
-"""Most chunks of tokens that are estimated one by one, and the chunks of a smaller clip for extrapolation."""
-_FEW_TILES = 400
+_FEW_CHUNKS = 5
+"""Chunks of tokens of the smaller clips from which many chunks are extrapolated."""
+_FEW_TILES = 30
 """Most tiles of an autoencoder that are estimated one by one."""
+ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +117,7 @@ def estimate_generation(
     # On a CPU the host is the device itself.
     chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
     shown = sizes.height, sizes.width
-    decoding = _shortened_decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
+    decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
     vae_mapped = 0
     if files is not None:
         weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
@@ -136,7 +132,7 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
-    denoising = _shortened_denoising(
+    denoising = _denoising(
         config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear
     )
     workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
@@ -166,7 +162,7 @@ def estimate_generation(
     if sizes.has_draft:
         frames = (*frames, settings.video.num_frames)
     if frames:
-        encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
+        encoding = encoding_need(vae, frames, (sizes.height, sizes.width), dtype, device_type)
         stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     return tuple(stages)
 
@@ -189,7 +185,22 @@ def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tupl
     return tuple(part.num_frames for part in parts)
 
 
-def _shortened_denoising(
+_Size = tuple[int, ...]
+_Sizes = dict[object, int]
+
+
+def _extrapolated(count: Callable[[_Size], _Sizes], size: _Size, *, steps: _Size, few: _Size) -> _Sizes:
+    """Return `count(size)` from smaller sizes: along each axis it grows by the same amount with every step."""
+    for axis, (length, step, least) in enumerate(zip(size, steps, few, strict=True)):
+        more = (length - least) // step
+        if more > 1:
+            smaller = ((*size[:axis], length - less * step, *size[axis + 1 :]) for less in (more, more - 1))
+            near, far = (_extrapolated(count, each, steps=steps, few=few) for each in smaller)
+            return {key: near[key] + more * (far[key] - near[key]) for key in near}
+    return count(size)
+
+
+def _denoising(
     config: MMDiTConfig,
     sizes: GenerationSizes,
     text_length: int,
@@ -199,36 +210,23 @@ def _shortened_denoising(
     causal: bool,
     linear: LinearProducts,
 ) -> Need:
-    """Return the need of `_denoising`; the need of many chunks of tokens follows from smaller clips."""
-
-    def need(rows: int, columns: int) -> Need:
-        longer, shorter = max(rows, columns), min(rows, columns)
-        few = max(_OF_CHUNKS * chunk // (frames * shorter), 1)
-        if longer <= 2 * few:
-            size = channels, frames, patch * rows, patch * columns
-            smaller = replace(sizes, latent_shape=size)
-            return _denoising(config, smaller, text_length, dtype, device_type, chunk_tokens, causal, linear)
-        near, far = (need(few * number, shorter) for number in (1, 2))
-        return _line(near, far, longer - few, of=few)
-
+    """Return the need of sampling; that of many chunks of tokens follows from smaller clips."""
     (channels, frames, height, width), patch = sizes.latent_shape, config.patch_size
-    chunk = chunk_tokens or frames * height * width
-    if frames * (height // patch) * (width // patch) <= _FEW_CHUNKS * chunk:
-        return _denoising(config, sizes, text_length, dtype, device_type, chunk_tokens, causal, linear)
-    return need(height // patch, width // patch)
+    tokens, ranks = height * width // patch**2, sizes.mesh.ring * sizes.mesh.ulysses
+    # The last chunk of the smaller clips is as long as that of the whole.
+    step = tokens if chunk_tokens is None else max(round(_FEW_CHUNKS * chunk_tokens * ranks / frames), 1)
+
+    def count(size: _Size) -> _Sizes:
+        smaller = replace(sizes, latent_shape=(channels, frames, patch, patch * size[0]))
+        need = _sampling(config, smaller, text_length, dtype, device_type, chunk_tokens, causal, linear)
+        return {DATA: need.data, ACTIVATIONS: need.activations}
+
+    found = _extrapolated(count, (tokens,), steps=(step,), few=(step,))
+    return Need(found[DATA], found[ACTIVATIONS])
 
 
-def _line(near: Need, far: Need, more: int, *, of: int) -> Need:
-    """Extrapolate the need linearly: `more` units after `near`, where `far` is `of` units after `near`."""
-
-    def at(low: int, high: int) -> int:
-        return low + (high - low) * more // of
-
-    return Need(at(near.data, far.data), at(near.activations, far.activations))
-
-
-@remembered
-def _denoising(
+@lru_cache(maxsize=256)
+def _sampling(
     config: MMDiTConfig,
     sizes: GenerationSizes,
     text_length: int,
@@ -242,17 +240,21 @@ def _denoising(
     patch = config.patch_size
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        attention = fake_attention(sizes.mesh, attention_stand_in(sizes.attention), exchange=sizes.exchange)
-        transformer = fake_module(
-            lambda: _on_rank(MMDiT(with_depth(config, 2), attention=attention), sizes),
+        transformer = fake_transformer(
+            config,
             device=device,
             dtype=dtype,
+            mesh=sizes.mesh,
+            exchange=sizes.exchange,
+            linear=linear,
+            attention=sizes.attention,
+            loras=sizes.loras,
         )
-        fake_products(transformer, linear)
         transformer.set_sequence_chunk(chunk_tokens)
-        transformer.double_blocks = _repeated(transformer.double_blocks)
-        transformer.single_blocks = _repeated(transformer.single_blocks)
-        shared = FakeSequenceParallel(transformer, sizes.mesh)
+        # Blocks run one after the other, so that one of each kind represents all.
+        for blocks in (transformer.double_blocks, transformer.single_blocks):
+            for index, block in enumerate(blocks):
+                blocks[index] = Repeated(block)
         with TensorBytes(device_type=device.type) as counter:
             embeds = PromptEmbeds(empty(2, text_length, config.context_in_dim), empty(2, config.vec_in_dim))
             references = [empty(channels, frames, rows, columns)] * 2
@@ -262,7 +264,7 @@ def _denoising(
                 noise_BCTHW, sizes.mode, [references], causal, lengths=sizes.lengths
             )
             velocity = GuidedVelocity(
-                shared,
+                FakeSequenceParallel(transformer, sizes.mesh),
                 embeds,
                 conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch) if config.cond_embed else None,
                 position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
@@ -301,62 +303,6 @@ def _share_of_branches(velocity: VelocityFn, ranks: int) -> VelocityFn:
     return shared
 
 
-_Size = tuple[int, int, int]
-"""Frames, height and width."""
-
-
-def _of_few_tiles(need: Callable[[_Size], Need], size: _Size, grid: TileGrid, tiling: Tiling) -> Need:
-    """Return `need(size)`. With many tiles, it grows by the same amount per tile, and follows from smaller clips."""
-    if grid.count(size, tiling) <= _FEW_TILES:
-        return need(size)
-
-    def line(smaller: _Size, axis: int = 0) -> Need:
-        if axis == len(smaller):
-            return need(smaller)
-        along, is_cut = (grid.space, tiling.spatial) if axis else (grid.time, tiling.temporal)
-        more = -(-smaller[axis] // along.stride) - (along.size // along.stride + 3)
-        if not is_cut or more < 2:
-            return line(smaller, axis + 1)
-        short = smaller[axis] - more * along.stride
-
-        def at(length: int) -> Need:
-            frames, height, width = (length if place == axis else side for place, side in enumerate(smaller))
-            return line((frames, height, width), axis + 1)
-
-        near, far = at(short), at(short + along.stride)
-        return _line(near, far, more, of=1)
-
-    return line(size)
-
-
-def _shortened_decoding(
-    settings: VAESettings,
-    tiling: Tiling,
-    latent_shape: tuple[int, int, int, int],
-    shown: tuple[int, int],
-    dtype: torch.dtype,
-    device_type: str,
-    chunks: tuple[int | None, bool],
-) -> Need:
-    """Return the need of `_decoding`. With many tiles, joining them may need more memory than the decoder."""
-    channels, *axes = latent_shape
-    size, (_, grid) = (axes[0], axes[1], axes[2]), settings.sizes.tile_grids()
-
-    def needed(count: Callable[..., Need]) -> Need:
-        return _of_few_tiles(
-            lambda smaller: count(settings, tiling, (channels, *smaller), shown, dtype, device_type, chunks),
-            size,
-            grid,
-            tiling,
-        )
-
-    decoding = needed(_decoding)
-    if grid.count(size, tiling) <= _FEW_TILES:
-        return decoding
-    return Need(decoding.data, max(decoding.activations, needed(_joining).activations))
-
-
-@remembered
 def _decoding(
     settings: VAESettings,
     tiling: Tiling,
@@ -366,53 +312,68 @@ def _decoding(
     device_type: str,
     chunks: tuple[int | None, bool],
 ) -> Need:
-    return _decode(settings, tiling, latent_shape, shown, dtype, device_type, chunks, only_pixels=False)
+    """Return the need of decoding; that of many tiles follows from smaller clips."""
+    chunk_frames, store_on_host = chunks
+    grid = settings.sizes.tile_grids()[1]
+    tile = tile_memory(
+        settings,
+        largest_tile(latent_shape, grid, tiling),
+        dtype,
+        device_type,
+        decodes=True,
+        chunk_frames=chunk_frames,
+        store_on_host=store_on_host,
+    )
+    channels, *size = latent_shape
+    axes = ((grid.time, tiling.temporal), (grid.space, tiling.spatial), (grid.space, tiling.spatial))
 
+    def count(smaller: _Size) -> _Sizes:
+        frames, rows, columns = smaller
+        return dict(_join_tiles(settings, tiling, (channels, frames, rows, columns), shown, dtype, device_type))
 
-@remembered
-def _joining(
-    settings: VAESettings,
-    tiling: Tiling,
-    latent_shape: tuple[int, int, int, int],
-    shown: tuple[int, int],
-    dtype: torch.dtype,
-    device_type: str,
-    chunks: tuple[int | None, bool],
-) -> Need:
-    return _decode(settings, tiling, latent_shape, shown, dtype, device_type, chunks, only_pixels=True)
-
-
-def _decode(
-    settings: VAESettings,
-    tiling: Tiling,
-    latent_shape: tuple[int, int, int, int],
-    shown: tuple[int, int],
-    dtype: torch.dtype,
-    device_type: str,
-    chunks: tuple[int | None, bool],
-    *,
-    only_pixels: bool,
-) -> Need:
-    (height, width), (chunk_frames, store_on_host) = shown, chunks
-    with fake_device(device_type) as device:
-        empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
-        counter = TensorBytes(device_type=device.type)
-        store = HOST if store_on_host else device
-        decoder = FakeDecoder(
-            vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST, only_pixels=only_pixels
+    if grid.count((size[0], size[1], size[2]), tiling) <= _FEW_TILES:
+        return tile.need(count(tuple(size)))
+    return tile.need(
+        _extrapolated(
+            count,
+            tuple(size),
+            steps=tuple(axis.stride if is_cut else length for (axis, is_cut), length in zip(axes, size, strict=True)),
+            few=tuple(axis.size + axis.stride if is_cut else 0 for axis, is_cut in axes),
         )
-        vae.decoder = cast(Any, decoder)
-        with counter:
-            latents_1CTHW = empty(1, *latent_shape)
+    )
+
+
+def _without_coders(settings: VAESettings) -> Autoencoder:
+    """Return an autoencoder whose encoder and decoder are missing."""
+    vae = new_autoencoder(settings)
+    vae.encoder, vae.decoder = nn.Identity(), nn.Identity()
+    return vae
+
+
+@lru_cache(maxsize=256)
+def _join_tiles(
+    settings: VAESettings,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+) -> Mapping[object, int]:
+    """Return the bytes of everything in decoding except the decoder itself; see `TileMemory.need`."""
+    height, width = shown
+    tile = TileMemory(largest_tile(latent_shape, settings.sizes.tile_grids()[1], tiling), 0, 0, COLORS)
+    with fake_device(device_type) as device:
+        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
+        with TensorBytes(device_type=device.type) as counter:
+            decoder = FakeCoder(tile, settings.grid, counter, decodes=True)
+            vae.decoder = cast(Any, decoder)
+            latents_1CTHW = torch.empty(1, *latent_shape, dtype=dtype, device=device)
             # The same steps as in `decode_latents` of generation.
-            pieces_1CTHW = vae.decode_pieces(
-                latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
-            )
+            pieces_1CTHW = vae.decode_pieces(latents_1CTHW, tiling=tiling, canvas=HOST)
             deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
             need = Need.of(counter)
             del latents_1CTHW
-            return need
+            return {DATA: need.data, JOINED: need.activations, **decoder.live_bytes}
 
 
 def _shown(pixels_CTHW: Tensor) -> Tensor:
@@ -422,40 +383,30 @@ def _shown(pixels_CTHW: Tensor) -> Tensor:
     return to_uint8(pixels_CTHW[:, :1])
 
 
-@remembered
-def _encoding(
-    settings: VAESettings,
-    tiling: Tiling,
-    sizes: GenerationSizes,
-    num_frames: tuple[int, ...],
-    dtype: torch.dtype,
-    device_type: str,
+@lru_cache(maxsize=64)
+def encoding_need(
+    settings: VAESettings, num_frames: tuple[int, ...], sides: tuple[int, int], dtype: torch.dtype, device_type: str
 ) -> Need:
+    """Return the need of encoding clips of these lengths, one after the other; `sides` are height and width."""
+    tiling = vae_tiling(settings)
+    grid = settings.sizes.tile_grids()[0]
+    tile = tile_memory(
+        settings,
+        largest_tile((COLORS, max(num_frames), *sides), grid, tiling),
+        dtype,
+        device_type,
+        decodes=False,
+    )
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
-        vae.encoder = cast(Any, Repeated(vae.encoder))
+        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
         with TensorBytes(device_type=device.type) as counter:
+            encoder = FakeCoder(tile, settings.grid, counter, decodes=False)
+            vae.encoder = cast(Any, encoder)
             latents: list[Tensor] = []
             for frames in num_frames:
-                pixels_1CTHW = empty(1, 3, frames, sizes.height, sizes.width)
+                pixels_1CTHW = empty(1, COLORS, frames, *sides)
                 latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
             need = Need.of(counter)
             latents.clear()
-            return need
-
-
-def _on_rank(transformer: MMDiT, sizes: GenerationSizes) -> MMDiT:
-    if sizes.mesh.tensor > 1:
-        keep_largest_share(transformer, sizes.mesh.tensor)
-    # The first block represents all blocks of its stack: it gets the largest rank of each layer.
-    ranks: dict[str, int] = {}
-    for path, rank in sizes.loras:
-        first = in_first_block(path)
-        ranks[first] = max(ranks.get(first, 0), rank)
-    add_fake_loras(transformer, ranks.items())
-    return transformer
-
-
-def _repeated(blocks: nn.ModuleList) -> nn.ModuleList:
-    return nn.ModuleList([Repeated(blocks[0])] * len(blocks) if len(blocks) else [])
+            return tile.need({DATA: need.data, JOINED: need.activations, **encoder.live_bytes})

@@ -1,29 +1,20 @@
-"""Work of a GPU for each stage of a generation, counted once for each shape on fake tensors.
-
-The blocks of a stack are equal, so one represents all.
-"""
+"""Work of a GPU for each stage of a generation, counted on outlines."""
 
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
-from opensora_cli.engine.components.configs import with_depth
-from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
-from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_attention, fake_products
-from opensora_cli.engine.estimate.work import CountedOnce, Work, WorkCounter
-from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.engine.estimate.fake_tensors import HOST, Repeated, fake_device, fake_module
+from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_transformer
+from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.components import VAESettings
 
 _ALONE, _DIRECT = MeshShape(), ExchangePlan()
@@ -41,29 +32,33 @@ def evaluation_work(
 ) -> Work:
     """Return the work of one evaluation of the transformer for one clip, on the rank with the largest share. `linear`
     is the kind of products in its linear layers."""
-    with fake_device("cuda") as device:
-        empty = partial(torch.empty, dtype=dtype, device=device)
-        attention = fake_attention(mesh, attention_stand_in("sdpa"), exchange=exchange)
-        transformer = fake_module(lambda: MMDiT(with_depth(config, 1), attention=attention), device=device, dtype=dtype)
-        fake_products(transformer, linear)
-        counter = WorkCounter()
-        share = shares(config.num_heads, mesh.tensor)[0] / config.num_heads
-        for stack in repeated_blocks(config):
-            blocks = cast(nn.ModuleList, transformer.get_submodule(stack.module_path))
-            for index, block in enumerate(blocks):
-                blocks[index] = CountedOnce(block, counter, times=stack.count, share=share)
-        shared = FakeSequenceParallel(transformer, mesh)
-        with counter:
-            shared(
-                empty(1, video_tokens, config.in_channels),
-                position_ids_BN3=torch.empty(1, video_tokens, 3, device=device),
-                timesteps_B=torch.empty(1, device=device),
-                prompt_embeds_BLC=empty(1, text_tokens, config.context_in_dim),
-                pooled_prompt_embeds_BV=empty(1, config.vec_in_dim),
-                conditioning_BNK=empty(1, video_tokens, config.conditioning_channels) if config.cond_embed else None,
-                embedded_guidance_B=torch.empty(1, device=device) if config.guidance_embed else None,
+
+    def work(depth: int, depth_single_blocks: int) -> Work:
+        changed = config.replace({"depth": depth, "depth_single_blocks": depth_single_blocks})
+        with fake_device("cuda") as device:
+            empty = partial(torch.empty, dtype=dtype, device=device)
+            transformer = fake_transformer(
+                changed, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear
             )
-        return counter.work
+            counter = WorkCounter()
+            with counter:
+                FakeSequenceParallel(transformer, mesh)(
+                    empty(1, video_tokens, config.in_channels),
+                    position_ids_BN3=torch.empty(1, video_tokens, 3, device=device),
+                    timesteps_B=torch.empty(1, device=device),
+                    prompt_embeds_BLC=empty(1, text_tokens, config.context_in_dim),
+                    pooled_prompt_embeds_BV=empty(1, config.vec_in_dim),
+                    conditioning_BNK=empty(1, video_tokens, config.conditioning_channels)
+                    if config.cond_embed
+                    else None,
+                    embedded_guidance_B=torch.empty(1, device=device) if config.guidance_embed else None,
+                )
+            return counter.work
+
+    outside = work(0, 0)
+    double = (work(1, 0) - outside) * config.depth if config.depth else Work()
+    single = (work(0, 1) - outside) * config.depth_single_blocks if config.depth_single_blocks else Work()
+    return outside + double + single
 
 
 @lru_cache(maxsize=64)
@@ -72,7 +67,7 @@ def decoding_work(settings: VAESettings, latent_shape: tuple[int, int, int, int]
     with fake_device("cuda") as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = WorkCounter()
-        vae.decoder = cast(Any, CountedOnce(vae.decoder, counter))
+        vae.decoder = cast(Any, Repeated(vae.decoder, work=counter))
         with counter:
             latents_1CTHW = torch.empty(1, *latent_shape, dtype=dtype, device=device)
             for _ in vae.decode_pieces(latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST):
@@ -86,7 +81,7 @@ def encoding_work(settings: VAESettings, num_frames: int, height: int, width: in
     with fake_device("cuda") as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = WorkCounter()
-        vae.encoder = cast(Any, CountedOnce(vae.encoder, counter))
+        vae.encoder = cast(Any, Repeated(vae.encoder, work=counter))
         with counter:
             vae.encode(
                 torch.empty(1, 3, num_frames, height, width, dtype=dtype, device=device), tiling=vae_tiling(settings)

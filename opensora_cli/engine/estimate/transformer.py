@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
 from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.engine.components.configs import one_block_of_each
+from opensora_cli.engine.components.attention import attention_stand_in
+from opensora_cli.engine.components.configs import one_block_of_each, with_depth
 from opensora_cli.engine.components.linear_products import use_in_block
-from opensora_cli.engine.components.loras import LoraRanks, in_first_block
+from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.parallelize import largest_share
+from opensora_cli.engine.estimate.fake_tensors import fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.memory.host_weights import aligned, slot_bytes
@@ -54,12 +56,7 @@ def transformer_bytes(
     if offload.mode is not OffloadMode.BLOCKS and not offload.in_8_bits and tensor == 1:
         return whole + outside + sum(factors)
     rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in stacks)
-    weights = [
-        size
-        for stack, block in stacks
-        for size in [round(_slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor))]
-        * stack.count
-    ]
+    weights = bytes_of_blocks(config, dtype, offload, tensor=tensor)
     slots = [sum(pair) for pair in zip(weights, factors, strict=True)]
     if offload.mode is not OffloadMode.BLOCKS:
         return rest + sum(slots)
@@ -126,12 +123,7 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
     """Return the bytes that move to the device of a rank each time the model runs, adapters excluded."""
     if offload.mode is not OffloadMode.BLOCKS:
         return 0
-    slots = [
-        size
-        for stack, block in _stacks(config, dtype, offload.modulation_on_host)
-        for size in [round(_slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor))]
-        * stack.count
-    ]
+    slots = bytes_of_blocks(config, dtype, offload, tensor=tensor)
     kept = kept_blocks(len(slots), resident=offload.resident_blocks or 1)
     return sum(slots) - sum(slots[index] for index in kept)
 
@@ -160,13 +152,15 @@ def _factor_bytes(
     return outside, tuple(in_blocks.values())
 
 
-def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan) -> list[int]:
-    """Return the bytes that the weights of each block need in one run of memory, in the order of the blocks."""
-    return [
-        size
-        for stack, block in _stacks(config, dtype, offload.modulation_on_host)
-        for size in [_slot_bytes(block, _in_8_bits(stack, block, offload))] * stack.count
-    ]
+def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int = 1) -> list[int]:
+    """Return the bytes that the weights of each block need in one run of memory on a rank, in the order of the blocks.
+    Adapters are excluded.
+    """
+    found: list[int] = []
+    for stack, block in _stacks(config, dtype, offload.modulation_on_host):
+        size = _slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor)
+        found += [round(size)] * stack.count
+    return found
 
 
 def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
@@ -184,16 +178,43 @@ def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadP
     return max(sizes)
 
 
-def fake_products(transformer: MMDiT, kind: LinearProducts) -> None:
-    """Set the kind of products in the blocks of a transformer with fake weights. Call it inside `fake_device`."""
-    if kind is LinearProducts.EXACT:
-        return
-    for stack in repeated_blocks(transformer.config):
-        for block in transformer.get_submodule(stack.module_path).children():
-            use_in_block(block, stack, kind)
+def fake_transformer(
+    config: MMDiTConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: MeshShape,
+    exchange: ExchangePlan,
+    linear: LinearProducts,
+    attention: str = "sdpa",
+    loras: LoraRanks = (),
+) -> MMDiT:
+    """Return a transformer with fake weights that allocates like the one of a rank. Call it inside `fake_device`.
+
+    `attention` names the backend. The first block of a stack represents all of them: it gets the largest adapters.
+    """
+    ranks: dict[str, int] = {}
+    for path, rank in loras:
+        first = in_first_block(path)
+        ranks[first] = max(ranks.get(first, 0), rank)
+
+    def make() -> MMDiT:
+        attend = fake_attention(mesh, attention_stand_in(attention), exchange=exchange)
+        transformer = MMDiT(with_depth(config, 1), attention=attend)
+        if mesh.tensor > 1:
+            _keep_largest_share(transformer, mesh.tensor)
+        add_fake_loras(transformer, ranks.items())
+        return transformer
+
+    transformer = fake_module(make, device=device, dtype=dtype)
+    if linear is not LinearProducts.EXACT:
+        for stack in repeated_blocks(transformer.config):
+            for block in transformer.get_submodule(stack.module_path).children():
+                use_in_block(block, stack, linear)
+    return transformer
 
 
-def keep_largest_share(transformer: MMDiT, ranks: int) -> None:
+def _keep_largest_share(transformer: MMDiT, ranks: int) -> None:
     """Reduce the blocks of a transformer without weights to the share of the rank with the largest one."""
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():

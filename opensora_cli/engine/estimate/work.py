@@ -1,12 +1,12 @@
 """Work of models, counted on fake tensors: operations of products and of attention, and bytes that kernels move."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -82,37 +82,9 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
 
-class CountedOnce(nn.Module):
-    """Module that runs another one once for each input shape, and counts that work `times` over at each call.
-
-    `share` is this rank's part of the products and attention. The wrapped module has no state.
-    """
-
-    def __init__(self, module: nn.Module, counter: WorkCounter, *, times: int = 1, share: float = 1.0) -> None:
-        super().__init__()
-        self._module, self._counter, self._times, self._share = module, counter, times, share
-        self._known: dict[object, tuple[Work, Any]] = {}
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return tensors with the shapes of the module's results. `options` go to the module, and never change."""
-        shapes = tuple(tensor.shape for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
-        if shapes not in self._known:
-            before = self._counter.work
-            result = self._module(*inputs, **options)
-            done, self._counter.work = self._counter.work - before, before
-            own = {name: self._share * getattr(done, name) for name in _SHARED}
-            self._known[shapes] = replace(done, **own) * self._times, result
-        work, result = self._known[shapes]
-        self._counter.work += work
-        return result
-
-
 def _held_bytes(tensor: Tensor) -> int:
     # An expanded tensor is read once.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-
-
-_SHARED = ("product_flops", "eight_bit_flops", "attention_flops")
 
 
 def _of_product(result: Tensor, *operands: Tensor) -> int:

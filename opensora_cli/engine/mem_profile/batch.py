@@ -7,15 +7,14 @@ import torch
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware, release_memory, timed
+from opensora_cli.engine.components.hardware import Hardware, release_memory
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.mem_profile.measure import unless_out_of_memory, why_not_measured
+from opensora_cli.engine.mem_profile.measure import peak_bytes, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib
 from opensora_cli.engine.train.activations import with_batch_size
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
-from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.enums import OffloadMode
@@ -112,8 +111,15 @@ def generation_batch(plan: Plan, *, limit: int | None, reporter: Reporter) -> La
     if transformer is None:
         release_memory(hardware.device)
         return _not_searched(of, limit_bytes, "not even the weights fit")
+    held = sum(weight.nbytes for weight in (*transformer.parameters(), *transformer.buffers()))
+
+    def peak_of(size: int) -> int:
+        return held + peak_bytes(
+            lambda: evaluate(plan, transformer, batch=size), device=hardware.device, limit=limit_bytes - held
+        )
+
     return largest_batch(
-        lambda size: evaluation_peak(plan, transformer, batch=size, limit=limit_bytes),
+        peak_of,
         of=of,
         limit_bytes=limit_bytes,
         device=hardware.device,
@@ -136,25 +142,6 @@ def _not_searched(of: str, limit_bytes: int, reason: str) -> LargestBatch:
     return LargestBatch(
         of=of, batch_size=0, limit_bytes=limit_bytes, peak_bytes=0, tried=(), reached_most=False, reason=reason
     )
-
-
-def evaluation_peak(plan: Plan, transformer: MMDiT, *, batch: int, limit: int | None = None) -> int:
-    """Evaluate the transformer once for a batch, and return the peak with its weights.
-
-    Raises:
-        MemoryError: on a CPU, more than `limit` bytes were counted.
-        torch.OutOfMemoryError: the device has not enough memory.
-    """
-    device = plan.hardware.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        timed(lambda: evaluate(plan, transformer, batch=batch), device)
-        return int(torch.cuda.max_memory_allocated(device))
-    with TensorBytes(limit=limit) as counter:
-        counter.add(transformer)
-        evaluate(plan, transformer, batch=batch)
-    peak: int = counter.peak_bytes
-    return peak
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -10,10 +10,8 @@ from opensora_cli.core.attention import ComparedKernel
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, why_unusable
-from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, release_memory
-from opensora_cli.engine.components.loras import lora_ranks
-from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
+from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.allocator_use import allocator_techniques
@@ -28,7 +26,6 @@ from opensora_cli.engine.mem_profile.measured_stages import measure_stage, rando
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
 from opensora_cli.models.attention import attention_backend, backend_names
-from opensora_cli.sampling.guidance import busiest
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings
@@ -75,38 +72,33 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
         for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD, _OPTIMIZER_OFFLOAD, _MIXED_PRECISION):
             yield Technique(name=name, reason=f"not measured: without it, {reason}")
         return
-    base = _training_cost(plain)
+    step, held = _training_cost(plain)
     if plain.trains_transformer:
-        without, outside = (_training_cost(plain.replace({"memory.checkpointing": how})) for how in ("full", "offload"))
-        yield compared(_CHECKPOINTING, before=base.step, after=without.step, of=_STEP)
-        yield compared(_CHECKPOINTING, before=base.held, after=without.held, of=_HELD)
+        (checkpointed_step, checkpointed_held), (_, offloaded_held) = (
+            _training_cost(plain.replace({"memory.checkpointing": how})) for how in ("full", "offload")
+        )
+        yield compared(_CHECKPOINTING, before=step, after=checkpointed_step, of=_STEP)
+        yield compared(_CHECKPOINTING, before=held, after=checkpointed_held, of=_HELD)
         of = f"{_HELD} with checkpointing, outside the host buffer"
-        yield compared(_ACTIVATION_OFFLOAD, before=without.held, after=outside.held, of=of)
+        yield compared(_ACTIVATION_OFFLOAD, before=checkpointed_held, after=offloaded_held, of=of)
     else:
         for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD):
             yield Technique(name=name, reason="not measured: only the transformer's training has it")
     yield Technique(
         name=_OPTIMIZER_OFFLOAD, reason="not measured: training runs on the CPU, where all its memory is the host's"
     )
-    mixed = _training_cost(plain.replace({"precision.compute": "bf16"}))
-    yield compared(_MIXED_PRECISION, before=base.step, after=mixed.step, of=_STEP)
+    mixed_step, _ = _training_cost(plain.replace({"precision.compute": "bf16"}))
+    yield compared(_MIXED_PRECISION, before=step, after=mixed_step, of=_STEP)
 
 
-@dataclass(frozen=True, slots=True)
-class _TrainingCost:
-    """Bytes outside the host buffer, and seconds of a step."""
-
-    step: tuple[int, float]
-    """Bytes at the peak, and seconds."""
-    held: tuple[int, float]
-    """Bytes held for backward, without weights and optimizer states, and seconds."""
+_Cost = tuple[int, float]
+"""Bytes outside the host buffer, and seconds of a step."""
 
 
-def _training_cost(settings: TrainSettings) -> _TrainingCost:
+def _training_cost(settings: TrainSettings) -> tuple[_Cost, _Cost]:
+    """Return the cost of a step, with its peak and with the bytes held for backward, without weights and states."""
     memory, seconds = measure_training(settings), min(time_training(settings)[0])
-    return _TrainingCost(
-        (memory.peak_bytes - memory.buffer_bytes, seconds), (memory.held_for_backward - memory.buffer_bytes, seconds)
-    )
+    return (memory.peak_bytes - memory.buffer_bytes, seconds), (memory.held_for_backward - memory.buffer_bytes, seconds)
 
 
 def _generation_rows(plan: Plan) -> Rows:
@@ -171,7 +163,7 @@ def _branch_by_branch(plan: Plan) -> Technique:
 
 def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
     """Return peak bytes and seconds of a stage; None means that memory was not enough."""
-    peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage)[0].peak_bytes)
+    peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage).peak_bytes)
     release_memory(plan.hardware.device)
     seconds = None if peak_bytes is None else unless_out_of_memory(lambda: time_stage(plan, stage))
     release_memory(plan.hardware.device)
@@ -180,25 +172,9 @@ def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
 
 def _what_does_not_fit(plan: Plan) -> dict[str, str]:
     """Return the stages that cannot run without any technique, with reasons, by name."""
-    stages = estimate_generation(
-        plan.settings,
-        sizes=GenerationSizes(
-            height=plan.height,
-            width=plan.width,
-            latent_shape=plan.latent_shape,
-            mode=plan.mode,
-            lengths=plan.lengths,
-            scales=busiest(plan.scales),
-            solver=plan.settings.sampling.solver,
-            loras=lora_ranks(plan.loras),
-        ),
-        dtype=plan.hardware.dtype,
-        device_type=plan.hardware.device.type,
-        offload=plan.offload,
-        parameters=count_parameters(plan.settings, plan.weights),
-        text_folders=plan.weights.paths,
-    )
-    reasons = {stage.name: why_not_measured(stage.total_bytes, plan.hardware) for stage in stages}
+    stages = plan.with_offload(plan.offload).stages
+    sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in stages}
+    reasons = {name: why_not_measured(size, plan.hardware) for name, size in sizes.items()}
     return {name: f"not measured: without it, {reason}" for name, reason in reasons.items() if reason is not None}
 
 

@@ -48,18 +48,21 @@ def unless_out_of_memory(run: Callable[[], T]) -> T | None:
         return None
 
 
-def memory_and_time(run: Callable[[], object], *, device: torch.device, repeats: int) -> tuple[int, float]:
-    """Return the peak bytes of `run`, and its shortest time in seconds.
+def peak_bytes(run: Callable[[], object], *, device: torch.device, limit: int | None = None) -> int:
+    """Return the peak of memory that `run` adds: of the allocator on CUDA, and of counted tensors on a CPU.
 
-    Memory is the allocator's on CUDA, and that of counted tensors on a CPU, in a separate run that also warms up.
+    Raises MemoryError if more than `limit` bytes are counted on a CPU.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         timed(run, device)
-        memory = torch.cuda.max_memory_allocated(device) - before
-    else:
-        with TensorBytes() as counter:
-            run()
-        memory = counter.peak_bytes
-    return memory, min(timed(run, device) for _ in range(repeats))
+        return torch.cuda.max_memory_allocated(device) - before
+    with TensorBytes(limit=limit) as counter:
+        run()
+    return counter.peak_bytes
+
+
+def memory_and_time(run: Callable[[], object], *, device: torch.device, repeats: int) -> tuple[int, float]:
+    """Return `peak_bytes` of `run`, which also warms up, and its shortest time in seconds."""
+    return peak_bytes(run, device=device), min(timed(run, device) for _ in range(repeats))

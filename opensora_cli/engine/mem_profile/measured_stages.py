@@ -27,8 +27,7 @@ from opensora_cli.engine.generate.loading import host_modulation, move_except, s
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
-from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
-from opensora_cli.engine.mem_profile.timings import AccelerationReport
+from opensora_cli.engine.mem_profile.report import Part, StageProfile, TimedPart, Timeline, module_shares
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
@@ -56,14 +55,14 @@ class Measured:
 
     peak_bytes: int
     counter: TensorBytes
-    allocated_bytes: int = 0
-    """Peak of allocated memory on CUDA; 0 on a CPU."""
     reserved_bytes: int = 0
-    """Peak of reserved memory on CUDA."""
-    seconds: tuple[float, ...] = ()
-    """Seconds of the runs after the counted one."""
-    blocks: Mapping[str, Spread] = field(default_factory=dict)
-    """Times of the calls of blocks in these runs."""
+    """Peak of reserved memory on CUDA; 0 on a CPU."""
+    allocated_bytes: int = 0
+    """Peak of allocated memory at the same time."""
+    parameters: Mapping[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    """Name of a weight -> number of parameters, bytes, and zeros for gradients and optimizer states."""
+    times: tuple[TimedPart, ...] = ()
+    """Times of the stage and of blocks in the runs after the counted one."""
 
 
 def profile_generation(
@@ -84,18 +83,35 @@ def profile_generation(
             reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
-            if reason is not None:
-                profiles.append(_predicted(stage, reason))
-            else:
-                result = unless_out_of_memory(partial(_profile_stage, plan, stage, runs))
+            result = None
+            if reason is None:
+                result = unless_out_of_memory(partial(measure_stage, plan, stage.name, runs=runs))
                 release_memory(plan.hardware.device)
-                if result is None:
-                    profiles.append(_predicted(stage, OUT_OF_MEMORY))
-                else:
-                    profiles.append(result[0])
-                    measured.append(result[1])
+                reason = OUT_OF_MEMORY if result is None else None
+            profiles.append(_profile(stage, result, reason))
+            measured += [] if result is None else [result]
             progress.advance()
     return tuple(profiles), measured
+
+
+def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) -> StageProfile:
+    weights = None if measured is None else measured.counter.marks[0].live_bytes
+    peak = None if measured is None else measured.peak_bytes
+    others = None if weights is None or peak is None else peak - weights
+    predicted = stage.data_bytes + stage.activation_bytes
+    return StageProfile(
+        name=stage.name,
+        parts=(
+            Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=weights),
+            Part(name=BESIDE_WEIGHTS, predicted_bytes=predicted, measured_bytes=others),
+        ),
+        predicted_bytes=stage.total_bytes,
+        measured_bytes=peak,
+        not_measured=reason,
+        modules=() if measured is None else module_shares(measured.parameters, measured.counter.peak_by_owner()),
+        timeline=None if measured is None else Timeline.of(measured.counter),
+        times=() if measured is None else measured.times,
+    )
 
 
 def _waiting_bytes(plan: Plan) -> int:
@@ -118,8 +134,8 @@ def streamed_bytes(plan: Plan, name: str) -> int:
     return count_parameters(plan.settings, plan.weights)[component] * plan.hardware.dtype.itemsize
 
 
-def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> tuple[Measured, dict[str, nn.Module]]:
-    """Run one stage with random weights, and return its measurements and its models. Sampling runs two steps.
+def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
+    """Run one stage with random weights, and return its measurements. Sampling runs two steps.
 
     On CUDA the peak is the allocator's, without earlier allocations; on a CPU it is the peak of counted tensors. Then
     `runs` more runs are timed without counting.
@@ -137,15 +153,23 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> tuple[Measured, di
             start_peak_memory(device)
             timed(run, device)
             counter.mark("done")
-        measured = Measured(counter.peak_bytes, counter)
+        peak, allocated, reserved = counter.peak_bytes, 0, 0
         if is_cuda:
             allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-            measured = Measured(allocated - before, counter, allocated, reserved)
+            peak = allocated - before
+        parameters = {
+            f"{title}.{path}": (weight.numel(), weight.nbytes, 0, 0)
+            for title, model in models.items()
+            for path, weight in model.named_parameters()
+        }
         blocks = {path: block for title, model in models.items() for path, block in blocks_of(model, title).items()}
         times = ModuleTimes(device)
         with times.watch(blocks):
-            seconds = tuple(timed(run, device) for _ in range(runs))
-        return replace(measured, seconds=seconds, blocks=times.spreads()), models
+            seconds = [timed(run, device) for _ in range(runs)]
+    spreads = {name: Spread.of(seconds), **times.spreads()} if seconds else {}
+    return Measured(
+        peak, counter, reserved, allocated, parameters, tuple(TimedPart.of(*item) for item in spreads.items())
+    )
 
 
 def time_stage(plan: Plan, name: str) -> float:
@@ -290,43 +314,3 @@ _STAGES: dict[str, Callable[[Plan, ExitStack], tuple[dict[str, nn.Module], Run]]
     DENOISE: _denoise,
     DECODE: _decode,
 }
-
-
-def _predicted(stage: StageMemory, reason: str) -> StageProfile:
-    return StageProfile(
-        name=stage.name,
-        parts=_parts(stage, None, None),
-        predicted_bytes=stage.total_bytes,
-        measured_bytes=None,
-        not_measured=reason,
-    )
-
-
-def _parts(stage: StageMemory, weights: int | None, others: int | None) -> tuple[Part, ...]:
-    predicted = stage.data_bytes + stage.activation_bytes
-    return (
-        Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=weights),
-        Part(name=BESIDE_WEIGHTS, predicted_bytes=predicted, measured_bytes=others),
-    )
-
-
-def _profile_stage(plan: Plan, stage: StageMemory, runs: int) -> tuple[StageProfile, Measured]:
-    """Return the profile of a stage and the measurements behind it. The models are released."""
-    measured, models = measure_stage(plan, stage.name, runs=runs)
-    counter = measured.counter
-    weights = counter.marks[0].live_bytes
-    sizes = {
-        f"{title}.{name}": (weight.numel(), weight.nbytes, 0, 0)
-        for title, model in models.items()
-        for name, weight in model.named_parameters()
-    }
-    profile = StageProfile(
-        name=stage.name,
-        parts=_parts(stage, weights, measured.peak_bytes - weights),
-        predicted_bytes=stage.total_bytes,
-        measured_bytes=measured.peak_bytes,
-        modules=module_shares(sizes, counter.peak_by_owner()),
-        timeline=Timeline.of(counter),
-        times=AccelerationReport.of({stage.name: measured.seconds}, measured.blocks, runs=runs) if runs else None,
-    )
-    return profile, measured

@@ -18,9 +18,16 @@ from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
 from opensora_cli.engine.mem_profile.measure import why_not_measured
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation
-from opensora_cli.engine.mem_profile.report import BufferUse, MemProfile, Part, StageProfile, Timeline, module_shares
+from opensora_cli.engine.mem_profile.report import (
+    BufferUse,
+    MemProfile,
+    Part,
+    StageProfile,
+    TimedPart,
+    Timeline,
+    module_shares,
+)
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
-from opensora_cli.engine.mem_profile.timings import AccelerationReport
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
 from opensora_cli.engine.train.early import warn_of_missing_inputs
@@ -32,9 +39,10 @@ from opensora_cli.engine.train.estimate import (
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS
 from opensora_cli.engine.train.objectives.base import find_objective
-from opensora_cli.engine.train.rank_memory import estimate_ranks
+from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.monitor import Spread
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
 from opensora_cli.settings.tools import MemProfileSettings
@@ -119,7 +127,6 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
     hardware, steps = pick_hardware("cpu", "auto"), len(find_objective(what).measured_steps(what))
     batch_size = largest_batch_shape(what).batch_size
     stage, memory, buffer = _profile_training(what, hardware, runs=settings.runs, reporter=reporter)
-    on_ranks = estimate_ranks(what, first=memory, reporter=reporter) if ranks > 1 else ()
     _write_snapshot(settings, [memory.counter], hardware)
     profile = MemProfile(
         of=f"training {what.target}, batch {batch_size}{_shared(what)}",
@@ -130,7 +137,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         parameters={str(what.target): count_trained(what)},
         buffer=buffer,
         allocator=None,
-        ranks=on_ranks,
+        rank=RankMemory.of(memory) if ranks > 1 else None,
         files=_files(settings),
     )
     if settings.compare:
@@ -166,8 +173,8 @@ def _profile_training(
     stage = _training_stage(predicted, measured, None)
     if runs:
         seconds, blocks = time_training(settings, runs=runs)
-        times = AccelerationReport.of({stage.name: seconds}, blocks, runs=runs)
-        stage = stage.model_copy(update={"times": times})
+        spreads = {stage.name: Spread.of(seconds), **blocks}
+        stage = stage.model_copy(update={"times": tuple(TimedPart.of(*item) for item in spreads.items())})
     return stage, measured, _buffer(measured)
 
 

@@ -5,9 +5,9 @@ from itertools import pairwise, takewhile
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.mem_profile.timings import AccelerationReport
-from opensora_cli.engine.train.rank_memory import RankMemory, rank_lines
+from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.monitor import Spread
 
 MIB = 2**20
 
@@ -69,6 +69,26 @@ class Timeline(Document):
         return "".join(_BARS[top * (len(_BARS) - 1) // most] for top in tops)
 
 
+class TimedPart(Document):
+    """Times of a stage, or of a block of a model, in the runs after a first one."""
+
+    name: str
+    count: int
+    """Number of runs of a stage, or of calls of a block in all runs."""
+    mean_s: float
+    deviation_s: float
+    """Sample standard deviation (n-1) of the runs or calls; 0 for a single one."""
+
+    @classmethod
+    def of(cls, name: str, spread: Spread) -> "TimedPart":
+        """Return the times of a part."""
+        return cls(name=name, count=spread.count, mean_s=spread.mean_s, deviation_s=spread.deviation_s)
+
+    def line(self) -> str:
+        """Return a row in milliseconds."""
+        return f"    {self.name:38}{self.count:>7}{self.mean_s * 1e3:>14,.3f}{self.deviation_s * 1e3:>12,.3f}"
+
+
 class StageProfile(Document):
     """Predicted and measured memory of one stage."""
 
@@ -82,8 +102,8 @@ class StageProfile(Document):
     """Reason why the stage was not measured."""
     modules: tuple[ModuleShare, ...] = ()
     timeline: Timeline | None = None
-    times: AccelerationReport | None = None
-    """Times of the runs after the measured one; None means not timed."""
+    times: tuple[TimedPart, ...] = ()
+    """Times of the stage, then of the blocks in the order of the models. On CUDA the device times blocks by events."""
 
     def lines(self) -> list[str]:
         """Return a table for people."""
@@ -98,7 +118,9 @@ class StageProfile(Document):
         if self.timeline:
             found.append(f"  timeline  {self.timeline.line()}")
         found += _module_lines(self.modules)
-        return [*found, *(f"  {line}" for line in self.times.lines())] if self.times else found
+        if self.times:
+            found.append(f"  {'time':40}{'calls':>7}{'mean ms':>14}{'deviation':>12}")
+        return [*found, *(part.line() for part in self.times)]
 
 
 class Technique(Document):
@@ -179,9 +201,9 @@ class BufferUse(Document):
 
 
 class MemProfile(Document):
-    """Whole memory profile: a document of the schema `osora.mem-profile/1`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/2`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.mem-profile/1"
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/2"
 
     of: str
     device: str
@@ -199,8 +221,8 @@ class MemProfile(Document):
     techniques: tuple[Technique, ...] = ()
     attention: tuple[AttentionCost, ...] = ()
     batch: LargestBatch | None = None
-    ranks: tuple[RankMemory, ...] = ()
-    """Predicted memory of each rank, for training on several devices."""
+    rank: RankMemory | None = None
+    """Predicted memory of a rank, for training on several devices."""
     files: dict[str, str]
     """Written files: kind -> path."""
 
@@ -219,8 +241,8 @@ class MemProfile(Document):
         ]
         for stage in self.stages:
             found += ["", *stage.lines()]
-        if self.ranks:
-            found += ["", *rank_lines(self.ranks)]
+        if self.rank is not None:
+            found += ["", *self.rank.lines()]
         found += ["", f"highest     {self.worst.name}", f"buffer      {_buffer_line(self.buffer)}"]
         found.append(f"allocator   {self._allocator_line()}")
         found += [f"note        {note}" for note in self.notes]

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_tensors, give_fake_weights
+from opensora_cli.engine.encode.encoders import frozen_dtype
+from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors, give_fake_weights
+from opensora_cli.engine.estimate.generation import encoding_need
+from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import (
     ActivationPlan,
+    largest_batch_shape,
     plan_activations,
     saved_activations,
 )
@@ -39,7 +43,8 @@ from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
-from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
+from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.settings.train import TrainSettings
 
 WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
@@ -96,19 +101,38 @@ def estimate_training(
     few, plan, times = with_few_blocks(settings, plan)
     with torch.device("meta"):
         task, frozen = find_objective(few).stand_in(few)
+    for module in frozen:
+        if isinstance(module, Autoencoder):
+            _encode_alone(module, few)
     with (
         fake_rank(few, rank) as distribution,
-        fake_tensors("cpu", gradients=True) as device,
+        fake_training_tensors(),
         warnings.catch_warnings(),
     ):
         # Copying the module for the average accesses its data pointers.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for module in (*_trained(task), *frozen):
-            give_fake_weights(module, device=device)
-            if module is not task.module and isinstance(module, Autoencoder):
-                module.encoder = cast(Any, Repeated(module.encoder))
+            give_fake_weights(module, device=torch.device("cpu"))
         with nullcontext() if watch is None else watch(task.module):
             return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
+
+
+def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
+    """Let a frozen autoencoder on fake tensors encode without computing: a clip takes what outlines of it take."""
+    shape, device = largest_batch_shape(settings), device_type(settings.device_name)
+    dtype = frozen_dtype(settings.train_mmdit, torch.device(device))
+    need = encoding_need(settings.vae, (shape.num_frames,), (shape.height, shape.width), dtype, device)
+    pixels = COLORS * shape.num_frames * shape.height * shape.width
+
+    def encode(pixels_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:
+        activations = round(need.activations * pixels_BCTHW.numel() / pixels)
+        pixels_BCTHW.new_empty(activations, dtype=torch.uint8)
+        batch, _, frames, height, width = pixels_BCTHW.shape
+        grid = module.grid
+        latent_shape = grid.latent_channels, grid.latent_frames(frames), *grid.latent_size(height, width)
+        return pixels_BCTHW.new_empty(batch, *latent_shape)
+
+    module.encode = encode  # type: ignore[assignment, method-assign]
 
 
 def measure_training(

@@ -24,8 +24,8 @@ GRADIENTS, BUFFERS = "gradients", "buffers"
 def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
     """Simulate this rank of a run inside the block: collectives return at once, and do not fill their outputs.
 
-    Enter this context before `fake_tensors`, inside which `Distribution.shard` is called. Raises RuntimeError in a
-    process that already is a rank, and HardwareError if torch is too old.
+    Enter this context before `fake_training_tensors`, inside which `Distribution.shard` is called. Raises RuntimeError
+    in a process that already is a rank, and HardwareError if torch is too old.
     """
     device, ranks = torch.device("cpu"), settings.parallel.world_size
     if ranks == 1:

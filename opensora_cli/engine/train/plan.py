@@ -24,7 +24,7 @@ from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.predicted import predict_step
-from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
+from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.enums import DType, HostWeights
@@ -36,7 +36,7 @@ from opensora_cli.settings.train_loop import WeightOffload
 class TrainPlan(Document):
     """Plan of a training run: all decisions before it begins."""
 
-    SCHEMA = "osora.train-plan/3"
+    SCHEMA = "osora.train-plan/4"
 
     target: str
     parameters: int
@@ -59,14 +59,14 @@ class TrainPlan(Document):
     """Storage of frozen blocks in adapter training. None means on the device, in the compute dtype."""
     exchange: str | None
     """Description of the exchange of tokens for heads between ranks. None means no exchange."""
-    memory: tuple[RankMemory, ...] = ()
-    """Memory of each rank; empty if it was not estimated."""
+    memory: RankMemory | None = None
+    """Memory of a rank; None if it was not estimated."""
     attention: AttentionPlan | None
     """Attention backend of the transformer. None means that another part is trained."""
     free_bytes: int | None = None
     """Free memory of a GPU that `--on` plans for. None means no planned GPU."""
     fits: bool | None = None
-    """Whether each rank fits in the free memory. None means unknown."""
+    """Whether a rank fits in the free memory. None means unknown."""
     predicted: PredictedTime | None = None
     """Predicted seconds of a step on the planned GPUs. None means no prediction."""
     settings: TrainSettings
@@ -100,7 +100,7 @@ class TrainPlan(Document):
             *_watching_lines(settings),
             *(f"weights     {path}" for path in self.weights.values()),
             *(f"missing     {name}" for name in self.missing_weights),
-            *(["", *rank_lines(self.memory)] if self.memory else []),
+            *(["", *self.memory.lines()] if self.memory else []),
             *([self._fit_line()] if self.fits is not None else []),
             *(self.predicted.lines() if self.predicted is not None else []),
             *([f"predicted   no time: that of a step of {self.target} is not predicted"] if self._has_no_time else []),
@@ -111,18 +111,18 @@ class TrainPlan(Document):
         return self.free_bytes is not None and self.predicted is None
 
     def _fit_line(self) -> str:
-        most, free = max(each.device_peak_bytes for each in self.memory), self.free_bytes or 0
+        assert self.memory is not None
+        most, free = self.memory.device_peak_bytes, self.free_bytes or 0
         return (
             f"peak        {most / GIB:.2f} GiB of {free / GIB:.2f} GiB free: {'fits' if self.fits else 'does not fit'}"
         )
 
     def raise_for_problems(self) -> None:
         """Raise HardwareError if a rank needs more memory than a planned GPU has."""
-        if self.fits is not False or self.free_bytes is None:
+        if self.fits is not False or self.free_bytes is None or self.memory is None:
             return
-        most = max(self.memory, key=lambda each: each.device_peak_bytes)
         raise HardwareError(
-            f"rank {most.rank} needs {most.device_peak_bytes / GIB:.2f} GiB, and a GPU has "
+            f"a rank needs {self.memory.device_peak_bytes / GIB:.2f} GiB, and a GPU has "
             f"{self.free_bytes / GIB:.2f} GiB free",
             hint="more devices share more, smaller batches (data.buckets) and an adapter (lora.rank) need less",
         )
@@ -188,17 +188,17 @@ def plan_training(
 
 
 def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine | None = None) -> TrainPlan:
-    """Return the plan with the memory of each rank, or warn why it is not estimated.
+    """Return the plan with the memory of a rank, or warn why it is not estimated.
 
     With `machine`, the plan also has the time of a step, and whether the ranks fit in its GPUs. Raises the errors of
-    `estimate_ranks` other than HardwareError.
+    `estimate_rank` other than HardwareError.
     """
     found: dict[str, object] = {}
     try:
-        memory = estimate_ranks(plan.settings, reporter=reporter)
+        memory = estimate_rank(plan.settings, reporter=reporter)
         found["memory"] = memory
-        if machine is not None and memory:
-            found["fits"] = all(each.device_peak_bytes <= machine.gpu.free_bytes for each in memory)
+        if machine is not None:
+            found["fits"] = memory.device_peak_bytes <= machine.gpu.free_bytes
     except HardwareError as error:
         reporter.warn(error.message)
     if machine is not None:

@@ -1,7 +1,4 @@
-"""Estimated memory of each rank of a training run, from its real steps on fake tensors."""
-
-from collections.abc import Sequence
-from math import prod
+"""Estimated memory of a rank of a training run, from its real steps on fake tensors."""
 
 import torch
 
@@ -10,10 +7,9 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.activations import largest_batch_shape, layer_values
+from opensora_cli.engine.train.activations import layer_values
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.estimate import (
     ACTIVATIONS,
@@ -25,10 +21,6 @@ from opensora_cli.engine.train.estimate import (
     estimate_training,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
-from opensora_cli.engine.train.parallelize import feature_cuts, row_sizes
-from opensora_cli.engine.train.ranks import mesh_shape
-from opensora_cli.engine.train.transformer import empty_transformer
-from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.train import TrainSettings
 
 MIB = 2**20
@@ -39,12 +31,12 @@ _COPIES = 8
 
 
 class RankMemory(Document):
-    """Memory of a rank in steps with the largest micro-batch: the peak of each kind at any time.
+    """Memory of the first rank in steps with the largest micro-batch: the peak of each kind at any time.
 
-    `peak_bytes` is the peak of their sum, which is lower if the kinds have their peaks at different times.
+    No rank has a larger share of weights and tokens. `peak_bytes` is the peak of the sum, which is lower if the kinds
+    have their peaks at different times.
     """
 
-    rank: int
     weights_bytes: int
     gradients_bytes: int
     moments_bytes: int
@@ -62,11 +54,10 @@ class RankMemory(Document):
     """Peak on a GPU, without offloaded weights, averages, moments and activations."""
 
     @classmethod
-    def of(cls, rank: int, memory: TrainingMemory) -> "RankMemory":
+    def of(cls, memory: TrainingMemory) -> "RankMemory":
         """Return the document of an estimate or a measurement."""
         most = memory.most
         return cls(
-            rank=rank,
             weights_bytes=most[WEIGHTS],
             gradients_bytes=most[GRADIENTS],
             moments_bytes=most[OPTIMIZER],
@@ -78,24 +69,34 @@ class RankMemory(Document):
             device_peak_bytes=memory.device_peak_bytes,
         )
 
+    def lines(self) -> list[str]:
+        """Return a table in MiB."""
+        sizes = {
+            "weights": self.weights_bytes,
+            "gradients": self.gradients_bytes,
+            "moments": self.moments_bytes,
+            "EMA": self.ema_bytes,
+            "frozen": self.frozen_bytes,
+            "activations": self.activations_bytes,
+            "buffers": self.buffers_bytes,
+            "peak": self.peak_bytes,
+        }
+        if self.device_peak_bytes != self.peak_bytes:
+            sizes["on a GPU"] = self.device_peak_bytes
+        return [
+            f"{'memory':12}" + "".join(f"{title:>13}" for title in sizes),
+            f"{'MiB a rank':12}" + "".join(f"{size / MIB:>13,.1f}" for size in sizes.values()),
+        ]
 
-def estimate_ranks(
-    settings: TrainSettings, *, first: TrainingMemory | None = None, reporter: Reporter | None = None
-) -> tuple[RankMemory, ...]:
-    """Return the memory of every rank, in order; ranks with equal shares are estimated once.
 
-    `first` is an earlier result of `estimate_training` for the first rank. Raises RequestError if sizes contradict each
-    other, and RuntimeError in a process that is a rank itself.
+def estimate_rank(settings: TrainSettings, *, reporter: Reporter | None = None) -> RankMemory:
+    """Return the memory of the first rank.
+
+    Raises RequestError if sizes contradict each other, HardwareError if torch is too old, and RuntimeError in a process
+    that is a rank itself.
     """
-    alike = first_ranks(settings)
-    kinds = sorted(set(alike))
-    found = {} if first is None else {0: first}
-    with (reporter or SilentReporter()).stage("estimate memory", total=len(kinds), unit="kinds of ranks") as progress:
-        for rank in kinds:
-            if rank not in found:
-                found[rank] = estimate_training(settings, rank=rank)
-            progress.advance()
-    return tuple(RankMemory.of(rank, found[like]) for rank, like in enumerate(alike))
+    with (reporter or SilentReporter()).stage("estimate memory"):
+        return RankMemory.of(estimate_training(settings))
 
 
 def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Reporter) -> None:
@@ -123,72 +124,5 @@ def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Repor
         raise OutOfMemoryError(
             f"a step needs {format_bytes(needed)} of memory on each rank, and {format_bytes(free)} are free",
             hint="take smaller batches (data.buckets), or memory.checkpointing=full; --dry-run "
-            "prints the memory of each rank",
+            "prints the memory of a rank",
         )
-
-
-def first_ranks(settings: TrainSettings) -> list[int]:
-    """Return for each rank the first rank with equal memory."""
-    kinds: dict[object, int] = {}
-    return [kinds.setdefault(kind, rank) for rank, kind in enumerate(_kinds_of_ranks(settings))]
-
-
-def _kinds_of_ranks(settings: TrainSettings) -> list[object]:
-    """Return a key for each rank that determines its memory: numbers of weights, tokens and heads."""
-    shape = mesh_shape(settings.strategy, settings.parallel)
-    if shape.size == 1 or not settings.strategy.shards:
-        return [None] * shape.size
-    cuts = feature_cuts(mmdit_config(settings.model), shape.tensor) if shape.tensor > 1 else {}
-    weights = {name: tuple(weight.shape) for name, weight in empty_transformer(settings).named_parameters()}
-    tokens = prod(largest_batch_shape(settings).token_grid(settings))
-    row_ranks, sequence_ranks = shape.shard * shape.ring * shape.ulysses, shape.ring * shape.ulysses
-
-    def kind(rank: int) -> object:
-        place = shape.coordinates(rank)
-        sequence_rank = place["ring"] * shape.ulysses + place["ulysses"]
-        row_rank = place["shard"] * sequence_ranks + sequence_rank
-        held = []
-        for name, sizes in weights.items():
-            own = list(sizes)
-            if name in cuts:
-                own[cuts[name].dim] = cuts[name].sizes[place["tensor"]]
-            held.append(row_sizes(own[0], row_ranks)[row_rank] * prod(own[1:]))
-        heads = shares(settings.model.num_heads, shape.tensor)[place["tensor"]]
-        return (
-            tuple(held),
-            shares(tokens, sequence_ranks)[sequence_rank],
-            shares(settings.text.t5_max_length, sequence_ranks)[::-1][sequence_rank],
-            shares(heads, shape.ulysses)[place["ulysses"]],
-            place["ring"] if shape.ring > 1 else 0,
-        )
-
-    return [kind(rank) for rank in range(shape.size)]
-
-
-_COLUMNS = {
-    "weights": "weights_bytes",
-    "gradients": "gradients_bytes",
-    "moments": "moments_bytes",
-    "EMA": "ema_bytes",
-    "frozen": "frozen_bytes",
-    "activations": "activations_bytes",
-    "buffers": "buffers_bytes",
-    "peak": "peak_bytes",
-}
-
-
-def rank_lines(ranks: Sequence[RankMemory]) -> list[str]:
-    """Return a table in MiB, with a line for consecutive ranks with equal memory."""
-    columns = dict(_COLUMNS)
-    if any(each.device_peak_bytes != each.peak_bytes for each in ranks):
-        columns["on a GPU"] = "device_peak_bytes"
-    found = [f"{'MiB a rank':12}" + "".join(f"{title:>13}" for title in columns)]
-    first = 0
-    for index, each in enumerate(ranks):
-        is_last = index + 1 == len(ranks) or ranks[index + 1].model_copy(update={"rank": each.rank}) != each
-        if is_last:
-            name = f"rank {first}" if first == index else f"ranks {first}-{index}"
-            sizes = (getattr(each, key) / MIB for key in columns.values())
-            found.append(f"{name:12}" + "".join(f"{size:>13,.1f}" for size in sizes))
-            first = index + 1
-    return found

@@ -48,7 +48,7 @@ from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute
 
-_SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of each rank"
+_SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of a rank"
 
 
 class TrainResult(Document):

@@ -201,7 +201,8 @@ def tanh_gelu(x_BNF: Tensor) -> Tensor:
     """Return GELU by its approximation with tanh; without gradients, in the memory of the input."""
     if torch.is_grad_enabled():
         return functional.gelu(x_BNF, approximate="tanh")
-    if x_BNF.device.type == "cpu" and x_BNF.dtype is torch.float32 and not torch.compiler.is_compiling():
+    is_real = not (torch.compiler.is_compiling() or x_BNF.is_meta)
+    if x_BNF.device.type == "cpu" and x_BNF.dtype is torch.float32 and is_real:
         tokens = max(1, _GELU_VALUES * x_BNF.shape[-2] // max(1, x_BNF.numel()))
         for piece_BNF in torch.split(x_BNF, tokens, dim=-2):
             _tanh_gelu_by_sigmoid(piece_BNF)

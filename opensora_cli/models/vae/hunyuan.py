@@ -35,9 +35,7 @@ class Encoder(nn.Module):
     def forward(self, pixels_BCTHW: Tensor) -> Tensor:
         """Return the moments (B,2*latent_channels,t,h,w), before their projection."""
         device = pixels_BCTHW.device
-        batch, _, _, height, width = pixels_BCTHW.shape
-        frame = batch, self.conv_in.conv.out_channels, height, width
-        chunk_frames = chunk_frames_for(frame, device=device)
+        chunk_frames = self.chunk_frames_for(pixels_BCTHW)
         if chunk_frames is not None and records_no_gradient(pixels_BCTHW, self.conv_in):
             return run_in_chunks(
                 pixels_BCTHW,
@@ -55,6 +53,12 @@ class Encoder(nn.Module):
         hidden_BCTHW = self.mid_block(hidden_BCTHW)
         out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
         return out
+
+    def chunk_frames_for(self, pixels_BCTHW: Tensor) -> int | None:
+        """Return the number of frames that each layer computes at a time. None means all frames."""
+        batch, _, _, height, width = pixels_BCTHW.shape
+        frame = batch, self.conv_in.conv.out_channels, height, width
+        return chunk_frames_for(frame, device=pixels_BCTHW.device)
 
     def layers(self) -> Iterator[nn.Module]:
         """Yield the layers between the first and the last convolution."""

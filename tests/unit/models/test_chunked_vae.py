@@ -10,7 +10,7 @@ from small_hunyuan import SMALL_HUNYUAN
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.estimate.fake_tensors import fake_tensors
+from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae import chunked
 from opensora_cli.models.vae.chunked import StoredClip, run_in_chunks
@@ -173,7 +173,7 @@ def test_a_piece_comes_before_the_next_is_computed():
 def peak_bytes(shape, **arguments):
     """The most bytes on the computing device while latents of (T, H, W) are decoded; no memory is needed for it."""
     # Fake tensors of two devices: one computes, the other, which is not counted, is store and canvas.
-    with fake_tensors("cpu"):
+    with fake_training_tensors(), torch.no_grad():
         vae = HunyuanVAE(SMALL_HUNYUAN)
         latents = torch.empty(1, SMALL_HUNYUAN.latent_channels, *shape)
         with TensorBytes(device_type="cpu") as counter:

@@ -410,7 +410,7 @@ def test_the_commands_list_what_is_left(
     assert "parallel.ring_degree=3 must divide the 5 devices" in error
     assert [line for line in error.splitlines() if f"256px.py: not carried over: {', '.join(LISTED)}" in line] != []
 
-    monkeypatch.setattr("opensora_cli.engine.train.plan.estimate_ranks", lambda settings, *, reporter: ())
+    monkeypatch.setattr("opensora_cli.engine.train.plan.estimate_rank", lambda settings, *, reporter: None)
     command = ["train", "--config", str(folder / "train.py"), "--dry-run", "--device", "cpu"]
     assert main(command) == 2
     assert "names no table of clips" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: ())
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: None)
     assert main(["train", "--new", folder.name, "--quiet"]) == 0
     out = capsys.readouterr().out
     recipe = Path(f"{folder.name}.yaml")

@@ -17,7 +17,6 @@ from opensora_cli.engine.components.configs import count_parameters, mmdit_confi
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate import generation
-from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
@@ -37,8 +36,6 @@ from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.hunyuan_blocks import Upsample
 from opensora_cli.models.vae.resample import folded_kernels
 from opensora_cli.models.vae.tiles import Tiling
@@ -235,32 +232,32 @@ def test_decoding_takes_what_was_estimated(name: str, frames: int | None):
     )
 
 
-SMALL_VAE = HunyuanVAEConfig(
-    latent_channels=4,
-    block_out_channels=(8, 8, 16),
-    layers_per_block=1,
-    norm_num_groups=4,
-    spatial_compression_ratio=4,
-    sample_size=16,
-    sample_tsize=32,
+SMALL_VAE = load_preset(DEMO, prompt="any").vae.replace(
+    {
+        "latent_channels": 4,
+        "block_out_channels": (8, 8, 16),
+        "layers_per_block": 2,
+        "norm_num_groups": 4,
+        "spatial_compression_ratio": 4,
+        "sample_size": 16,
+        "sample_tsize": 32,
+    }
 )
 """Tiles of 4 x 4 latents and 8 + 1 latent frames."""
 
 
-def decoded_without_memory(
-    shape: tuple[int, int, int], tiling: Tiling, device_type: str, *, frames: int, store: str, fast: bool
+def decoded_on_outlines(
+    shape: tuple[int, int, int], tiling: Tiling, device_type: str, *, frames: int, store: str
 ) -> int:
-    with fake_device(device_type) as device, TensorBytes(device_type=device.type) as counter:
-        vae = fake_module(lambda: HunyuanVAE(SMALL_VAE), device=device, dtype=torch.bfloat16)
-        counter.reset_peak()
-        before = counter.live_bytes
+    """Return the peak of all tiles and chunks, one after the other."""
+    with fake_device(device_type) as device:
+        vae = fake_module(lambda: new_autoencoder(SMALL_VAE), device=device, dtype=torch.bfloat16)
         options = {"chunk_frames": frames, "store": HOST if store == "host" else device, "canvas": HOST}
-        if fast:
-            vae.decoder = FakeDecoder(vae, counter, **options)
-        latents = torch.empty(1, SMALL_VAE.latent_channels, *shape, dtype=torch.bfloat16, device=device)
-        pixels = vae.decode(latents, tiling=tiling, **options)
-        del pixels
-        return counter.peak_bytes - before
+        with TensorBytes(device_type=device.type) as counter:
+            latents = torch.empty(1, SMALL_VAE.latent_channels, *shape, dtype=torch.bfloat16, device=device)
+            for piece in vae.decode_pieces(latents, tiling=tiling, **options):
+                generation._shown(piece[0])
+        return counter.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -277,15 +274,15 @@ def decoded_without_memory(
         pytest.param(16, 5, "host", "cuda", Tiling(), marks=SLOW),
     ],
 )
-def test_a_few_chunks_tell_what_all_of_them_take(
+def test_the_largest_tile_and_a_few_chunks_represent_all(
     num_frames: int, frames: int, store: str, device_type: str, tiling: Tiling
 ):
     shape = num_frames, 5, 4
-    fast, whole = (
-        decoded_without_memory(shape, tiling, device_type, frames=frames, store=store, fast=fast)
-        for fast in (True, False)
+    need = generation._decoding(
+        SMALL_VAE, tiling, (4, *shape), (20, 16), torch.bfloat16, device_type, (frames, store == "host")
     )
-    assert fast == whole
+    whole = decoded_on_outlines(shape, tiling, device_type, frames=frames, store=store)
+    assert need.data + need.activations == pytest.approx(whole, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -346,26 +343,13 @@ MANY_TILES: dict[str, object] = {
         ({"video.num_frames": 61, "video.max_frames": 61, "video.height": 64}, "cpu"),
     ],
 )
-def test_what_many_tiles_and_chunks_take_follows_from_a_few(changes, device_type, monkeypatch: pytest.MonkeyPatch):
+def test_many_tiles_and_chunks_follow_from_a_few(changes, device_type, monkeypatch: pytest.MonkeyPatch):
     plan, offload = plan_of({**MANY_TILES, **changes}), OffloadPlan(chunk_tokens=64)
-    whole = estimated(plan, offload, device_type)
-    monkeypatch.setattr(generation, "_FEW_TILES", 20)
-    monkeypatch.setattr(generation, "_FEW_CHUNKS", 36)
-    computed = []
-    for name in ("_denoising", "_decoding", "_encoding"):
-        monkeypatch.setattr(generation, name, counting(getattr(generation, name), computed))
     few = estimated(plan, offload, device_type)
-    assert computed.count("_decoding") == 4 * (2 if "video.num_frames" in changes else 1)
+    monkeypatch.setattr(generation, "_extrapolated", lambda count, size, **_: count(size))
+    whole = estimated(plan, offload, device_type)
     for name in ("encode", "denoise", "decode"):
         assert beside_weights(few[name]) == pytest.approx(beside_weights(whole[name]), rel=0.01), name
-
-
-def counting(count: Callable[..., object], computed: list[str]) -> Callable[..., object]:
-    def called(*given: object) -> object:
-        computed.append(count.__name__)
-        return count(*given)
-
-    return called
 
 
 @SLOW

@@ -1,8 +1,7 @@
-"""Outlines against torch's fake tensors, and what a plan costs, in operations."""
+"""Outlines against real tensors, and the operations of a plan."""
 
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -12,17 +11,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPTextConfig, T5Config
 
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config, transformer_on_meta
-from opensora_cli.engine.estimate import file_bytes, generation, remembered, text
-from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module, fake_tensors
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate import file_bytes, generation, text
+from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module, fake_training_tensors
 from opensora_cli.engine.estimate.outlines import OutlineMode
+from opensora_cli.engine.estimate.tiles import tile_memory
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
-from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.load import load_preset
 
 SLOW = pytest.mark.slow
@@ -34,68 +33,6 @@ SMALL = {
     "vae.layers_per_block": 1,
     "vae.norm_num_groups": 4,
 }
-REFERENCES = {"condition.mode": "i2v_loop", "condition.references": ("any.png",)}
-TILES = {"vae.spatial_tiling": True, "vae.temporal_tiling": True, "vae.sample_size": 32, "vae.sample_tsize": 16}
-
-
-def needs_of(preset, changes, monkeypatch, *, device_type, mesh=None, chunk_frames=None):
-    """Return what the stages of a plan need, by outlines and by fake tensors."""
-    calls = {}
-    for name in ("_denoising", "_decoding", "_encoding"):
-        function = getattr(generation, name)
-
-        def called(*args, function=function, name=name):
-            calls.setdefault(name, (function.__wrapped__, list(args)))
-            return function(*args)
-
-        monkeypatch.setattr(generation, name, called)
-    plan = make_plan(load_preset(preset, prompt="any").replace({"runtime.device": "cpu", **changes}))
-    found = {}
-    for name, (function, args) in calls.items():
-        args[args.index("cpu")] = device_type
-        if name == "_denoising" and mesh is not None:
-            args[1] = replace(args[1], mesh=mesh)
-        if name == "_decoding" and autoencoder_on_meta(args[0]).decodes_in_chunks:
-            args[-1] = (chunk_frames, chunk_frames is not None and device_type != "cpu")
-        needs = []
-        for make in (fake_device, fake_tensors):
-            monkeypatch.setattr(generation, "fake_device", make)
-            needs.append(function(*args))
-        found[name] = needs
-    assert plan.peak_bytes > 0
-    return found
-
-
-@pytest.mark.parametrize(
-    ("preset", "changes", "device_type", "mesh", "chunk_frames"),
-    [
-        pytest.param("demo", {**SMALL, **REFERENCES}, "cpu", None, 4, marks=SLOW),
-        ("demo", {**SMALL, **REFERENCES, "runtime.dtype": "bfloat16"}, "cuda", MeshShape(ulysses=2, ring=2), None),
-        *(
-            pytest.param(preset, {**changes, "runtime.dtype": dtype}, device_type, mesh, chunk, marks=SLOW)
-            for preset, changes in (
-                ("demo", {}),
-                ("demo", {**SMALL, **TILES, "video.num_frames": 21, "video.max_frames": 21}),
-                ("256px", {**REFERENCES, "video.num_frames": 77, "video.aspect_ratio": "4:3"}),
-                ("768px", {}),
-                ("high_compression", {**REFERENCES, "picture.first": False, "video.num_frames": 48}),
-                ("flux1_dev", {}),
-            )
-            for dtype, device_type, mesh, chunk in (
-                ("float32", "cpu", None, None),
-                ("bfloat16", "cpu", MeshShape(ulysses=4), 4),
-                ("bfloat16", "cuda", MeshShape(ulysses=8), None),
-                ("bfloat16", "cuda", MeshShape(ring=4), 4),
-                ("float32", "cuda", None, 1),
-            )
-        ),
-    ],
-)
-def test_outlines_need_what_fake_tensors_do(preset, changes, device_type, mesh, chunk_frames, monkeypatch):
-    found = needs_of(preset, changes, monkeypatch, device_type=device_type, mesh=mesh, chunk_frames=chunk_frames)
-    assert found.keys() >= {"_denoising", "_decoding"}
-    for name, (by_outlines, by_fake_tensors) in found.items():
-        assert by_outlines == by_fake_tensors, name
 
 
 def operands():
@@ -147,12 +84,11 @@ def test_an_outline_is_that_of_what_the_operation_gives(operation):
     assert outline.is_meta
 
 
-def encoder_need(model, length, dtype, device_type):
-    with fake_tensors(device_type) as device:
-        model = fake_module(model, device=device, dtype=dtype)
-        model.requires_grad_(False)
-        with TensorBytes(device_type=device.type) as counter:
-            ids = torch.empty((1, length), dtype=torch.int64, device=device)
+def encoder_need(make, length, dtype):
+    with fake_training_tensors(), torch.no_grad():
+        model = fake_module(make, device=torch.device("cpu"), dtype=dtype)
+        with TensorBytes() as counter:
+            ids = torch.empty((1, length), dtype=torch.int64)
             embeds = model(ids)
             del ids
             need = Need.of(counter)
@@ -171,7 +107,7 @@ CLIPS = [
     {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1},
     {"hidden_size": 64, "num_hidden_layers": 2, "hidden_act": "gelu"},
 ]
-SIZES = [*product((torch.float32, torch.bfloat16), (16, 77), ("cpu", "cuda"))]
+SIZES = [*product((torch.float32, torch.bfloat16), (16, 77))]
 
 
 @pytest.mark.parametrize("changes", [T5S[0], *(pytest.param(each, marks=SLOW) for each in T5S[1:])])
@@ -185,8 +121,8 @@ def test_the_arithmetic_of_t5_is_that_of_its_layers(changes, tmp_path):
     assert sum(sizes.layer_weights.values()) == sum(
         weight.numel() for weight in layers[-1].parameters()
     ) - sizes.position_biases * (len(layers) == 1)
-    for dtype, length, device_type in SIZES[::3]:
-        expected = encoder_need(lambda: T5Model(sizes), length, dtype, device_type)
+    for dtype, length in SIZES[::3]:
+        expected = encoder_need(lambda: T5Model(sizes), length, dtype)
         assert text._t5_need(sizes, length, dtype.itemsize) == expected
 
 
@@ -197,14 +133,16 @@ def test_the_arithmetic_of_clip_is_that_of_its_layers(changes, tmp_path):
     with torch.device("meta"):
         model = ClipTextModel(sizes)
     assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
-    for dtype, length, device_type in SIZES[::3]:
-        expected = encoder_need(lambda: ClipTextModel(sizes), length, dtype, device_type)
+    for dtype, length in SIZES[::3]:
+        expected = encoder_need(lambda: ClipTextModel(sizes), length, dtype)
         assert text._clip_need(sizes, length, dtype.itemsize) == expected
 
 
 def operations(changes, monkeypatch):
-    """Return how many operations a plan of the demo runs on outlines, none of them remembered."""
-    known, count = dict[str, Need](), 0
+    """Return how many operations a plan of the demo runs on outlines."""
+    count = 0
+    for cached in (generation._sampling, generation._join_tiles, generation.encoding_need, tile_memory):
+        cached.cache_clear()
     dispatch = OutlineMode.__torch_dispatch__
 
     def counted(*args, **options):
@@ -213,7 +151,6 @@ def operations(changes, monkeypatch):
         return dispatch(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(remembered, "known_needs", lambda: known)
         patch.setattr(OutlineMode, "__torch_dispatch__", counted)
         make_plan(load_preset("demo", prompt="any").replace({"runtime.device": "cpu", **SMALL, **changes}))
     return count
@@ -237,10 +174,9 @@ class Recording(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("make", [fake_device, fake_tensors])
-def test_cudnn_has_clip_and_result_a_second_time(make):
+def test_cudnn_has_clip_and_result_a_second_time():
     for kernel, again in ((3, 1), (1, 0)):
-        with make("cuda") as device:
+        with fake_device("cuda") as device:
             conv = fake_module(partial(nn.Conv3d, 4, 8, kernel), device=device, dtype=torch.bfloat16)
             clip = torch.empty(1, 4, 5, 6, 7, dtype=torch.bfloat16, device=device)
             with TensorBytes() as counter:
@@ -272,7 +208,9 @@ def test_the_tensors_of_a_file_are_listed_from_one_block_of_each_kind(depths):
     changes = {"model.depth": depths[0], "model.depth_single_blocks": depths[1]}
     model = load_preset("demo", prompt="any").replace(changes).model
     weights = transformer_on_meta(model).state_dict()
-    listed = {tensor.key: tensor.numel for tensor in file_bytes._released(mmdit_config(model))}
+    listed = {
+        tensor.key: tensor.numel for tensor in file_bytes._released(Component.TRANSFORMER, mmdit_config(model), 0)
+    }
     assert listed == {key: weight.numel() for key, weight in weights.items()}
 
 

@@ -6,9 +6,9 @@ from tiny_transformer import transformer
 from torch import nn
 from torch.nn import functional
 
-from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
+from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.generation_work import evaluation_work, text_work
-from opensora_cli.engine.estimate.work import CountedOnce, Work, WorkCounter
+from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.engine.train.flops import training_flops
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.mesh import MeshShape
@@ -41,19 +41,19 @@ def test_products_convolutions_and_attention_are_counted_apart() -> None:
             assert counter.work - before == Work(traffic_bytes=2 * (30 + 6 + 30), kernels=1)
 
 
-def test_what_is_repeated_is_run_once_for_each_shape() -> None:
+def test_repeated_work_is_run_once_for_each_shape() -> None:
     with fake_device("cuda") as device:
         linear = fake_module(lambda: nn.Linear(6, 6), device=device, dtype=BF16)
         ran: list[int] = []
         linear.register_forward_hook(lambda *_: ran.append(1))
         counter = WorkCounter()
-        repeated = CountedOnce(linear, counter, times=3, share=0.5)
+        repeated = Repeated(linear, work=counter)
         with counter:
             repeated(torch.empty(5, 6, dtype=BF16, device=device))
             repeated(torch.empty(5, 6, dtype=BF16, device=device))
             assert len(ran) == 1
-            assert counter.work.product_flops == 2 * 3 * 0.5 * (2 * 5 * 6 * 6)
-            assert counter.work.kernels == 6
+            assert counter.work.product_flops == 2 * (2 * 5 * 6 * 6)
+            assert counter.work.kernels == 2
             repeated(torch.empty(7, 6, dtype=BF16, device=device))
             assert len(ran) == 2
 

@@ -16,7 +16,7 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 
 def measured(allocated: int, reserved: int) -> Measured:
-    return Measured(allocated, TensorBytes(), allocated, reserved)
+    return Measured(allocated, TensorBytes(), reserved, allocated)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_no_allocator_differs_from_none_measured():
 
 def test_json_has_everything():
     document = json.loads(json.dumps(profile().to_json(), allow_nan=False))
-    assert document["schema"] == "osora.mem-profile/1"
+    assert document["schema"] == "osora.mem-profile/2"
     assert document["stages"][0]["measured_bytes"] == 25 * MIB
     assert document["stages"][0]["modules"] == [
         {
