@@ -62,6 +62,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
         from opensora_cli.engine.show import continued
 
         sidecar = continued(file, given)
+        if sidecar is None and not {"resume", "from_latents"} & given.keys():
+            call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
     _refuse_combinations(call, given)
     if "--explore" in call.given:
         given["output.explore"] = Given(True, "--explore")

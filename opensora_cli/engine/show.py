@@ -80,11 +80,14 @@ def show_recorded(path: Path) -> Shown | None:
 
 
 def continued(path: Path, given: dict[str, Given]) -> Path | None:
-    """Return the sidecar that `--from` names. For saved latents, add the setting that continues them to `given`.
+    """Return the sidecar that `--from` names.
+
+    Without one, what the file records is added to `given`: the setting that continues saved latents, or the prompt and
+    seed of a result, unless they are given.
 
     Raises:
         RequestError: saved latents are given twice.
-        FileProblem: a result has no sidecar.
+        FileProblem: a result has no sidecar, and no prompt in itself.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
         if twice := next((key for key in ("resume", "from_latents") if key in given), None):
@@ -95,12 +98,15 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
     if not _is_media(path):
         return path
     sidecar = sidecar_path(path)
-    if not sidecar.is_file():
-        raise FileProblem(
-            f"{path} has no sidecar {sidecar.name} beside it, and cannot be made again from itself",
-            hint=f"osora show {path} prints the prompt and seed in the file",
-        )
-    return sidecar
+    if sidecar.is_file():
+        return sidecar
+    tags = read_tags(path) if path.exists() else {}
+    if "prompt" not in tags:
+        raise FileProblem(f"{path} has no sidecar {sidecar.name} beside it, and no prompt in itself")
+    for key, tag in (("prompt", "prompt"), ("sampling.seed", "seed")):
+        if tag in tags:
+            given.setdefault(key, Given(tags[tag], f"--from {path}"))
+    return None
 
 
 def _is_media(path: Path) -> bool:
