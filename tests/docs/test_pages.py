@@ -98,7 +98,7 @@ def test_a_command_is_understood_and_planned(
 ) -> None:
     # Estimates take most of the time and have tests of their own.
     monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
-    monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: ())
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: None)
     monkeypatch.setattr(train_plan, "plan_activations", lambda settings: None)
     monkeypatch.setattr(train_plan, "count_parameters", lambda settings: 1)
     monkeypatch.chdir(_sandbox(tmp_path))
