@@ -338,7 +338,7 @@ def _decoding(
             count,
             tuple(size),
             steps=tuple(axis.stride if is_cut else length for (axis, is_cut), length in zip(axes, size, strict=True)),
-            few=tuple(axis.size + axis.stride if is_cut else 0 for axis, is_cut in axes),
+            few=tuple(axis.size + 2 * axis.stride if is_cut else 0 for axis, is_cut in axes),
         )
     )
 
