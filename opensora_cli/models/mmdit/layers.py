@@ -201,10 +201,11 @@ def tanh_gelu(x_BNF: Tensor) -> Tensor:
     """Return GELU by its approximation with tanh; without gradients, in the memory of the input."""
     if torch.is_grad_enabled():
         return functional.gelu(x_BNF, approximate="tanh")
-    is_real = not (torch.compiler.is_compiling() or x_BNF.is_meta)
-    if x_BNF.device.type == "cpu" and x_BNF.dtype is torch.float32 and is_real:
+    if x_BNF.device.type == "cpu" and x_BNF.dtype is torch.float32 and not torch.compiler.is_compiling():
         tokens = max(1, _GELU_VALUES * x_BNF.shape[-2] // max(1, x_BNF.numel()))
-        for piece_BNF in torch.split(x_BNF, tokens, dim=-2):
+        pieces = torch.split(x_BNF, tokens, dim=-2)
+        # Without values, one piece shows the memory of all.
+        for piece_BNF in pieces[:1] if x_BNF.is_meta else pieces:
             _tanh_gelu_by_sigmoid(piece_BNF)
         return x_BNF
     out: Tensor = torch.ops.aten.gelu_(x_BNF, approximate="tanh")
