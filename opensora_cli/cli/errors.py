@@ -20,6 +20,13 @@ from opensora_cli.core.signals import interrupts
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+_PLAIN_RULES = {
+    "Input should be a valid integer, unable to parse string as an integer": "it must be a whole number",
+    "Input should be a valid number, unable to parse string as a number": "it must be a number",
+}
+"""Rules in the words of Typer, and in plain ones."""
+
+
 class InterruptError(OsoraError):
     """Ctrl-C, with a hint on how to continue."""
 
@@ -104,7 +111,10 @@ def _usage_error(error: Exception) -> RequestError:
         hint = f"put a text that begins with - after --, at the end, or {hint}"
     if not hasattr(error, "possibilities"):
         describe: Callable[[], str] = getattr(error, "format_message", error.__str__)
-        return RequestError(describe().replace("Value error, ", ""), hint=hint)
+        message = describe().replace("Value error, ", "")
+        for words, rule in _PLAIN_RULES.items():
+            message = message.replace(words, rule)
+        return RequestError(message, hint=hint)
     if option in REPLACED:
         return RequestError(f"no such option: {option}. Use {REPLACED[option]}", hint=hint)
     known = {name for each in getattr(getattr(context, "command", None), "params", ()) for name in each.opts}

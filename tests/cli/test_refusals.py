@@ -82,6 +82,7 @@ EARLY = [
     (2, [*EXPLORE, "--prompts", "prompts.txt"], "--prompts has no effect with --explore"),
     (2, ["generate", "--from", "a.latents.safetensors", "--resume", "b"], "--resume both name latents"),
     (3, ["generate", "sea", "--preset", "gone.yaml"], "gone.yaml does not exist"),
+    (2, ["generate", "sea", "--fps", "23.976"], "Invalid value for '--fps': it must be a whole number"),
     (3, ["generate", "sea", "--ref", "gone.png"], "gone.png does not exist"),
     (3, ["generate", "sea", "--ref", "gone.png", "--dry-run"], "gone.png does not exist"),
     (3, ["generate", "sea", "--lora", "gone"], "gone is no folder with an adapter"),

@@ -122,14 +122,20 @@ def _lines(path: Path, kind: str) -> Iterator[dict[str, object] | str]:
 
 def _table(path: Path) -> Iterator[dict[str, object] | str]:
     header, rows = read_rows(path)
-    twice = {name for name in header if header.count(name) > 1}
+    twice = {name for name in header if header.count(name) > 1 and not _is_index(name)}
     if twice:
         raise FileProblem(f"{path} has two columns {plain(min(twice))}")
     for cells in rows:
         if len(cells) > len(header):
             yield f"it has {len(cells)} cells, and the table {len(header)} columns: quote a text that has commas in it"
         else:
-            yield dict(zip(header, [*cells, *[None] * (len(header) - len(cells))], strict=True))
+            named = zip(header, [*cells, *[None] * (len(header) - len(cells))], strict=True)
+            yield {name: cell for name, cell in named if not _is_index(name)}
+
+
+def _is_index(column: str) -> bool:
+    """Return whether pandas wrote a column that only numbers the rows."""
+    return not column.strip() or column.startswith("Unnamed: ") or column == "__index_level_0__"
 
 
 def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:

@@ -92,8 +92,14 @@ def stopped(process: RankProcess) -> Cause:
 
 
 def hung(processes: Iterable[RankProcess]) -> Cause:
-    """Return the cause for running ranks without progress. It names the rank behind, preferably one not waiting."""
-    process = min(processes, key=lambda process: (process.state.waits, process.state.moves, process.rank))
+    """Return the cause for running ranks without progress.
+
+    It names the rank behind, preferably a stopped one, then one that does not wait.
+    """
+    order = {process: (process.state.waits, process.state.moves, process.rank) for process in processes}
+    if stopped_ones := [process for process in order if process.is_stopped()]:
+        return stopped(min(stopped_ones, key=order.__getitem__))
+    process = min(order, key=order.__getitem__)
     cause = f"no progress for {process.still_s if process.is_late else process.idle_s:.0f} s"
     if process.state.waits:
         cause += ", it waits for other ranks"

@@ -48,6 +48,15 @@ def test_files_are_found_from_the_folder_of_the_table(tmp_path):
     assert row.given["condition.references"].value == (str(tmp_path / "a.png"),) * 2
 
 
+@pytest.mark.parametrize("header", ["", "Unnamed: 0", " "])
+def test_a_column_that_numbers_the_rows_is_ignored(tmp_path, header):
+    (tmp_path / "p.csv").write_text(f"{header},prompt,seed\n0,sea,1\n1,desert,2.0\n")
+    assert [(row.prompt, row.problem, len(row.given)) for row in read_prompts(tmp_path / "p.csv")] == [
+        ("sea", None, 2),
+        ("desert", None, 2),
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
