@@ -67,9 +67,12 @@ def _open(file: LoraFile, transformer: nn.Module) -> Lora:
 
 
 def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
-    """Open an adapter for the linear layers of a transformer, with the names of their weights."""
+    """Open an adapter for the linear layers of a transformer, with the names of their weights.
+
+    The folder of a training stands for the adapter that it wrote.
+    """
     if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
-        raise CheckpointError(f"{path} is the folder of a run", hint=f"its adapter is below it: {path / 'lora'}")
+        path = path / "lora"
     shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}
     adapter = fit_to_model(open_adapter(path), shapes, {})
     _require_fit(adapter, {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)})

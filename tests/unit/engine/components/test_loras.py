@@ -265,9 +265,8 @@ class TestOpenLoras:
                 plan_of(f"{style}:{scale}")
             assert raised.value.hint == "what follows the last colon must be a number, as in :0.8"
         shutil.copytree(style, tmp_path / "run" / "lora")
-        with pytest.raises(CheckpointError, match="is the folder of a run") as raised:
-            plan_of(str(tmp_path / "run"))
-        assert raised.value.hint == f"its adapter is below it: {tmp_path / 'run' / 'lora'}"
+        of_run, of_folder = plan_of(str(tmp_path / "run"), str(tmp_path / "run" / "lora")).loras
+        assert of_run.sha256 == of_folder.sha256
 
     def test_latents_that_are_only_decoded_need_none(self, tmp_path):
         settings = settings_of(str(tmp_path / "gone"), **{"from_latents": "some.latents.safetensors"})
