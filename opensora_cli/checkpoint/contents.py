@@ -12,6 +12,14 @@ if TYPE_CHECKING:  # it needs torch, whose import would delay the refusal of a w
     from opensora_cli.checkpoint.lazy import LazyTensor
     from opensora_cli.checkpoint.shards import ShardIndex
 
+TORCH_MAGIC = b"PK\x03\x04"
+"""Start of a file of `torch.save`, a zip archive."""
+PICKLE_MAGIC = b"\x80"
+"""Start of a file of an old `torch.save`, a pickle of protocol 2 or later."""
+DCP_METADATA = ".metadata"
+"""Name of the file that describes a folder of `torch.distributed.checkpoint`."""
+DCP_SUFFIX = ".distcp"
+"""End of the names of the files with its tensors."""
 _SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from opensora_cli.checkpoint.contents import Checkpoint, shard_of
+from opensora_cli.checkpoint.contents import DCP_METADATA, DCP_SUFFIX, PICKLE_MAGIC, TORCH_MAGIC, Checkpoint, shard_of
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
     all_epoch_folders,
@@ -13,9 +13,7 @@ from opensora_cli.checkpoint.formats.colossal import (
     epoch_folders,
     unfinished_error,
 )
-from opensora_cli.checkpoint.formats.dcp import DATA_SUFFIX, METADATA_FILE, open_dcp
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.formats.torch import MAGIC, PICKLE_MAGIC, open_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.readable import reading, reading_file, refuse_outside, visible_files
 from opensora_cli.checkpoint.shards import open_shards, read_index
@@ -47,7 +45,7 @@ def _sniff(path: Path) -> Format | CheckpointError:
     # The length of a safetensors header has a zero in its last byte; no JSON has one.
     if start[7:9] == b"\0{":
         return Format.SAFETENSORS
-    if start.startswith((MAGIC, PICKLE_MAGIC)):
+    if start.startswith((TORCH_MAGIC, PICKLE_MAGIC)):
         return Format.TORCH
     if text.startswith(b"{"):
         return Format.SAFETENSORS_SHARDS
@@ -99,14 +97,16 @@ def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoin
     with reading(path):
         if path.is_dir():
             return _open_folder(path, select)
-        if path.name == METADATA_FILE:
-            return open_dcp(path.parent, select=select)
+        if path.name == DCP_METADATA:
+            return _open_dcp(path.parent, select)
         return _open_file(path, select)
 
 
 def _open_file(path: Path, select: Selection | None) -> Checkpoint:
     kind = _sniff(path)
     if kind is Format.TORCH:
+        from opensora_cli.checkpoint.formats.torch import open_torch
+
         return open_torch(path, select=select)
     choose(select, (), path=path)
     if kind is not Format.SAFETENSORS_SHARDS:
@@ -130,14 +130,23 @@ def _open_shard(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     if kind is Format.SAFETENSORS:
         return open_safetensors(path)
     if kind is Format.TORCH:
+        from opensora_cli.checkpoint.formats.torch import open_torch
+
         opened = open_torch(path)
         return dict(opened.entries), dict(opened.metadata)
     raise kind if isinstance(kind, CheckpointError) else CheckpointError(f"{path} holds no weights: it is JSON")
 
 
+def _open_dcp(folder: Path, select: Selection | None) -> Checkpoint:
+    # Readers of pickles are imported for these formats alone: most weights are safetensors.
+    from opensora_cli.checkpoint.formats.dcp import open_dcp
+
+    return open_dcp(folder, select=select)
+
+
 def _open_folder(folder: Path, select: Selection | None) -> Checkpoint:
-    if (folder / METADATA_FILE).exists() or any(folder.glob(f"*{DATA_SUFFIX}")):
-        return open_dcp(folder, select=select)
+    if (folder / DCP_METADATA).exists() or any(folder.glob(f"*{DCP_SUFFIX}")):
+        return _open_dcp(folder, select)
     parts = colossalai_parts(folder)
     if parts:
         selections = () if parts.keys() == {Selection.MODEL} else tuple(parts)

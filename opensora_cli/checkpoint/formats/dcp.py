@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.contents import Checkpoint
+from opensora_cli.checkpoint.contents import DCP_METADATA, DCP_SUFFIX, Checkpoint
 from opensora_cli.checkpoint.formats.pickles import PLAIN_NAMES, Record, StandIns, unpickle
 from opensora_cli.checkpoint.formats.torch import load_tensor
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, are_sizes, is_possible
@@ -24,14 +24,8 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.strict_json import shown
 from opensora_cli.core.weight_choices import Format, Selection
 
-METADATA_FILE = ".metadata"
-"""File that identifies a folder of this format, and makes it complete."""
-
-DATA_SUFFIX = ".distcp"
-"""Suffix of the files with the chunks."""
-
 _LISTED = 20
-_DATA_FILE = f"__0_0{DATA_SUFFIX}"
+_DATA_FILE = f"__0_0{DCP_SUFFIX}"
 _VERSION = "1.0.0"
 _MAX_METADATA_BYTES = 2**29
 _MAX_OPERATIONS = 32_000_000
@@ -80,7 +74,7 @@ def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
         CheckpointError: the folder is incomplete or broken, or imports something else than weights.
         RequestError: the folder lacks the selected weights.
     """
-    path = folder / METADATA_FILE
+    path = folder / DCP_METADATA
     metadata = _read_metadata(path)
     try:
         tree = _tree(metadata["state_dict_metadata"], metadata["planner_data"])
@@ -137,7 +131,7 @@ def write_dcp(folder: Path, entries: Mapping[str, LazyTensor], *, advance: Calla
         storage_meta=dcp.StorageMeta(),
         version=_VERSION,
     )
-    (folder / METADATA_FILE).write_bytes(pickle.dumps(described))
+    (folder / DCP_METADATA).write_bytes(pickle.dumps(described))
 
 
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
@@ -154,7 +148,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     refuse_outside(path, path.parent)
     with reading(path):
         if not path.is_file():
-            raise CheckpointError(f"{path.parent} was not written to its end: it lacks {METADATA_FILE}")
+            raise CheckpointError(f"{path.parent} was not written to its end: it lacks {DCP_METADATA}")
         if path.stat().st_size > _MAX_METADATA_BYTES:
             raise CheckpointError(f"{path} is too long for a description of tensors")
         content = path.read_bytes()

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Checkpoint
+from opensora_cli.checkpoint.contents import PICKLE_MAGIC, TORCH_MAGIC, Checkpoint
 from opensora_cli.checkpoint.formats.pickles import (
     DTYPES,
     FETCH_AGAIN,
@@ -44,11 +44,6 @@ from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import is_lack_of_memory
 from opensora_cli.core.strict_json import as_unicode, parse_object, shown
 from opensora_cli.core.weight_choices import Format, Selection
-
-MAGIC = b"PK\x03\x04"
-"""First bytes of an archive."""
-PICKLE_MAGIC = b"\x80"
-"""First byte of a pickle, and so of a file of torch before 1.6."""
 
 _PICKLE, _METADATA, _BYTE_ORDER, _CODE = "data.pkl", "metadata.json", "byteorder", "constants.pkl"
 _ROOT = "archive"
@@ -199,7 +194,7 @@ def _open(path: Path, *, lazily: bool) -> tuple[Any, dict[str, str]]:
             if sum(each.nbytes for storages in claimed for each in storages) > file.seek(0, 2):
                 raise CheckpointError(f"{path} is truncated: its tensors are longer than the file", hint=FETCH_AGAIN)
             return _load(file, path), {}
-        if not start.startswith(MAGIC):
+        if not start.startswith(TORCH_MAGIC):
             raise CheckpointError(f"{path} is nothing that torch.save wrote")
         with _sound_archive(path):
             metadata = _check_archive(file, path)

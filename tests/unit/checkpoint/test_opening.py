@@ -88,7 +88,7 @@ def test_what_has_one_set_of_weights_has_no_average(tmp_path, write):
         (b"PK\x05\x06" + bytes(18), "begins with b'PK", None),
         (b"\x89PNG\r\n\x1a\n", "begins with b'\\x89PNG", None),
         (b'{"error": "Repository not found"}', "no weight_map", None),
-        (b"{", "no index of shards", None),
+        (b"{", "is broken: no JSON", None),
         (bytes(1000), "begins with b'\\x00", None),
         (b"\x80\x02N.", "a pickle, but not of torch.save", None),
     ],

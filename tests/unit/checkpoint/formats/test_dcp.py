@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 from torch.distributed.checkpoint import metadata as described
 
-from opensora_cli.checkpoint.formats.dcp import METADATA_FILE, open_dcp, write_dcp
+from opensora_cli.checkpoint.contents import DCP_METADATA
+from opensora_cli.checkpoint.formats.dcp import open_dcp, write_dcp
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.weight_choices import Format, Selection
@@ -56,7 +57,7 @@ class TestReading:
         dcp.save(tensors(), checkpoint_id=tmp_path)
         found = open_dcp(tmp_path)
         assert (found.format, found.selections) == (Format.DCP, ())
-        assert set(found.files) == {tmp_path / METADATA_FILE, tmp_path / DATA}
+        assert set(found.files) == {tmp_path / DCP_METADATA, tmp_path / DATA}
         assert bit_equal(read(found.entries), tensors())
 
     def test_enumerations_as_python_before_3_11_4_pickles_them(self, tmp_path):
@@ -65,7 +66,7 @@ class TestReading:
                 return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
         dcp.save(tensors(), checkpoint_id=tmp_path)
-        metadata = tmp_path / METADATA_FILE
+        metadata = tmp_path / DCP_METADATA
         described_anew = io.BytesIO()
         Older(described_anew).dump(pickle.loads(metadata.read_bytes()))
         assert b"getattr" in described_anew.getvalue()
@@ -118,7 +119,7 @@ class TestWriting:
 
 def change(folder, do):
     """Do something to the metadata of a folder."""
-    path = folder / METADATA_FILE
+    path = folder / DCP_METADATA
     metadata = pickle.loads(path.read_bytes())
     do(metadata)
     path.write_bytes(pickle.dumps(metadata))
@@ -193,7 +194,7 @@ class TestBrokenFolders:
 
     @pytest.mark.parametrize("content", [{"a": 1}, None, described.Metadata(None), described.BytesStorageMetadata()])
     def test_metadata_of_something_else(self, folder, content):
-        (folder / METADATA_FILE).write_bytes(pickle.dumps(content))
+        (folder / DCP_METADATA).write_bytes(pickle.dumps(content))
         refused(lambda: open_dcp(folder))
 
     @pytest.mark.parametrize("keys", [(), ("a", ("b",)), "text", [1], 3])
@@ -208,7 +209,7 @@ class TestBrokenFolders:
 
     def test_no_payload_is_run(self, tmp_path, folder):
         content = payloads(tmp_path / "canary")["os.system"]
-        (folder / METADATA_FILE).write_bytes(content)
+        (folder / DCP_METADATA).write_bytes(content)
         assert "is refused: it imports" in refused(lambda: open_dcp(folder))
         assert not (tmp_path / "canary").exists()
 
@@ -219,7 +220,7 @@ def write_small(folder):
 
 
 with tempfile.TemporaryDirectory() as small:
-    WHOLE = {name: (write_small(Path(small)) / name).read_bytes() for name in (METADATA_FILE, DATA)}
+    WHOLE = {name: (write_small(Path(small)) / name).read_bytes() for name in (DCP_METADATA, DATA)}
 
 
 @FUZZED
@@ -232,4 +233,4 @@ def test_arbitrary_contents_are_read_or_refused(tmp_path, name, examples):
         opened_or_refused(lambda: opened(tmp_path))
 
     contents = mutations(WHOLE[name])
-    fuzz(check, st.one_of(contents, PROGRAMS) if name == METADATA_FILE else contents, examples)
+    fuzz(check, st.one_of(contents, PROGRAMS) if name == DCP_METADATA else contents, examples)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 from torch import nn
 
+from opensora_cli.checkpoint.contents import TORCH_MAGIC
 from opensora_cli.checkpoint.formats import torch as torch_format
 from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
 from opensora_cli.checkpoint.formats.pickles import STORAGE_NAMES
-from opensora_cli.checkpoint.formats.torch import MAGIC, load_tensor, open_torch, write_torch
+from opensora_cli.checkpoint.formats.torch import load_tensor, open_torch, write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.weight_choices import Format, Selection
@@ -363,7 +364,7 @@ class TestBrokenFiles:
         record = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *[0] * 9, 4, *[0] * 6) + b"name"
         directory = record * 300_000
         end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0, 0, len(directory), 4, 0)
-        (tmp_path / "a").write_bytes(MAGIC + directory + end)
+        (tmp_path / "a").write_bytes(TORCH_MAGIC + directory + end)
         with little_memory():
             assert "its directory has more than" in refused(lambda: open_torch(tmp_path / "a"))
 
