@@ -266,11 +266,7 @@ def _load_state(target: Stateful, path: Path) -> None:
     # The reference writes names without endings.
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
-    try:
-        state = load_torch(path)
-    except CheckpointError as error:
-        # The hint for weights, to trust a file, does not hold for the state of a run.
-        raise CheckpointError(error.message, hint="use the file that the run saved") from error
+    state = load_torch(path)
     try:
         target.load_state_dict(state)
     except Exception as error:

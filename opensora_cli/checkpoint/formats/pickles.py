@@ -23,10 +23,6 @@ WEIGHTS_ONLY_PROTOCOL = 2
 
 FETCH_AGAIN = "fetch it again"
 SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
-_TRUSTED = (
-    "if you trust who made it, load it with weights_only=False, and torch.save its state_dict() or the dictionary of "
-    "its weights, as in torch.save(torch.load(FILE, weights_only=False)['model'], NEW)"
-)
 """Hint for files that cannot be read without trusting them."""
 
 _MAX_KEY_LENGTH = 100
@@ -50,6 +46,10 @@ DTYPES = {str(dtype): dtype for dtype in (*STORAGE_NAMES, *_UNTYPED_DTYPES)}
 
 StandIns = Mapping[str, object]
 """Values of imported names. A callable takes the tuple of its arguments."""
+
+
+class UnknownImportError(CheckpointError):
+    """A pickle imports a name that weights do not need."""
 
 
 class _Tuple(tuple[Any, ...]):
@@ -151,7 +151,7 @@ def _run(
     def find(name: str) -> Any:
         if name not in names:
             reason = f"it imports {shown(name)}, which no weights need and which could run any code"
-            raise CheckpointError(f"{path} is refused: {reason}", hint=_TRUSTED)
+            raise UnknownImportError(f"{path} is refused: {reason}")
         return names[name]
 
     operation: pickletools.OpcodeInfo

@@ -33,6 +33,7 @@ from opensora_cli.checkpoint.formats.pickles import (
     STORAGE_NAMES,
     WEIGHTS_ONLY_PROTOCOL,
     StandIns,
+    UnknownImportError,
     Unused,
     unpickle,
 )
@@ -49,6 +50,10 @@ _PICKLE, _METADATA, _BYTE_ORDER, _CODE = "data.pkl", "metadata.json", "byteorder
 _ROOT = "archive"
 _OLD_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=WEIGHTS_ONLY_PROTOCOL)
 _OLD_PICKLES = 5
+_TRUSTED = (
+    "if you trust who made it, load it with weights_only=False, and torch.save its state_dict() or the dictionary of "
+    "its weights, as in torch.save(torch.load(FILE, weights_only=False)['model'], NEW)"
+)
 
 _META_HAS_OFFSETS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
@@ -122,7 +127,11 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
         CheckpointError: the file is missing or broken, or cannot be read without trusting it.
         RequestError: the file lacks the selected weights.
     """
-    tree, metadata = _open(path, lazily=True)
+    try:
+        tree, metadata = _open(path, lazily=True)
+    except UnknownImportError as error:
+        error.hint = _TRUSTED
+        raise
     weights = find_weights(tree, Tensor, path=path, select=select)
     return Checkpoint(
         format=Format.TORCH,
