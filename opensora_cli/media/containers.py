@@ -42,7 +42,7 @@ EXACT_COLORS = (
 the processor."""
 
 _MOST_PIXELS = 2**28
-"""Limit of pixels in a frame: 16,384 x 16,384."""
+"""Limit of square pixels in a frame: 16,384 x 16,384."""
 
 _WIDEST_PIXEL = Fraction(8)
 """Largest width of a pixel divided by its height, or height by width; known formats have at most 2.2."""
@@ -186,16 +186,17 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
             if track.codec_context is None:  # This FFmpeg lacks the codec.
                 raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
-            # A few bytes may claim any size, in the container and in each frame.
-            if track.codec_context.width * track.codec_context.height > _MOST_PIXELS:
-                size = f"{track.codec_context.width} x {track.codec_context.height}"
-                raise MediaError(f"{path} has frames of {size} pixels, and at most {_MOST_PIXELS:,} are read")
             aspect = track.sample_aspect_ratio or Fraction(1)
             if not 1 / _WIDEST_PIXEL <= aspect <= _WIDEST_PIXEL:
                 raise MediaError(
                     f"{path} says that its pixels are {aspect} times as wide as high", hint="encode it again"
                 )
-            track.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
+            # A few bytes may claim any size, in the container and in each frame, which is stretched afterwards.
+            most_pixels = int(_MOST_PIXELS / max(aspect, 1 / aspect))
+            if track.codec_context.width * track.codec_context.height > most_pixels:
+                size = f"{track.codec_context.width} x {track.codec_context.height}"
+                raise MediaError(f"{path} has frames of {size} pixels, and at most {most_pixels:,} are read")
+            track.codec_context.options = {"max_pixels": str(most_pixels)}
             if threads is None:
                 track.thread_type = "AUTO"
             else:

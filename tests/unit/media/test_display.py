@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, ImageOps
 
 from opensora_cli.core.exceptions import MediaError
+from opensora_cli.media import containers
 from opensora_cli.media.hdr import HLG, PQ, to_sdr
 from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -84,6 +85,12 @@ class TestShapeOfPixels:
         path = write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(1, 12))
         with pytest.raises(MediaError, match="its pixels are 1/12 times as wide as high"):
             read_video(path)
+
+    def test_limit_of_pixels_counts_the_stretched_frame(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(containers, "_MOST_PIXELS", 64 * 128)
+        assert probe(write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(2))).width == 128
+        with pytest.raises(MediaError, match="has frames of 64 x 64 pixels, and at most 2,730 are read"):
+            probe(write_tracks(tmp_path / "b.mp4", pattern(), aspect=Fraction(3)))
 
     def test_clean_aperture_is_cut_out(self, tmp_path: Path) -> None:
         path = write_tracks(tmp_path / "a.mp4", pattern())
