@@ -15,11 +15,8 @@ from opensora_cli.community.monitoring import (
     log_cuda_max_memory,
     log_cuda_memory,
     log_model_params,
-    monitor_gpu_memory,
     profile_model_performance,
 )
-
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="reports what there is without CUDA")
 
 
 def test_what_is_logged_names_its_stage(caplog: pytest.LogCaptureFixture):
@@ -68,12 +65,6 @@ def test_calls_are_measured_and_reported():
     assert report["memory_breakdown"]["checkpoint"] == 4000
     assert report["timing_breakdown"]["checkpoint"] > 0
     assert len(profiler.summary()) == 2
-
-
-@without_cuda
-def test_without_a_gpu_there_is_no_memory_of_it(capsys: pytest.CaptureFixture[str]):
-    assert monitor_gpu_memory() is None
-    assert capsys.readouterr().out == "GPU memory: there is no CUDA device\n"
 
 
 def test_a_model_is_timed_after_a_warm_up():

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from closeness import assert_close
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.community import _communication
-from opensora_cli.community.checkpoint import CheckpointIO, load_checkpoint, model_sharding, record_model_param_shape
+from opensora_cli.community.checkpoint import CheckpointIO, model_sharding, record_model_param_shape
 from opensora_cli.community.parallel import (
     CommunicationScheduler,
     RobustCommunication,
@@ -32,7 +30,7 @@ from opensora_cli.community.parallel import (
     set_tensor_parallel_group,
     split_forward_gather_backward,
 )
-from opensora_cli.community.training import create_lr_scheduler, setup_device, update_ema
+from opensora_cli.community.training import create_lr_scheduler, update_ema
 from opensora_cli.core.exceptions import HardwareError, OutputError
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.ranks import open_distribution
@@ -205,21 +203,6 @@ def _not_saved(folder: str, async_io: bool) -> None:
         io.save(None, blocked, nn.Linear(2, 2), async_io=async_io)
 
 
-def _saved_sharded(folder: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    expected = copy.deepcopy(model.state_dict())
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    where = CheckpointIO().save(None, folder, model, async_io=False)
-    written = load_checkpoint(nn.Linear(4, 3), where).state_dict()
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
-
-
-def _device() -> tuple[str, bool, int]:
-    device, coordinator = setup_device()
-    return device.type, coordinator.is_master(), coordinator.world_size
-
-
 @pytest.mark.parametrize("function", [_exchanged, _gathered_and_split, _groups, _scheduled])
 def test_names_of_parallelism(pool: Callable[[int], Any], function: Callable[[], None]) -> None:
     pool(2).run(function)
@@ -243,13 +226,3 @@ def test_one_rank_writes_for_all_and_all_raise_its_errors(
     pool(2).run(_saved, str(tmp_path), async_io)
     pool(2).run(_not_saved, str(tmp_path), async_io)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch1-global_step8", "file"]
-
-
-def test_what_is_sharded_is_saved_whole(pool: Callable[[int], Any], tmp_path: Path) -> None:
-    pool(2).run(_saved_sharded, str(tmp_path))
-
-
-def test_each_rank_has_its_device(pool: Callable[[int], Any]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the ranks of tests share no GPU")
-    assert pool(2).run(_device) == [("cpu", True, 2), ("cpu", False, 2)]

@@ -12,7 +12,6 @@ from opensora_cli.parallel.mesh import (
     AXES,
     MeshShape,
     ParallelMesh,
-    backend_of,
     get_data_parallel_group,
     get_sequence_parallel_group,
     get_tensor_parallel_group,
@@ -76,11 +75,6 @@ def test_four_ranks(pool: Callable[[int], Any]) -> None:
         assert groups == [[ulysses, ulysses + 2], [2 * ring, 2 * ring + 1], [0, 1, 2, 3], [rank]]
 
 
-def test_axes_that_are_not_adjacent(pool: Callable[[int], Any]) -> None:
-    answers = pool(4).run(_describe, {"replicate": 2, "tensor": 2}, ("replicate", "shard"), ("replicate", "tensor"))
-    assert [groups for _, groups, _ in answers] == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
-
-
 def test_the_names_of_the_community(pool: Callable[[int], Any]) -> None:
     for rank, groups in enumerate(pool(4).run(_named)):
         column, row = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -96,13 +90,3 @@ def test_shapes() -> None:
     assert MeshShape(replicate=2, ring=3, tensor=2).size == 12
     with pytest.raises(ValueError, match="at least one rank"):
         MeshShape(ring=0)
-
-
-def test_without_groups() -> None:
-    assert get_data_parallel_group() is get_data_parallel_group(get_mixed_dp_pg=True) is None
-    assert get_sequence_parallel_group() is get_tensor_parallel_group() is None
-
-
-def test_backends() -> None:
-    assert backend_of("cpu") == "gloo"
-    assert backend_of("cuda") == "cpu:gloo,cuda:nccl"

@@ -160,16 +160,3 @@ def test_with_nohup_the_end_of_the_terminal_stays_ignored():
             assert is_interrupted()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_elsewhere_than_in_the_main_thread_nothing_is_noted():
-    before, found = signal.getsignal(signal.SIGINT), []
-
-    def run() -> None:
-        with deferred_interrupts(lambda: None) as is_interrupted:
-            found.append((signal.getsignal(signal.SIGINT) is before, is_interrupted()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [(True, False)]

@@ -57,14 +57,6 @@ class TestStack:
         assert (held.used_bytes, held.peak_bytes) == (0, 4 * 57)
         assert held.copied_to_host == held.copied_to_device == 4 * 57
 
-    def test_strides_of_dense_tensors_are_kept(self):
-        held = manager()
-        for tensor in (torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(4, 6).t(), torch.randn(3, 1, 2)):
-            assert held.onload(held.offload(tensor)).stride() == tensor.stride()
-        assert held.onload(held.offload(torch.randn(2, 9, 4)[:, 3:])).stride() == (24, 4, 1)
-        expanded = torch.randn(3, 1).expand(3, 4)
-        assert torch.equal(held.onload(held.offload(expanded)), expanded)
-
     def test_changed_values_are_copied_again(self):
         held = manager()
         tensor = torch.ones(4)
@@ -127,13 +119,6 @@ class TestErrors:
         assert held.onload(first).tolist() == [0, 1, 2, 3, 4, 5]
         assert held.used_bytes == 0
 
-    def test_another_dtype_is_refused(self):
-        held = manager()
-        first = held.offload(torch.ones(2))
-        with pytest.raises(ValueError, match=r"x has dtype torch\.bfloat16, and the activation buffer torch\.float32"):
-            held.offload(torch.ones(2, dtype=torch.bfloat16))
-        assert held.onload(first).tolist() == [1, 1]
-
     def test_onload_in_another_order_is_refused(self):
         held = manager()
         first, second, third = (held.offload(torch.full((2,), float(i))) for i in range(3))
@@ -143,24 +128,6 @@ class TestErrors:
         assert [held.onload(handle)[0].item() for handle in (third, second, first)] == [2, 1, 0]
         with pytest.raises(RuntimeError, match="onloaded before"):
             held.onload(third)
-
-    def test_setup_of_a_used_buffer_is_refused(self):
-        held = manager()
-        handle = held.offload(torch.ones(3))
-        with pytest.raises(RuntimeError, match="holds 12 bytes: call setup_buffer after backward, or reset"):
-            held.setup_buffer(5, torch.float32)
-        held.onload(handle)
-        held.setup_buffer(5, torch.bfloat16)
-        assert (held.buffer_bytes, held.peak_bytes) == (10, 0)
-
-    def test_reset_releases_everything(self):
-        held = manager()
-        handle = held.offload(torch.ones(3))
-        held.reset()
-        assert held.used_bytes == 0
-        with pytest.raises(RuntimeError, match="dropped by reset"):
-            held.onload(handle)
-        assert held.onload(held.offload(torch.ones(3))).tolist() == [1, 1, 1]
 
 
 class TestSavedTensors:
@@ -197,16 +164,6 @@ class TestSavedTensors:
         del losses
         assert (held.used_bytes, held.outside_bytes) == (0, 0)
         assert low.grad.tolist() == [6.0] * 4
-
-    def test_a_graph_that_is_kept_can_run_again(self):
-        held = manager()
-        x = torch.randn(3, requires_grad=True)
-        with held.offloading():
-            loss = x.exp().sum()
-        first = torch.autograd.grad(loss, x, retain_graph=True)[0]
-        assert held.used_bytes > 0
-        assert torch.equal(torch.autograd.grad(loss, x)[0], first)
-        assert held.used_bytes == 0
 
     def test_a_graph_that_is_freed_without_backward_releases_its_space(self):
         held = manager()
@@ -245,18 +202,6 @@ class TestSavedTensors:
             losses.pop().backward()
             fetched.append(held.copied_to_device // 40)
         assert fetched == [2, 3, 4, 4]
-
-    def test_backward_after_reset_is_refused_with_the_reason(self):
-        held = manager()
-        x = torch.randn(3, requires_grad=True)
-        with held.offloading():
-            loss = x.square().sum()
-        held.reset()
-        with pytest.raises(RuntimeError, match=r"dropped by reset\(\): run the forward pass again"):
-            loss.backward()
-        with held.offloading():
-            x.square().sum().backward()
-        assert torch.equal(x.grad, 2 * x.detach())
 
 
 class Broken(nn.Module):
@@ -371,16 +316,3 @@ def test_bytes_held_between_forward_and_backward():
     streams = 4 * hidden * ((depth + single) * (tokens + text) + tokens)
     assert held.peak_bytes == held.copied_to_host == held.copied_to_device == streams + shared
     assert (held.used_bytes, held.outside_bytes) == (0, 0)
-
-
-def test_a_model_in_bfloat16_keeps_its_rotary_tables_outside(deterministic):
-    model = transformer().to(torch.bfloat16)
-    arguments = inputs(model)
-    expected = gradients(model, arguments)
-    held = manager(10**5, torch.bfloat16)
-    with set_grad_checkpoint(model, activations=held):
-        loss = loss_of(model, arguments)
-        assert held.outside_bytes == 4 * 2 * 17 * 4
-        del loss
-        assert_same(gradients(model, arguments), expected)
-    assert held.peak_bytes > 0

@@ -7,11 +7,9 @@ from torch import nn
 from opensora_cli.memory.monitor import (
     AccelerationProfiler,
     ModuleTimes,
-    Spread,
     blocks_of,
     log_cuda_max_memory,
     log_cuda_memory,
-    log_model_params,
 )
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is without CUDA")
@@ -28,15 +26,6 @@ def test_without_cuda_no_memory_is_logged(caplog: pytest.LogCaptureFixture):
     ]
 
 
-def test_parameters_are_counted_once(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
-    model[1].weight = model[0].weight
-    model.append(nn.Linear(10, 5, bias=False).requires_grad_(False))
-    log_model_params(model)
-    assert caplog.messages == ["Sequential: 150 parameters, 100 of them trained, 0.000 GiB"]
-
-
 def test_phases_are_kept_also_when_they_fail():
     profiler = AccelerationProfiler("cpu")
     with profiler.profile("load"):
@@ -46,11 +35,6 @@ def test_phases_are_kept_also_when_they_fail():
     assert [phase.name for phase in profiler.phases] == ["load", "run"]
     assert all(phase.seconds >= 0 and phase.peak_allocated_gib is None for phase in profiler.phases)
     assert [line.split(":")[0] for line in profiler.summary()] == ["load", "run"]
-
-
-def test_repeated_measurements_have_mean_and_deviation():
-    assert Spread.of([1.0, 2.0, 6.0]) == Spread(3, 3.0, pytest.approx(7**0.5))
-    assert Spread.of([2.0]) == Spread(1, 2.0, 0.0)
 
 
 def test_every_call_of_a_block_is_timed_while_it_is_watched():

@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 import weakref
-from itertools import pairwise
 
 import late_stream
 import pytest
@@ -19,7 +18,7 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.memory import host_weights, streaming
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import slot_bytes
-from opensora_cli.memory.streaming import kept_blocks, stream_blocks, streaming_bytes
+from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.model import KnownInputs, MMDiT
 
@@ -146,15 +145,6 @@ class TestNumbersAndBytes:
         assert streaming_bytes(sizes, resident=100) == sum(sizes)
         assert streaming_bytes([], resident=2) == 0
 
-    @pytest.mark.parametrize("kept", [5, 54])
-    def test_resident_blocks_are_spread_evenly(self, kept):
-        positions = kept_blocks(57, resident=kept + 2)
-        assert len(positions) == kept
-        # Over the end of a pass the first follows the last.
-        gaps = [second - first for first, second in pairwise([*positions, positions[0] + 57])]
-        assert sum(gaps) == 57
-        assert max(gaps) - min(gaps) <= 1
-
 
 class TestOrder:
     @pytest.mark.parametrize(("resident", "source"), [(1, "mapped"), (2, "pinned"), (3, "mapped"), (4, "pinned")])
@@ -169,28 +159,6 @@ class TestOrder:
                 for index in order:
                     streamed = blocks[index](tokens, vector, rotary)
                     assert torch.equal(streamed, plain[index](tokens, vector, rotary)), index
-
-    def test_skipped_blocks_cost_no_more_copies(self):
-        layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6)).requires_grad_(False)
-        size = slot_bytes(layers[0])
-        with stream_blocks([layers], device="cpu", resident=2) as figures:
-            assert figures.copied_bytes == 2 * size
-            copies = []
-            for index in (0, 2, 3, 5, 0, 1):
-                layers[index](torch.ones(1, 16))
-                copies.append(figures.copied_bytes / size)
-        # After each call two are loaded. In the end all six of the first pass were copied, and two of the second.
-        assert copies == [3, 5, 6, 8, 9, 10]
-
-    def test_a_block_that_is_used_twice_in_a_pass(self):
-        layer = nn.Linear(4, 4)
-        others = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        stack = nn.ModuleList([layer, others[0], layer, others[1]])
-        x = torch.ones(1, 4)
-        expected = nn.Sequential(*stack)(x)
-        with stream_blocks([stack], device="cpu", resident=2) as figures:
-            assert torch.equal(nn.Sequential(*stack)(x), expected)
-        assert figures.device_bytes == 2 * slot_bytes(layer)
 
 
 class Tied(nn.Module):
@@ -423,14 +391,6 @@ class TestModes:
             stream_blocks(stacks(build()), device="cpu", resident=resident),
         ):
             pytest.fail("not reached")
-
-    def test_sizes_are_known_without_weights(self, model):
-        empty = empty_model()
-        sizes = [slot_bytes(block) for block in blocks_of(empty)]
-        assert sizes == [slot_bytes(block) for block in blocks_of(model)]
-        bare = [sum(weight.nbytes for weight in block.parameters()) for block in blocks_of(model)]
-        counts = [len(list(block.parameters())) for block in blocks_of(model)]
-        assert all(b <= size < b + 512 * n for size, b, n in zip(sizes, bare, counts, strict=True))
 
 
 class TestHostMemory:

@@ -32,13 +32,6 @@ def test_the_target_names_the_format(target: str, expected: str) -> None:
     assert convert(target).resolved_format == expected
 
 
-def test_a_name_without_ending_takes_any_format() -> None:
-    assert convert("x", format="torch").resolved_format == "torch"
-    assert convert("x", format="dcp").resolved_format == "dcp"
-    assert convert("x.ckpt", format="torch").resolved_format == "torch"
-    assert convert("epoch1.final/", format="colossalai").resolved_format == "colossalai"
-
-
 @pytest.mark.parametrize(
     ("target", "values", "message"),
     [
@@ -69,12 +62,6 @@ def test_options_are_what_the_result_depends_on() -> None:
     assert settings.options == {}
     changed = convert("x", select="ema", rename=["a=b", "re:c,d=e"], dtype="bf16")
     assert changed.options == {"select": "ema", "rename": ["a=b", "re:c,d=e"], "dtype": "bf16"}
-
-
-@pytest.mark.parametrize("sha256", ["", "12", "g" * 64, "a" * 63])
-def test_what_is_no_hash(sha256: str) -> None:
-    with pytest.raises(RequestError, match="must be 64 hexadecimal digits"):
-        validate(VerifySettings, {"path": Given("x", "PATH"), "sha256": Given(sha256 or "0", "--sha256")})
 
 
 def test_a_hash_needs_the_data() -> None:

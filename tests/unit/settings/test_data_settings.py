@@ -1,7 +1,5 @@
 """Which clips a run may ask for."""
 
-import json
-
 import pytest
 from pydantic import ValidationError
 
@@ -33,11 +31,6 @@ def test_buckets_may_be_text_or_mappings(written: object) -> None:
     assert (buckets["256px"][33].probability, buckets["256px"][33].batch_size) == (0.5, 2)
 
 
-def test_settings_survive_json() -> None:
-    data = DataSettings.model_validate({"table": "a.csv", "buckets": {"256px": {33: (0.5, 2)}}, "workers": 0})
-    assert DataSettings.model_validate(json.loads(data.model_dump_json())) == data
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -65,10 +58,6 @@ def test_settings_survive_json() -> None:
 def test_what_makes_no_sense_is_refused(values: dict[str, object], message: str) -> None:
     lines = problems(**values)
     assert any(message in line for line in lines), lines
-
-
-def test_lengths_are_those_of_what_is_used() -> None:
-    assert DataSettings(table="a.csv").lengths() == (1, 33, 65, 129)
 
 
 def test_lengths_that_an_autoencoder_has_not() -> None:

@@ -97,26 +97,9 @@ def test_right_values_give_no_finding(variables):
     assert lint_variables(variables, SERVER) == []
 
 
-def test_switching_off_absent_hardware_gives_no_finding():
-    variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-    assert lint_variables(variables, DESKTOP) == []
-    assert {finding.variable for finding in lint_variables(variables, None)} == set(variables)
-
-
 def test_allocator_faults_are_warnings_for_a_cpu_build():
     (finding,) = lint_variables({"PYTORCH_ALLOC_CONF": "backend=native"}, LAPTOP)
     assert finding.severity is WARNING
-
-
-def test_a_wrong_interface_is_a_warning_on_one_gpu():
-    (finding,) = lint_variables({"NCCL_SOCKET_IFNAME": "ib0"}, DESKTOP)
-    assert finding.severity is WARNING
-    assert "lo, eth0, eth1, docker0" in finding.fix
-
-
-def test_the_nearest_setting_is_named():
-    (finding,) = lint_variables({"OSORA_SAMPLING__SEDE": "1"}, SERVER)
-    assert "OSORA_SAMPLING__SEED" in finding.fix
 
 
 def test_libraries_that_hide_those_of_torch_are_named():
