@@ -1,6 +1,5 @@
 """Errors become a message and an exit code, also Ctrl-C; a bug keeps its traceback."""
 
-import gc
 import signal
 import subprocess
 import sys
@@ -97,19 +96,6 @@ def test_an_error_in_place_of_an_interruption_reports_what_is_finished() -> None
     assert (caught.value.message, caught.value.hint) == ("interrupted", "finished: sea.mp4")
 
 
-def test_an_interruption_while_an_error_is_explained_or_help_is_printed(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(errors, "translate", interrupted)
-    assert run(ValueError("a bug")) == (130, "error: interrupted\n")
-    monkeypatch.setattr("opensora_cli.cli.app.Group.get_help", interrupted)
-    assert main([]) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signal to a child alone")
 @pytest.mark.parametrize(
     ("first", "number"),
@@ -165,21 +151,6 @@ def test_an_import_holds_back_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt):
         hold()
     assert reached == ["the end"]
-
-
-def test_garbage_is_not_looked_for_in_the_objects_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", pytest)
-    with importing():  # torch is loaded: new objects may be garbage soon
-        assert gc.isenabled()
-    monkeypatch.delitem(sys.modules, "torch")
-    try:
-        with importing():
-            assert not gc.isenabled()
-            brought: list[object] = [[]]
-        assert gc.isenabled()
-        assert all(each is not brought for each in gc.get_objects())
-    finally:
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize(

@@ -107,16 +107,3 @@ def test_a_training_is_planned_for_what_is_named(
     assert "peak        30.00 GiB of 22.99 GiB free: does not fit\n" in out
     assert "a step of 2 micro-batches, each 2 clips of 13 frames, 48x24 on 2x4090, not measured" in out
     assert "a rank needs 30.00 GiB, and a GPU has 22.99 GiB free" in err
-
-
-def test_a_training_whose_time_is_not_predicted_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = tiny_training.vae_settings(tmp_path / "run")
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: rank_memory(GIB))
-    recipe = ["train", "--config", str(tmp_path / "tiny.yaml"), "--device", "auto", "--dry-run"]
-    assert main([*recipe, "--on", "H100"]) == 0
-    assert capsys.readouterr().out.endswith("fits\npredicted   no time: that of a step of vae is not predicted\n")
-    assert main(recipe) == 0
-    assert "predicted" not in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """Progress: the time left, plain lines in logs, bars on terminals."""
 
 import io
-import re
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ from opensora_cli.cli import output
 from opensora_cli.cli.call import Call
 from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.progress import SilentReporter
 
 
 class Clock:
@@ -122,15 +120,6 @@ def test_bars_on_a_terminal(text: io.StringIO) -> None:
     assert "denoise: 2 steps, 1.0 s" in shown
 
 
-def test_reporter_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(output.make_reporter(quiet=True), SilentReporter)
-    for is_terminal in (False, True):
-        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
-        reporter = output.make_reporter(quiet=False)
-        assert isinstance(reporter, ConsoleReporter)
-        assert reporter._has_bars is is_terminal
-
-
 def test_the_first_line_on_a_terminal_comes_before_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,13 +134,6 @@ def test_the_first_line_on_a_terminal_comes_before_torch(
         assert capsys.readouterr().err == printed
 
 
-def test_names_that_a_stream_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    output.print_lines(["é.mp4"])
-    assert raw.getvalue() == b"\\xe9.mp4\n"
-
-
 def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
     output.print_lines(["a\x1b[2J\nb", "c"])
     output.print_failure(RequestError("a\x1b[2J\rb\nc", hint="d\x9b\ne"))
@@ -164,21 +146,3 @@ def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixt
         stage.advance()
     assert r"read a\x1b]0;b\u202e.png" in text.getvalue()
     assert "\x1b]0" not in text.getvalue()
-
-
-def test_figures_stand_above_the_bars_and_are_no_lines(text: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = bars(text, width=40)
-    reporter.figures({"loss": "dropped, since nothing runs"})
-    with reporter.stage("train", total=3, unit="steps") as stage:
-        reporter.figures({"loss": "0.5", "gradient norm": "1.25", "[rate]": "0.001"})
-        stage.advance()
-        reporter.figures({"loss": "0.25", "gradient norm": "1.5", "[rate]": "0.001"})
-    shown = text.getvalue()
-    assert "dropped" not in shown
-    # As many columns as there is room for: two, and the third below.
-    assert re.search(r"loss +gradient norm *\n0.25 +1.5 *\n\[rate\] *\n0.001 *\n", shown)
-    assert re.search(r"[01]/3 steps", shown)
-    reporter = lines()
-    with reporter.stage("train"):
-        reporter.figures({"loss": "0.5"})
-    assert capsys.readouterr() == ("", "")

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
-from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.gpus import DriverFacts, GpuFacts, TorchFacts
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.env_check import host
-from opensora_cli.engine.env_check.check import Checks
 from opensora_cli.engine.env_check.host import (
     HostFacts,
     WeightFacts,
@@ -36,11 +34,9 @@ from opensora_cli.engine.env_check.machine import (
     shadowing_libraries,
     unmet_requirements,
 )
-from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, run_check
+from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.files import list_presets
-from opensora_cli.settings.tools import EnvCheckSettings
 
 GIB = 2**30
 TORCH = TorchFacts(
@@ -169,21 +165,6 @@ def test_kernels_run_on_gpus_of_their_architecture(capability, architectures, su
     assert is_supported(capability, architectures) is supported
 
 
-def test_links_of_several_kinds():
-    links = [
-        LinkFacts(0, 1, LinkKind.NVLINK),
-        LinkFacts(0, 2, LinkKind.PEER),
-        LinkFacts(1, 2, LinkKind.HOST),
-    ]
-    findings = list(check_links(links))
-    assert [finding.message for finding in findings] == [
-        "NVLink between 0-1",
-        "PCI, card to card between 0-2",
-        "no direct link between GPUs 1-2",
-    ]
-    assert findings[-1].severity is WARNING
-
-
 def test_attention_backends_that_auto_uses_that_work_and_that_are_missing(monkeypatch):
     def library(version, install):
         return SimpleNamespace(library=SimpleNamespace(version=lambda: version, install=install), needs_cuda=True)
@@ -257,34 +238,3 @@ def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus
     assert [note.message.partition(" not planned")[0] for note in notes] == (
         [] if num_gpus else [", ".join(name for name in list_presets("generate") if name != "demo")]
     )
-
-
-def test_presets_that_cannot_be_planned_are_tried_once():
-    tried = []
-
-    def fail(settings):
-        tried.append(settings)
-        raise RuntimeError("no plan")
-
-    checks = Checks({}, EnvCheckSettings(all_reduce=False), fail, SilentReporter())
-    (finding,) = run_check("presets", checks.by_name()["presets"])
-    assert (finding.severity, checks.presets, len(tried)) == (UNKNOWN, (), 1)
-
-
-@pytest.mark.slow
-def test_the_demo_here(monkeypatch):
-    monkeypatch.setattr("opensora_cli.engine.env_check.host.list_presets", lambda kind: ["demo"])
-    (demo,) = read_presets({}, make_plan)
-    assert demo.has_weights
-    assert demo.fits
-    assert demo.needed_bytes > 10 * 2**20
-
-
-def test_a_check_that_raises_is_a_finding():
-    def check():
-        raise RuntimeError("NVML\nis broken " + "x" * 1000)
-
-    (finding,) = run_check("links", check)
-    assert (finding.check, finding.severity) == ("links", UNKNOWN)
-    assert finding.message.startswith("could not be checked: NVML is broken")
-    assert len(finding.message) < 400
