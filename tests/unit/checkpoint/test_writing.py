@@ -60,12 +60,6 @@ class TestEveryFormat:
         assert list(open_checkpoint(tmp_path / "a").entries) == ["other"]
         assert os.listdir(tmp_path) == ["a"]
 
-    def test_its_own_source_can_be_replaced(self, tmp_path, tensors, format):
-        write(tensors, tmp_path / "a", format)
-        entries = open_checkpoint(tmp_path / "a").entries
-        write_checkpoint(entries, tmp_path / "a", format=format, overwrite=True)
-        assert bit_equal(read(open_checkpoint(tmp_path / "a").entries), tensors)
-
     def test_a_broken_source_leaves_nothing(self, tmp_path, tensors, format):
         save_file({"a": torch.ones(100_000)}, tmp_path / "source")
         entries, _ = open_safetensors(tmp_path / "source")
@@ -126,23 +120,6 @@ class TestRefusals:
                 with pytest.raises(OutputError, match="would be lost: "):
                     write(tensors, folder, format, overwrite=True)
         assert killing.tree(tmp_path) == before
-
-    @pytest.mark.parametrize("format", FOLDERS)
-    def test_a_checkpoint_of_another_format_is_not_replaced(self, tmp_path, tensors, format):
-        write(tensors, tmp_path / "a", format)
-        for other in FOLDERS:
-            if other is not format:
-                with pytest.raises(OutputError, match=f"more than a checkpoint of {other}"):
-                    write(tensors, tmp_path / "a", other, overwrite=True)
-        assert open_checkpoint(tmp_path / "a").format is format
-
-    @pytest.mark.parametrize(("format", "overwrite"), [(Format.SAFETENSORS, True), (Format.DCP, False)])
-    def test_what_is_neither_file_nor_folder_is_left_alone(self, tmp_path, tensors, format, overwrite):
-        os.mkfifo(tmp_path / "a")
-        with pytest.raises(OutputError, match="a is neither a file nor a folder"):
-            write(tensors, tmp_path / "a", format, overwrite=overwrite)
-        assert (tmp_path / "a").is_fifo()
-        assert os.listdir(tmp_path) == ["a"]
 
     @pytest.mark.parametrize("format", FILES + FOLDERS)
     def test_what_appears_while_it_is_written_is_kept(self, tmp_path, tensors, format):

@@ -36,23 +36,15 @@ def test_buckets_may_be_text_or_mappings(written: object) -> None:
     [
         ({"buckets": {}}, "buckets"),
         ({"buckets": {"256px": {}}}, "buckets.256px={} must be numbers of frames"),
-        ({"buckets": {"256": {1: (1, 1)}}}, "256"),
-        ({"buckets": {"256px": {0: (1, 1)}}}, "buckets.256px"),
-        ({"buckets": {"256px": {1: (1.5, 1)}}}, "1.5 must be at most 1"),
-        ({"buckets": {"256px": {1: (1.0, 0)}}}, "0 must be at least 1"),
         ({"buckets": {"256px": {1: (0.0, 1)}}}, "data.buckets have probability 0"),
         ({"buckets": "foo"}, "buckets=foo must be resolutions, frames, probabilities and batch sizes"),
         ({"buckets": "{64: {1: [1, 1]}}"}, "buckets.64=64 must be a resolution, as in 256px or 720p"),
         ({"buckets": "{64px: 3}"}, "buckets.64px=3 must be numbers of frames"),
         ({"buckets": "{64px: {a: [1, 1]}}"}, "buckets.64px.a=a must be a whole number"),
         ({"buckets": "{64px: {17: 1}}"}, "buckets.64px.17=1 must be [probability, batch size]"),
-        ({"buckets": "{64px: {17: [2, 1]}}"}, "buckets.64px.17=2 must be at most 1"),
         ({"buckets": "{64px: {17: [1, 0.5]}}"}, "buckets.64px.17=0.5 must be a whole number"),
         ({"buckets": "{256px: ["}, "buckets='{256px: [' must be resolutions"),
         ({"fps_max": 0}, "fps_max=0 must be over 0"),
-        ({"workers": -1}, "workers=-1 must be at least 0"),
-        ({"fit": "squeeze"}, "fit"),
-        ({"tables": "a.csv"}, "tables is not a setting"),
     ],
 )
 def test_what_makes_no_sense_is_refused(values: dict[str, object], message: str) -> None:

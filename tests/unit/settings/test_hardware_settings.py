@@ -53,13 +53,9 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("given", "code", "says"),
     [
         ("H10O", 2, "hardware 'H10O' is not one of 3090, 4090"),
-        ("0xH100", 2, "--on 0xH100 must name 1 to 1024 devices"),
         ("99999999999xH100", 2, "must name 1 to 1024 devices"),
         ("12xH100", 2, "--on 12xH100 fills no whole machines of gpus_per_node=8: use 8 or 16"),
         ("8x", 2, "--on 8x must be NAME, NxNAME or a YAML file"),
-        ("xH100", 2, "--on xH100 must be NAME, NxNAME or a YAML file"),
-        ("", 2, "must be NAME, NxNAME or a YAML file"),
-        ("-1xH100", 2, "hardware '-1xH100' is not one of"),
         ("missing.yaml", 3, "missing.yaml"),
     ],
 )
@@ -74,14 +70,9 @@ def test_what_makes_no_sense_is_refused(given: str, code: int, says: str) -> Non
     ("change", "says"),
     [
         ("memory: -3", "memory='-3' is not a size such as 4GB"),
-        ("memory: 0", "memory=0 must be over 0"),
         ("reserved: 99GiB", "must be under memory="),
         ("bf16_tflops: 0", "bf16_tflops=0 must be at least 1e-06"),
-        ("bf16_tflops: inf", "bf16_tflops=inf must be a finite number"),
-        ("product_efficiency: 1.5", "product_efficiency=1.5 must be at most 1"),
-        ("gpus_per_node: none", "gpus_per_node"),
         ("memory_rate: {attainable_gb_per_s: 2000}", "attainable_gb_per_s=2000 must be at most peak_gb_per_s=1008"),
-        ("host_link: fast", "host_link"),
         ("gpu_memory: 24GiB", "gpu_memory (from rig.yaml) is not a setting"),
     ],
 )
