@@ -22,22 +22,10 @@ from opensora_cli.community.parallel import (
     _split,
     all_to_all,
     gather_forward_split_backward,
-    get_data_parallel_group,
-    get_sequence_parallel_group,
-    get_tensor_parallel_group,
-    set_data_parallel_group,
-    set_sequence_parallel_group,
-    set_tensor_parallel_group,
     split_forward_gather_backward,
 )
 from opensora_cli.community.training import create_lr_scheduler, update_ema
 from opensora_cli.core.exceptions import HardwareError, OutputError
-from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.train.ranks import open_distribution
-from opensora_cli.parallel.mesh import MeshShape, use_mesh
-from opensora_cli.settings.devices import Strategy, TrainParallelSettings
-
-CPU = torch.device("cpu")
 
 
 def world() -> dist.ProcessGroup:
@@ -87,28 +75,6 @@ def _gathered_and_split() -> None:
     assert torch.equal(_split(whole(), world(), 1), own(whole(), 1))
     with pytest.raises(ValueError, match="3 along dimension -1"):
         _split(torch.ones(3), world())
-
-
-def _groups() -> None:
-    use_mesh(None)
-    assert get_data_parallel_group() is get_data_parallel_group(get_mixed_dp_pg=True) is world()
-    assert get_sequence_parallel_group() is get_tensor_parallel_group() is None
-    for change, get in (
-        (set_data_parallel_group, get_data_parallel_group),
-        (set_sequence_parallel_group, get_sequence_parallel_group),
-        (set_tensor_parallel_group, get_tensor_parallel_group),
-    ):
-        assert change(world()) is None
-        assert get() is world()
-    # Runs of both kinds make their groups known.
-    use_mesh(None)
-    open_distribution(Strategy.HYBRID, TrainParallelSettings(gpus=2, ulysses_degree=2), device=CPU, dtype=None)
-    assert (get_sequence_parallel_group().size(), get_tensor_parallel_group().size()) == (2, 1)
-    open_distribution(Strategy.DDP, TrainParallelSettings(gpus=2), device=CPU, dtype=None)
-    assert get_sequence_parallel_group().size() == 1
-    Ranks(MeshShape(tensor=2), CPU)
-    assert (get_tensor_parallel_group().size(), get_data_parallel_group().size()) == (2, 1)
-    use_mesh(None)
 
 
 def _scheduled() -> None:
@@ -203,7 +169,7 @@ def _not_saved(folder: str, async_io: bool) -> None:
         io.save(None, blocked, nn.Linear(2, 2), async_io=async_io)
 
 
-@pytest.mark.parametrize("function", [_exchanged, _gathered_and_split, _groups, _scheduled])
+@pytest.mark.parametrize("function", [_exchanged, _gathered_and_split, _scheduled])
 def test_names_of_parallelism(pool: Callable[[int], Any], function: Callable[[], None]) -> None:
     pool(2).run(function)
 

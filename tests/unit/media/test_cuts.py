@@ -78,13 +78,6 @@ def test_a_cut_has_the_frames_that_reading_from_the_start_gives(video: Path) -> 
         assert torch.equal(cut(video, start, 5, interval), every[start : start + 4 * interval + 1 : interval])
 
 
-def test_rates_that_are_no_whole_numbers_are_entered_at_the_right_frame(tmp_path: Path) -> None:
-    path = encode(tmp_path / "a.mp4", codec="libx264", rate=Fraction(30000, 1001))
-    every = read_video(path).frames_THWC
-    for start in range(NUM_FRAMES):
-        assert torch.equal(cut(path, start, 1)[0], every[start]), start
-
-
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each file that was cut could be entered in its middle."""

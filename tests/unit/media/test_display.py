@@ -268,7 +268,7 @@ def wide_profile() -> bytes:
     return head + b"\0" * 12 + b"acsp" + b"\0" * 28 + white + b"\0" * 48 + body
 
 
-@pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "webp"])
+@pytest.mark.parametrize("ending", ["jpg", "tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_applied_once(tmp_path: Path, ending: str, orientation: int) -> None:
     """Pillow applies the one of TIFF while it decodes."""

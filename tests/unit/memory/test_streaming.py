@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 
 import late_stream
@@ -306,27 +305,6 @@ class TestInterruptions:
         assert [memory() for memory in made] == [None] * at_most
         assert caught.value.__traceback__ is not None
 
-    def test_a_slow_reader_is_waited_for(self, model, expected, monkeypatch):
-        copy_piece = host_weights._MappedWeights._copy_piece
-
-        delay = 0.0005
-        begun, ended = [], []
-
-        def slowly(self, *tensors):
-            begun.append(1)
-            time.sleep(delay)
-            copy_piece(self, *tensors)
-            ended.append(1)
-
-        monkeypatch.setattr(host_weights._MappedWeights, "_copy_piece", slowly)
-        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped"):
-            for seed in (0, 1):
-                assert torch.equal(velocity(model, seed), expected[seed])
-            delay = 0.1
-        # No more is begun when it ends, and what has begun comes to its end.
-        assert len(begun) == len(ended)
-        check_as_before(model)
-
 
 @pytest.mark.parametrize("resident", [1, 3])
 def test_each_copy_is_waited_for_before_its_block_computes(model, expected, monkeypatch, resident):
@@ -351,19 +329,6 @@ class TestModes:
                     assert torch.equal(velocity(model, seed), expected[seed])
             assert torch.equal(velocity(model, 3), expected[3])
             check_as_before(model)
-
-    @pytest.mark.parametrize("source", SOURCES)
-    def test_modes_may_change_between_passes(self, model, expected, source):
-        with torch.enable_grad():
-            recorded = velocity(model, 2)
-        with stream_blocks(stacks(model), device="cpu", resident=3, source=source):
-            with torch.inference_mode():
-                assert torch.equal(velocity(model, 0), expected[0])
-            assert torch.equal(velocity(model, 1), expected[1])
-            with torch.enable_grad():
-                assert torch.equal(velocity(model, 2), recorded)
-            with torch.inference_mode():
-                assert torch.equal(velocity(model, 3), expected[3])
 
     def test_weights_that_want_gradients_are_refused_where_these_are_recorded(self, model, expected):
         model.requires_grad_(True)

@@ -9,7 +9,6 @@ from torch import nn
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit.chunks import over_tokens
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -109,22 +108,6 @@ def test_a_shard_with_fewer_heads_runs_in_chunks():
         whole = block(tokens, vector, rotary)
         block.chunk_tokens = 4
         assert_close(block(tokens, vector, rotary), whole)
-
-
-def test_pieces_are_written_before_the_next_is_computed():
-    alive = []
-
-    def double(chunk):
-        alive.append(counter.live_bytes)
-        return chunk * 2
-
-    whole = torch.arange(800.0).view(1, 100, 8)
-    with torch.no_grad(), TensorBytes() as counter:
-        result = over_tokens(double, whole, size=10)
-    assert torch.equal(result, whole * 2)
-    # The result and, until it is written, one chunk.
-    assert alive == [0] + [result.nbytes] * 9
-    assert counter.peak_bytes == result.nbytes + result.nbytes // 10
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -34,14 +34,6 @@ def test_the_released_model_without_reading_it(tmp_path: Path) -> None:
     assert document["tensors"][0] == {**first, "statistics": None}
 
 
-def test_adapters_are_described_in_one_line(tmp_path: Path) -> None:
-    factors = {"lora_unet_x.lora_down.weight": torch.ones(4, 5), "lora_unet_x.lora_up.weight": torch.ones(6, 4)}
-    save_file(factors, tmp_path / "style.safetensors")
-    found = look(tmp_path / "style.safetensors")
-    assert "model       LoRA in the style of kohya, rank 4 in 1 layers" in found.lines()
-    assert found.to_json()["model"] is None
-
-
 def test_statistics_name_what_is_broken(tmp_path: Path) -> None:
     state = {
         "good": torch.tensor([1.0, 3.0]),

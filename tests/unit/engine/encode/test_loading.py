@@ -150,20 +150,6 @@ def test_a_broken_sample_is_replaced_by_the_next_and_warned_of_once(broken_table
     assert [described(batch) for batch in again] == [described(batch) for batch in batches]
 
 
-def test_unused_rows_are_warned_of(table: Path) -> None:
-    warned = Warnings()
-    wrong = table.with_name("wrong.csv")
-    wrong.write_text(table.read_text() + "wrong.mp4,text,none,64,64,24\n")
-    take(settings(wrong, buckets={"64px": {1: (1.0, 2), 5: (1.0, 7), 9: (0.0, 1)}}), 1, reporter=warned)
-    assert len(warned.texts) == 3
-    assert "bad rows skipped: 1;" in warned.texts[0]
-    assert (
-        "rows unused: 6 of 10, their buckets have probability 0 (clip_0.mp4: 64x64, 13 frames at 24 fps);"
-        in warned.texts[1]
-    )
-    assert warned.texts[2].startswith("data.buckets.64px.5 is empty")
-
-
 def test_without_a_readable_sample_the_file_is_named(broken_table: Path) -> None:
     for path in broken_table.parent.glob("*.mp4"):
         path.unlink()

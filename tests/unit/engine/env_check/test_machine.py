@@ -1,7 +1,6 @@
 """Findings about machines that are made up."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +30,6 @@ from opensora_cli.engine.env_check.machine import (
     check_python,
     check_torch,
     is_supported,
-    shadowing_libraries,
     unmet_requirements,
 )
 from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity
@@ -208,14 +206,6 @@ def test_weights_go_to_the_folder_that_the_environment_names(tmp_path):
     assert weights.free_disk_bytes > 0
     assert preset_here("768px", {"OSORA_RUNTIME__WEIGHTS": "/w", "OSORA_WEIGHTS": ""}).runtime.weights == "/w"
     assert preset_here("768px", {}).runtime.weights is None
-
-
-def test_libraries_that_hide_those_of_torch_are_found(tmp_path):
-    (tmp_path / "libcudnn.so.8").touch()
-    (tmp_path / "libz.so").touch()
-    environment = {"LD_LIBRARY_PATH": f"{tmp_path}::{tmp_path / 'gone'}"}
-    assert shadowing_libraries(environment, own=Path("/elsewhere")) == (str(tmp_path / "libcudnn.so.8"),)
-    assert shadowing_libraries(environment, own=tmp_path) == ()
 
 
 @pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, list_presets("generate"))])

@@ -17,8 +17,6 @@ SERVER = Surroundings(
     interfaces=("lo", "eth0", "eth1", "docker0"),
     infiniband=("mlx5_0", "mlx5_1"),
 )
-DESKTOP = replace(SERVER, num_gpus=1, cores=8, has_nvlink=False, infiniband=())
-LAPTOP = replace(DESKTOP, uses_cuda=False, num_gpus=0)
 WARNING, PROBLEM, NOTE = Severity.WARNING, Severity.PROBLEM, Severity.NOTE
 
 
@@ -95,11 +93,6 @@ def test_a_fault_gives_one_finding_with_reason_and_fix(variables, variable, seve
 )  # fmt: skip
 def test_right_values_give_no_finding(variables):
     assert lint_variables(variables, SERVER) == []
-
-
-def test_allocator_faults_are_warnings_for_a_cpu_build():
-    (finding,) = lint_variables({"PYTORCH_ALLOC_CONF": "backend=native"}, LAPTOP)
-    assert finding.severity is WARNING
 
 
 def test_libraries_that_hide_those_of_torch_are_named():
