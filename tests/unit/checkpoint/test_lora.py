@@ -122,6 +122,13 @@ def test_the_sum_is_rounded_once(transposed, dtype):
     assert torch.allclose(found.double(), expected, atol=1e-5, rtol=torch.finfo(dtype).eps)
 
 
+def test_several_updates_of_a_weight_are_summed_before_the_rounding():
+    ones = torch.ones(3, 2)
+    small = LowRank(a=LazyTensor.of(ones[:1]), b=LazyTensor.of(ones[:, :1] * 2**-9), scale=1.0, transposed=False)
+    # One after the other each would be rounded away.
+    assert torch.equal(merged(ones.bfloat16(), *[small] * 4), torch.full((3, 2), 1 + 2**-7, dtype=torch.bfloat16))
+
+
 class TestUnmerge:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
     @pytest.mark.parametrize("magnitude", [1e-3, 1.0])

@@ -179,6 +179,11 @@ class TestBrokenFolders:
         )
         assert "transformed" in refused(lambda: open_dcp(folder))
 
+    @pytest.mark.parametrize("keys", [("half",), ("half", "a")])
+    def test_two_tensors_of_one_name(self, folder, keys):
+        change(folder, lambda metadata: setattr(metadata, "planner_data", {"long": keys}))
+        refused(lambda: open_dcp(folder))
+
     def test_no_payload_is_run(self, tmp_path, folder):
         content = payloads(tmp_path / "canary")["os.system"]
         (folder / DCP_METADATA).write_bytes(content)

@@ -63,6 +63,14 @@ class TestBrokenAdapters:
         assert words in caught.value.message
         assert caught.value.exit_code == 2
 
+    def test_tensors_of_other_kinds(self, folder):
+        tensors = factors("block.proj", 6, 5)
+        vector = {"base_model.model.block.proj.lora_magnitude_vector": draw(6)}
+        with pytest.raises(RequestError, match=r"lora_magnitude_vector.*cannot be merged"):
+            open_adapter(write_adapter(folder, tensors | vector))
+        with pytest.raises(CheckpointError, match=r"not of LoRA: block\.norm\.weight"):
+            open_adapter(write_adapter(folder, tensors | {"base_model.model.block.norm.weight": draw(6)}))
+
     @pytest.mark.parametrize(
         "config",
         [

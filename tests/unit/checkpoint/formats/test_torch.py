@@ -348,6 +348,12 @@ class TestBrokenFiles:
                 archive.writestr(f"archive/{name}", content)
         assert reason in refused(lambda: open_torch(tmp_path / "a"))
 
+    def test_compressed_records_are_refused(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "a", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", b"N" * 10**6)
+        assert (tmp_path / "a").stat().st_size < 2000
+        assert "compressed" in refused(lambda: open_torch(tmp_path / "a"))
+
     def test_whole_models_are_refused(self, tmp_path):
         torch.save(nn.Linear(1, 1), tmp_path / "a")
         with pytest.raises(CheckpointError, match=r"imports 'torch\.nn\.modules\.linear\.Linear'") as caught:
