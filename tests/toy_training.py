@@ -97,7 +97,7 @@ class ToyTask:
         self.answer = answer.detach()
         loss = (answer - batch.x_BC.sum(dim=1, keepdim=True)).square().mean()
         if batch.number in self._not_finite:
-            loss = loss * float("nan")
+            loss = loss + float("nan")  # The gradient stays finite.
         if batch.number in self._steep:
             loss = loss + (answer * 0).abs().sqrt().sum()
         return loss, {"scale": float(batch.x_BC.std())}
