@@ -13,10 +13,10 @@ from gpu_bench import ONE_BRANCH, Bench, Row, tried
 from torch.nn import functional
 
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.device import GIB
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage

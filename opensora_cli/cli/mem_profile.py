@@ -5,6 +5,7 @@ import os
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
+from opensora_cli.core import device_names
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.tools import MemProfileSettings, profiled_settings
 
@@ -48,7 +49,7 @@ _ROWS = {
         "generate",
     ),
     "--set": options.set_row("Any setting of what is profiled."),
-    "--device": Option(kind=str, metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", default="auto"),
+    "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(kind=int, metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from opensora_cli.core import device_names
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 
 _SETTINGS_FILES = (".json", ".py", ".yaml", ".yml")
@@ -62,7 +63,7 @@ def set_row(about: str) -> Option:
 def device_rows(prefix: str = "") -> dict[str, Option]:
     """Return the rows of device and threads, whose keys begin with `prefix`."""
     return {
-        "--device": Option(f"{prefix}device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE"),
+        "--device": Option(f"{prefix}device", MACHINE, device_names.HELP, "DEVICE"),
         "--threads": Option(f"{prefix}threads", MACHINE, "CPU threads.", "N", default="by work and cores"),
     }
 

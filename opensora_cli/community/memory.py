@@ -13,7 +13,14 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.device import (
+    free_and_total_bytes,
+    has_peaks,
+    peak_allocated_bytes,
+    pick_device,
+    reset_peaks,
+    synchronize,
+)
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.memory import activations, checkpointing
 from opensora_cli.memory.activations import OffloadedActivation
@@ -46,8 +53,7 @@ class ActivationManager(activations.ActivationManager):
         if not self.enable or x in self._ignored:
             return None
         handle = super().offload(x)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
+        synchronize(x.device)
         x.data = x.data if handle.host is None else handle.host
         self._moved.append((x, handle))
         return handle
@@ -95,16 +101,9 @@ class ActivationManager(activations.ActivationManager):
 
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
-    """Return the used and the total bytes of a device, or on a CPU of the memory that this process can have.
-
-    The reserve of torch's allocator on CUDA counts as free, because new tensors use it.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return total - free - reserve, total
-    memory = read_private_memory()
-    return memory.total_bytes - memory.free_bytes, memory.total_bytes
+    """Return the used and the total bytes of a device, or on a CPU of the memory that this process can have."""
+    free, total = free_and_total_bytes(device)
+    return total - free, total
 
 
 class DynamicActivationManager(ActivationManager):
@@ -192,7 +191,7 @@ def memory_offloading_inference(
 
     Blocks are the modules in `ModuleList`s and `Sequential`s. The model is on the CPU afterwards.
     """
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = pick_device("auto") if device is None else torch.device(device)
     with stream_model(model, device=chosen, resident=resident):
         output = model(tree_map_only(Tensor, lambda tensor: tensor.to(chosen), input_data))
     return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
@@ -211,10 +210,10 @@ def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory
     @torch.no_grad()
     def peak_of(size: int) -> int:
         inputs = torch.zeros(size, *input_shape, dtype=weight.dtype, device=weight.device)
-        if weight.is_cuda:
-            torch.cuda.reset_peak_memory_stats(weight.device)
+        if has_peaks(weight.device):
+            reset_peaks(weight.device)
             model(inputs)
-            return torch.cuda.max_memory_allocated(weight.device)
+            return peak_allocated_bytes(weight.device)
         with TensorBytes(limit=limit) as counter:
             counter.add(model)
             model(inputs)

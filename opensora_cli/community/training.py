@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from opensora_cli.checkpoint.sharding import own_piece
 from opensora_cli.core.conditions import ConditionMode, ReferencePart
+from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clip_conditions import condition_clip, cut_part, sample_mode
@@ -44,8 +45,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
     """
     kind, context = device_type("auto"), find_context(os.environ)
     device = torch.device(kind) if context is None else rank_device(context, kind)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     if context is not None and not dist.is_initialized():
         init_with_retry(
             kind,

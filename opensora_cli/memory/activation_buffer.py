@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from opensora_cli.core.device import current_stream, in_stream, new_stream
 from opensora_cli.memory.host_memory import PageLock, page_aligned
 
 
@@ -38,7 +39,7 @@ class HostStack:
         self._slots: list[Slot] = []
 
     def lock_pages(self, device: torch.device) -> None:
-        """Lock pages so that copies of a CUDA device overlap with computation. A second call has no effect.
+        """Lock pages so that copies of a GPU overlap with computation. A second call has no effect.
         Raises HardwareError if the memory cannot be page-locked.
         """
         if self._lock is None:
@@ -87,7 +88,7 @@ class Copies(Protocol):
     def to_host(self, source: Tensor, host: Tensor) -> None:
         """Start copying `source` after the current stream has computed it; its memory may be freed immediately."""
 
-    def to_device(self, host: Tensor, target: Tensor) -> torch.cuda.Event | None:
+    def to_device(self, host: Tensor, target: Tensor) -> torch.Event | None:
         """Start copying to `target`, which was allocated on the current stream; return an event to await, or None."""
 
 
@@ -102,29 +103,29 @@ class PlainCopies:
 
 
 class StreamCopies:
-    """Asynchronous copies on two separate CUDA streams, one for each direction."""
+    """Asynchronous copies on two separate streams, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
-        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no annotation there
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._down = new_stream(device)
+        self._up = new_stream(device)
 
     def to_host(self, source: Tensor, host: Tensor) -> None:
         """Copy after the current stream has computed `source`."""
-        self._down.wait_stream(torch.cuda.current_stream(source.device))
+        self._down.wait_stream(current_stream(source.device))
         # The previous contents of this part of host memory may still be in a copy to the device.
         self._down.wait_stream(self._up)
-        with torch.cuda.stream(self._down):
+        with in_stream(self._down):
             host.copy_(source, non_blocking=True)
         # Prevents reuse of its memory before the copy is done.
         source.record_stream(self._down)
 
-    def to_device(self, host: Tensor, target: Tensor) -> torch.cuda.Event:
+    def to_device(self, host: Tensor, target: Tensor) -> torch.Event:
         """Copy after the copies to the host, and after earlier use of the target's memory by the current stream."""
-        self._up.wait_stream(torch.cuda.current_stream(target.device))
+        self._up.wait_stream(current_stream(target.device))
         self._up.wait_stream(self._down)
-        with torch.cuda.stream(self._up):
+        with in_stream(self._up):
             target.copy_(host, non_blocking=True)
         # After an error, it may be freed without a wait for the copy.
         target.record_stream(self._up)
-        copied: torch.cuda.Event = self._up.record_event()
+        copied: torch.Event = self._up.record_event()
         return copied

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from opensora_cli.core.device import current_stream, has_streams, is_gpu
 from opensora_cli.memory.activation_buffer import Copies, HostStack, PlainCopies, Slot, StreamCopies
 
 
@@ -38,7 +39,7 @@ class ActivationManager:
     the rotary tables of all blocks, is copied once in each direction. It is identified by storage, offset, shape,
     strides, dtype and version.
 
-    On CUDA, copies run on separate streams: to the host as soon as a tensor is saved, and back one block ahead. Like
+    On a GPU, copies run on separate streams: to the host as soon as a tensor is saved, and back one block ahead. Like
     any tensor that autograd saves, an offloaded tensor must not be changed in place. Space is released when the graph
     of a tensor is freed. A failed pass therefore leaves nothing behind once its exception is dropped; `reset` releases
     the space immediately. One manager serves one process and one thread of forward passes.
@@ -188,7 +189,7 @@ class ActivationManager:
 
     def _copies_of(self, device: torch.device) -> Copies:
         if device not in self._copies:
-            self._copies[device] = StreamCopies(device) if device.type == "cuda" else PlainCopies()
+            self._copies[device] = StreamCopies(device) if has_streams(device) else PlainCopies()
         return self._copies[device]
 
     def _require_stack(self) -> HostStack:
@@ -223,14 +224,14 @@ class _Entry:
         self._stack = stack
         self._slot: Slot | None = None
         self._tensor: Tensor | None = None
-        self._ready: torch.cuda.Event | None = None
+        self._ready: torch.Event | None = None
         self._num_bytes = source.numel() * source.element_size()
         self.storage = weakref.ref(source.untyped_storage())
         if stack is None:
             self._tensor = source
             manager.outside_bytes += self._num_bytes
             return
-        if source.is_cuda:
+        if is_gpu(source.device):
             stack.lock_pages(source.device)
         self._slot = stack.push(source.numel())
         self._copies = manager._copies_of(source.device)
@@ -254,7 +255,7 @@ class _Entry:
         if self._tensor is None or (self._slot is not None and not self._slot.live):
             raise RuntimeError("this activation was dropped by reset(): run the forward pass again")
         if self._ready is not None:
-            torch.cuda.current_stream(self._tensor.device).wait_event(self._ready)
+            current_stream(self._tensor.device).wait_event(self._ready)
         return self._tensor
 
     def __del__(self) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.device import is_gpu
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
 
 HostSource = Literal["pinned", "mapped"]
@@ -23,7 +24,7 @@ STAGING_BYTES = 32 * 2**20
 """Size of each of the two staging buffers for mapped weights: a copy takes much longer than its launch."""
 
 ALIGNMENT = 512
-"""Alignment of weights in bytes. It is that of torch's CUDA tensors, so that the same kernels are chosen."""
+"""Alignment of weights in bytes. It is that of torch's tensors on GPUs, so that the same kernels are chosen."""
 
 
 class BlockWeights:
@@ -162,7 +163,7 @@ class _LockedMemory:
     def allocate(self, nbytes: int) -> Tensor:
         """Return (nbytes,) uint8 that begins at a page."""
         memory = page_aligned(nbytes)
-        if self._device.type == "cuda" and nbytes:
+        if is_gpu(self._device) and nbytes:
             self._locks.append(PageLock(memory, self._device))
         self.nbytes += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return memory
@@ -212,7 +213,7 @@ class _MappedWeights:
         staged = (weight.nbytes for block in blocks if not block.casts for weight in block.host)
         largest = max(staged, default=0)
         self._buffers = [memory.allocate(min(largest, STAGING_BYTES)) for _ in range(2)]
-        self._fetched: list[torch.cuda.Event | None] = [None, None]
+        self._fetched: list[torch.Event | None] = [None, None]
         self._turns = cycle(range(2))
         self.nbytes = memory.nbytes
         self._stopped = threading.Event()

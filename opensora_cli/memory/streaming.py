@@ -161,7 +161,7 @@ class _Slot:
     run: Tensor
     number: int | None = None
     """Index of the block that is in the slot or being copied there. None means an empty slot."""
-    copied: Future[torch.cuda.Event | None] | None = None
+    copied: Future[torch.Event | None] | None = None
 
 
 class _Streamer:
@@ -292,7 +292,7 @@ class _Streamer:
         slot.number = number
         self._figures.copied_bytes += self._ring[number].nbytes
 
-    def _copy(self, number: int, run: Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _copy(self, number: int, run: Tensor, free: torch.Event | None) -> torch.Event | None:
         with torch.inference_mode(False), torch.no_grad(), self._side.after(free):
             self._host.copy_to(number, run)
             return self._side.mark()

@@ -131,15 +131,6 @@ def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     return own
 
 
-def backend_of(device_type: str) -> str:
-    """Return the backend for `dist.init_process_group`: gloo for CPUs, and additionally NCCL for GPUs.
-
-    With both, each collective uses the backend for the device of its tensor, so that small messages of the host need
-    no GPU.
-    """
-    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-
-
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Create a group of `ranks`, in the given order. All ranks of the run must call this in the same order.
 

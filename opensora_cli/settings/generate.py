@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from pydantic import Field, model_validator
 
+from opensora_cli.core import device_names
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.media_choices import MediaFormat
@@ -326,7 +327,7 @@ def _draft_problems(settings: GenerateSettings) -> Iterator[str]:
 
 def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
     parallel, heads, device = settings.parallel, settings.model.num_heads, settings.runtime.device
-    if parallel.world_size > 1 and device.startswith("cuda:"):
+    if parallel.world_size > 1 and device_names.has_index(device):
         yield f"runtime.device={device} is one GPU, and parallel.gpus asks for more: use --devices"
     tensor = parallel.tensor_parallel_degree or 1
     if settings.compile and tensor > 1:

@@ -53,7 +53,7 @@ class GpuSettings(Section):
     """GPU model and its machine."""
 
     name: FileName = Field(description="Name for --on.")
-    cuda_name: FileName = Field(description="Name in CUDA.")
+    device_name: FileName = Field(description="Name that torch reports.")
     memory: ByteSize = Field(description="Memory of one GPU.")
     reserved: ByteSize = Field(default=2**30, description="Memory that weights and tensors cannot use.")
     bf16_tflops: _Figure = Field(description="Peak of dense bfloat16 products with fp32 sums, in 1e12 a second.")

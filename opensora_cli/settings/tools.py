@@ -11,8 +11,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.applies import PARALLEL
-from opensora_cli.settings.devices import ParallelSettings
-from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
+from opensora_cli.settings.devices import DeviceKind, ParallelSettings
+from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import open_config
 from opensora_cli.settings.generate import GenerateSettings
@@ -32,7 +32,7 @@ class BenchCommSettings(Section):
     parallel: ParallelSettings = Field(
         default=ParallelSettings(), description="Ranks. The default is one for each GPU, or two on CPUs."
     )
-    device: BenchDevice = Field(default=BenchDevice.AUTO, description="auto, cpu or cuda. auto means GPUs if present.")
+    device: DeviceKind = Field(default="auto", description="auto, cpu or cuda. auto means GPUs if present.")
     min_bytes: _BenchBytes = Field(default=8, description="Smallest size, as in 8 or 1KiB.")
     max_bytes: _BenchBytes | None = Field(default=None, description="Largest size. None: 1 GiB on GPUs, 4 MiB on CPUs.")
     iters: int = Field(default=20, ge=1, le=100_000, description="Timed repeats of each size.")

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from opensora_cli.core.device import collective_backends
 from opensora_cli.parallel.mesh import (
     AXES,
     MeshShape,
     ParallelMesh,
-    backend_of,
     get_data_parallel_group,
     get_sequence_parallel_group,
     get_tensor_parallel_group,
@@ -104,5 +104,5 @@ def test_without_groups() -> None:
 
 
 def test_backends() -> None:
-    assert backend_of("cpu") == "gloo"
-    assert backend_of("cuda") == "cpu:gloo,cuda:nccl"
+    assert collective_backends("cpu") == "gloo"
+    assert collective_backends("cuda") == "cpu:gloo,cuda:nccl"

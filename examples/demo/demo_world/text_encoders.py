@@ -21,8 +21,8 @@ from demo_world.captions import known_words, sample_caption, vocabulary
 from demo_world.scenes import Colour, Direction, Place, Scene, Shape, Speed, Time, Weather, sample_scene
 from demo_world.settings import TextEncoderSettings
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import queued_copy
 from opensora_cli.core.files import atomic_folder, write_json_atomic
-from opensora_cli.core.transfers import queued_copy
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.text.clip import ClipTextModel

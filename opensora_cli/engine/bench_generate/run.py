@@ -10,13 +10,13 @@ from statistics import fmean
 
 import torch
 
+from opensora_cli.core.device import peak_memory_gib, start_peak_memory
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime, is_loading
-from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_memory
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.decode import HeldVideo, hold
 from opensora_cli.engine.generate.events import Events

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
+from opensora_cli.core.device import capability, device_name, has_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.linear_products import LinearProducts
@@ -81,13 +82,13 @@ def require_products(
     _require_sizes(kind, config, tensor)
     if kind is LinearProducts.FP8 and dtype is not torch.bfloat16:
         raise RequestError("precision.linear=fp8 gives bfloat16: use it with --set runtime.dtype=bfloat16")
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return
-    found, needed = torch.cuda.get_device_capability(device), _NEEDED[kind]
+    found, needed = capability(device), _NEEDED[kind]
     if found < needed:
         raise HardwareError(
             f"precision.linear={kind} needs compute capability {needed[0]}.{needed[1]}, and "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+            f"{device_name(device)} has {found[0]}.{found[1]}",
             hint="use --set precision.linear=int8" if found >= _NEEDED[LinearProducts.INT8] else _USE_EXACT,
         )
     if tries_device and (problem := _why_unusable(kind, device, dtype)) is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from opensora_cli.core.device import has_gpu
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, DOWNLOADS, OPEN_SORA_V2, WeightNames
@@ -252,9 +253,9 @@ def choose_model(
         reasons.append("the CPU was asked for")
     elif found.complete or "torch" in sys.modules:
         with nullcontext() if "torch" in sys.modules else loading():
-            import torch
+            pass
 
-        if not torch.cuda.is_available():
+        if not has_gpu():
             reasons.append("there is no CUDA device")
     if reasons:
         return DEMO, " and ".join(reasons)

@@ -7,7 +7,7 @@ four each. Latents that were given without encoding came back worse: on the demo
 
 import torch
 
-from opensora_cli.engine.components.hardware import peak_memory_gib
+from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.decode import Clip, Figures, HeldVideo, SegmentFigures
 from opensora_cli.engine.generate.events import Events

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.device import GIB
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.autoencoders import decodes_in_chunks
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.loras import Lora, lora_ranks
 from opensora_cli.engine.components.parallelize import AttentionSizes, PlannedExchange
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components

@@ -9,6 +9,8 @@ import torch
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONTINUING, condition_mode
+from opensora_cli.core.device import is_accelerator
+from opensora_cli.core.device_names import indexed
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
@@ -219,9 +221,9 @@ def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> H
     """
     parallel = settings.parallel
     if device is None and parallel.devices is not None and parallel.world_size == 1:
-        device = f"cuda:{parallel.devices[0]}"
+        device = indexed(parallel.devices[0])
     hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
-    if hardware.device.type == "cuda":
+    if is_accelerator(hardware.device):
         return hardware
     return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
 

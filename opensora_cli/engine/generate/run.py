@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
+from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import remove_left
@@ -15,7 +16,6 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
-from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from opensora_cli.core.device import release_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware, release_memory
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.measure import peak_bytes, unless_out_of_memory, why_not_measured

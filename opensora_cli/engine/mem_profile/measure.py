@@ -5,8 +5,9 @@ from typing import TypeVar
 
 import torch
 
+from opensora_cli.core.device import timed
 from opensora_cli.core.private_memory import read_private_memory
-from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, timed
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
 from opensora_cli.engine.mem_profile.report import mib
 from opensora_cli.memory.counting import TensorBytes
 

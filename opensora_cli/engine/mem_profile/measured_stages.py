@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from opensora_cli.core.conditions import reference_parts
+from opensora_cli.core.device import release_memory, start_peak_memory, timed
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
-from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS

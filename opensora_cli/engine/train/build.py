@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.encode.clip_cache import ClipCache
@@ -72,7 +73,7 @@ def refuse_before_ranks(settings: TrainSettings) -> None:
     for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
         open_table(each, fixed_starts=False)
     if settings.clip_cache is not None:
-        require_same_settings(settings, device=torch.device("cpu" if settings.device == "cpu" else "cuda"))
+        require_same_settings(settings, device=torch.device(type_of_ranks(settings.device)))
 
 
 def count_parameters(settings: TrainSettings) -> int:

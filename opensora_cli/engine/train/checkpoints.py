@@ -22,6 +22,7 @@ from opensora_cli.checkpoint.shared_folder import (
     temporary_folder,
     write_share,
 )
+from opensora_cli.core.device import current_gpu, is_gpu, synchronize
 from opensora_cli.core.exceptions import FileProblem, OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
@@ -152,11 +153,11 @@ class CheckpointWriter:
                 name = part.file, part.key
                 buffer = self._buffers.get(name)
                 if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
-                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-                kept = buffers[name] = buffer.copy_(whole, non_blocking=whole.is_cuda)
+                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=is_gpu(whole.device))
+                kept = buffers[name] = buffer.copy_(whole, non_blocking=is_gpu(whole.device))
             copied.setdefault(part.file, {})[part.key] = kept
         if any(buffer.is_pinned() for buffer in buffers.values()):
-            torch.cuda.synchronize()
+            synchronize(current_gpu())
         self._buffers = buffers
         return copied
 

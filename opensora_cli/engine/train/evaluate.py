@@ -11,6 +11,7 @@ from torch import Tensor
 
 import opensora_cli
 from opensora_cli.core.conditions import T2V
+from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.files import remove
 from opensora_cli.core.media_choices import MediaFormat
@@ -18,7 +19,6 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.autoencoders import vae_tiling
-from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
 from opensora_cli.engine.encode.datasets import open_table
@@ -64,7 +64,7 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
     trainer.task.module.eval()
     try:
         with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            random_state_kept(device),
             trainer.averaged(),
             trainer.distribution.evaluating(),
             torch.no_grad(),

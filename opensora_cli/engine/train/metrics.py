@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from opensora_cli.core.device import device_name, is_gpu, peak_memory_gib, profiler_range, synchronize
 from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.formatting import duration
@@ -21,7 +22,6 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.evaluate import remove_later_samples
@@ -160,7 +160,7 @@ class Metrics:
     def _start_profile(self, step: int) -> None:
         # A run that is resumed between the first and the last step writes no profile.
         if self._profile_steps is not None and step == self._profile_steps[0] - 1:
-            gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            gpu = [ProfilerActivity.CUDA] if is_gpu(self._device) else []
             self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
             self._profile.start()
 
@@ -178,7 +178,7 @@ class Metrics:
 
 def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
     watching = settings.watching
-    if device.type != "cuda":
+    if not is_gpu(device):
         given = " and ".join(f"watching.{name}=true" for name in ("exact_timers", "nvtx") if getattr(watching, name))
         if given:
             raise HardwareError(f"{given} needs a GPU, and this runs on a CPU", hint=f"leave {given} out")
@@ -186,9 +186,9 @@ def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
     if watching.profile_steps is not None:
         marks.append(torch.profiler.record_function)
     if watching.nvtx:
-        marks.append(torch.cuda.nvtx.range)
+        marks.append(profiler_range)
     if watching.exact_timers:
-        return Clock(marks=marks, wait=partial(torch.cuda.synchronize, device))
+        return Clock(marks=marks, wait=partial(synchronize, device))
     return Clock(marks=marks)
 
 
@@ -197,9 +197,9 @@ def _open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[
     if not settings.trains_transformer:
         return None
     peak, precision = settings.watching.peak_tflops, settings.precision
-    if peak is None and distribution.device.type == "cuda":
+    if peak is None and is_gpu(distribution.device):
         is_half = precision.compute is Compute.BF16
-        peak = peak_tflops(torch.cuda.get_device_name(distribution.device)) if is_half else None
+        peak = peak_tflops(device_name(distribution.device)) if is_half else None
     if peak is None:
         return None
     all_devices = peak * 1e12 * distribution.ranks

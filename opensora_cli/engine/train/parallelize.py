@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from opensora_cli.core.device import is_accelerator
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -108,7 +109,7 @@ def parallelize(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_states else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(device)) if offload_states else OffloadPolicy()
     groups: list[FSDPModule] = []
 
     def shard(module: nn.Module, *, reshard_after_forward: bool) -> None:

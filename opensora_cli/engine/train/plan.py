@@ -6,6 +6,8 @@ import torch
 from pydantic import Field
 
 from opensora_cli.checkpoint.formats.peft import require_peft
+from opensora_cli.core.device import GIB
+from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few
@@ -13,7 +15,6 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
@@ -215,7 +216,7 @@ def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettin
     machine.require(device=settings.device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
     chosen, memory = settings.train_mmdit.frozen_dtype, settings.memory
     there = settings.replace(
-        {"device": "cuda", "train_mmdit.frozen_dtype": DType.BFLOAT16 if chosen is DType.AUTO else chosen}
+        {"device": GPU, "train_mmdit.frozen_dtype": DType.BFLOAT16 if chosen is DType.AUTO else chosen}
     )
     if memory.offload is WeightOffload.NONE or memory.host_weights is not None:
         return there
@@ -229,7 +230,7 @@ def _attention(settings: TrainSettings, machine: PlannedMachine | None) -> Atten
     if machine is None and settings.parallel.world_size == 1:
         return plan_attention(settings, device=training_device(settings))
     # Each of several ranks checks its own device.
-    device = torch.device("cpu" if settings.device == "cpu" and machine is None else "cuda")
+    device = torch.device(type_of_ranks(settings.device) if machine is None else GPU)
     return plan_attention(settings, device=device, tries_device=False)
 
 

@@ -11,6 +11,7 @@ from math import prod
 
 import torch
 
+from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.parallelize import AttentionSizes
 from opensora_cli.engine.encode.encoders import frozen_dtype
@@ -185,7 +186,7 @@ def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
     """Return how long a rank encodes the clips and captions of a micro-batch; empty with a cache."""
     if settings.train_mmdit.cache is not None:
         return {}
-    shape, dtype = largest_batch_shape(settings), frozen_dtype(settings.train_mmdit, torch.device("cuda"))
+    shape, dtype = largest_batch_shape(settings), frozen_dtype(settings.train_mmdit, torch.device(GPU))
     parts, files, lengths = find_frozen_parts(settings), settings.train_mmdit.files, settings.text
     of_clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
     of_captions = text_work(

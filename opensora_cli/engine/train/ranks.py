@@ -5,11 +5,12 @@ from contextlib import contextmanager
 
 import torch
 
+from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
-from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
+from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.parallel.all_to_all import ExchangePlan
@@ -28,8 +29,7 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
     """
     with log_folder("train") as log_dir:
         parallel = settings.parallel
-        # Devices by number are GPUs: processes on the CPU start only on request.
-        kind: DeviceType = "cpu" if settings.device == "cpu" else "cuda"
+        kind = type_of_ranks(settings.device)
         request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = write_settings(log_dir, settings.model_dump(mode="json"))
         launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))

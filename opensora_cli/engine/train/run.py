@@ -5,9 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
+from opensora_cli.core.device import random_state_kept, tf32_products
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.folder_lock import LOCK_FILE, sole_run
@@ -19,7 +18,7 @@ from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import threads_used
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
+from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
 from opensora_cli.engine.encode.loading import ClipBatches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.activations import saved_activations
@@ -204,7 +203,7 @@ class _Run:
                 threads = with_recorded_threads(threads, folder, reporter=reporter)
             stack.enter_context(threads_used(threads, reporter))
             # Steps seed torch's global generator, whose state is the caller's.
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(random_state_kept(device))
             stack.enter_context(tf32_products(self._settings.precision.tf32, device, note=reporter.note))
             self._attention = plan_attention(self._settings, device=device)
             # Open these first: encoders are freed before the model is loaded, and broken tables are found early.

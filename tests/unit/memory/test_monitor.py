@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -9,32 +7,7 @@ from opensora_cli.memory.monitor import (
     ModuleTimes,
     Spread,
     blocks_of,
-    log_cuda_max_memory,
-    log_cuda_memory,
-    log_model_params,
 )
-
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is without CUDA")
-
-
-@without_cuda
-def test_without_cuda_no_memory_is_logged(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    log_cuda_memory("the start")
-    log_cuda_max_memory()
-    assert caplog.messages == [
-        "CUDA memory at the start: there is no CUDA device",
-        "most CUDA memory: there is no CUDA device",
-    ]
-
-
-def test_parameters_are_counted_once(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
-    model[1].weight = model[0].weight
-    model.append(nn.Linear(10, 5, bias=False).requires_grad_(False))
-    log_model_params(model)
-    assert caplog.messages == ["Sequential: 150 parameters, 100 of them trained, 0.000 GiB"]
 
 
 def test_phases_are_kept_also_when_they_fail():

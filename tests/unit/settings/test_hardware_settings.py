@@ -15,7 +15,7 @@ from opensora_cli.settings.hardware import read_machine
 def test_a_file_has_its_name_and_the_peak_that_training_compares_with(name: str) -> None:
     gpu = read_machine(name).gpu
     assert gpu.name == name
-    assert gpu.bf16_tflops == peak_tflops(gpu.cuda_name)
+    assert gpu.bf16_tflops == peak_tflops(gpu.device_name)
     assert gpu.reserved < gpu.memory
 
 
@@ -107,7 +107,7 @@ def test_nonsense_in_a_file_is_refused(change: str, says: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
-        ({"cuda_name": None}, "cuda_name"),
+        ({"device_name": None}, "cuda_name"),
         ({"memory_rate": None}, "memory_rate.peak_gb_per_s, memory_rate.attainable_gb_per_s"),
         ({"gpu_link": {"peak_gb_per_s": 32}}, "gpu_link.attainable_gb_per_s"),
     ],

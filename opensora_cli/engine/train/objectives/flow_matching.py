@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import is_accelerator, is_gpu, queued_copy
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.core.transfers import queued_copy
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import scale_metadata
 from opensora_cli.engine.encode.clip_cache import ClipCache
@@ -90,7 +90,7 @@ class MMDiTTask:
         self._empty_prompt = empty_prompt
         self._encoders = encoders
         self._device = torch.device(device)
-        self._drawing = ThreadPoolExecutor(_THREADS, "noise") if self._device.type == "cuda" else None
+        self._drawing = ThreadPoolExecutor(_THREADS, "noise") if is_accelerator(self._device) else None
         self._export = export
         self._weights = settings.mode_weights.by_mode()
         self._lengths = settings.lengths
@@ -173,7 +173,7 @@ class MMDiTTask:
 
     def _noise(self, shape: Sequence[int], states: Sequence[SampleRng]) -> Tensor:
         """Draw the noise of each clip on the host, so that it is the same for every device."""
-        noise_BCTHW = torch.empty(shape, pin_memory=self._device.type == "cuda")
+        noise_BCTHW = torch.empty(shape, pin_memory=is_gpu(self._device))
         # A small model on a GPU would wait longer for noise than it computes. With a model on the CPU, no core is free.
         each = self._drawing.map if self._drawing else map
         list(each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), noise_BCTHW, states))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import queued_copy
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.transfers import queued_copy
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.base import VAE_FILE

@@ -41,7 +41,7 @@ def _tried_again():
 def on_cpu(monkeypatch):
     """Let the kernels of libraries be tried on the CPU, where their stand-ins compute."""
     for name, kind in ATTENTION_KINDS.items():
-        monkeypatch.setitem(ATTENTION_KINDS, name, replace(kind, needs_cuda=False))
+        monkeypatch.setitem(ATTENTION_KINDS, name, replace(kind, needs_gpu=False))
 
 
 def choose(name, use=CPU, **options):

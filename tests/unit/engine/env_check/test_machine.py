@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
-from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.core.device_facts import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.env_check import host
@@ -126,6 +126,12 @@ def test_a_server_has_only_ok():
     assert set(severities(check_libraries(TORCH, SERVER_GPUS))) == {OK}
 
 
+def test_other_accelerators_are_marked_as_untested():
+    findings = list(check_gpus(replace(CPU_TORCH, untested=("xpu",)), []))
+    assert severities(findings) == [NOTE, NOTE]
+    assert "--device xpu" in findings[-1].message
+
+
 def test_a_cpu_machine_has_only_ok_and_notes():
     findings = [
         *check_torch(CPU_TORCH, DriverFacts()),
@@ -212,10 +218,10 @@ def test_a_library_without_x264_is_a_problem(monkeypatch):
 
 def test_attention_backends_that_auto_uses_that_work_and_that_are_missing(monkeypatch):
     def library(version, install):
-        return SimpleNamespace(library=SimpleNamespace(version=lambda: version, install=install), needs_cuda=True)
+        return SimpleNamespace(library=SimpleNamespace(version=lambda: version, install=install), needs_gpu=True)
 
     kinds = {
-        "cudnn": SimpleNamespace(library=None, needs_cuda=True),
+        "cudnn": SimpleNamespace(library=None, needs_gpu=True),
         "flash2": library(None, "pip install flash-attn"),
         "flash3": library(None, "build it"),
         "xformers": library("0.0.35", "pip install"),

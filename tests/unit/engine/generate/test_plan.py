@@ -9,10 +9,11 @@ from shared_models import plan_without_estimate
 from tiny_world import dc_ae_settings, demo_settings, released_settings
 
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
 from opensora_cli.engine.components import autoencoders, configs, hardware
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import planning
