@@ -32,7 +32,9 @@ class BenchCommSettings(Section):
     parallel: ParallelSettings = Field(
         default=ParallelSettings(), description="Ranks. The default is one for each GPU, or two on CPUs."
     )
-    device: DeviceKind = Field(default="auto", description="auto, cpu or cuda. auto means GPUs if present.")
+    device: DeviceKind = Field(
+        default="auto", description="auto, cpu or a type of accelerator. auto means GPUs if present."
+    )
     min_bytes: _BenchBytes = Field(default=8, description="Smallest size, as in 8 or 1KiB.")
     max_bytes: _BenchBytes | None = Field(default=None, description="Largest size. None: 1 GiB on GPUs, 4 MiB on CPUs.")
     iters: int = Field(default=20, ge=1, le=100_000, description="Timed repeats of each size.")

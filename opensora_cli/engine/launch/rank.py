@@ -41,7 +41,7 @@ TIMEOUT_S = 600.0
 
 
 def device_type(device: str) -> str:
-    """Return the device type of ranks for the setting `device`: `auto`, `cpu`, `cuda` or `cuda:0`."""
+    """Return the device type of ranks for the setting `device`, which may have an index."""
     if device == "auto":
         return GPU if has_gpu() else "cpu"
     return type_of(device)

@@ -54,3 +54,9 @@ def test_collectives_of_accelerators_use_the_backend_of_their_vendor(kind, backe
 @pytest.mark.parametrize(("setting", "kind"), [("auto", "cuda"), ("cpu", "cpu"), ("cuda:1", "cuda"), ("xpu", "xpu")])
 def test_ranks_have_the_type_of_the_setting(setting, kind):
     assert type_of_ranks(setting) == kind
+
+
+def test_the_peak_of_a_cpu_is_that_of_the_process():
+    cpu = torch.device("cpu")
+    device.start_peak_memory(cpu)
+    assert 0.05 < device.peak_memory_gib(cpu)["peak_resident_gib"] < 1000
