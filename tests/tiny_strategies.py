@@ -11,7 +11,7 @@ from wire_formulas import StepSizes
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.parallelize import local
@@ -68,7 +68,7 @@ def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer
     reporter = SilentReporter()
     return Trainer(
         build_task(settings, distribution=distribution, reporter=reporter),
-        ClipBatches(settings, data_rank=distribution.data_rank, data_ranks=distribution.data_ranks, reporter=reporter),
+        open_batches(settings, data_rank=distribution.data_rank, data_ranks=distribution.data_ranks, reporter=reporter),
         loop=settings.loop,
         optimizer=settings.optimizer,
         compute=settings.precision.compute,

@@ -16,6 +16,7 @@ from opensora_cli.core.files import remove
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
+from opensora_cli.data.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
@@ -23,7 +24,6 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import load_encoders
-from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import SAMPLES_FOLDER

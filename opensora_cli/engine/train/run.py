@@ -20,7 +20,7 @@ from opensora_cli.core.threads import threads_used
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
@@ -286,7 +286,7 @@ class _Run:
         task = build_task(
             settings, distribution=distribution, clips=clips, token_weights=self._given.token_weights, reporter=reporter
         )
-        batches = ClipBatches(
+        batches = open_batches(
             settings,
             data_rank=distribution.data_rank,
             data_ranks=distribution.data_ranks,

@@ -29,7 +29,7 @@ from opensora_cli.engine.encode.clips import ALWAYS_CACHED
 from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.objectives import flow_matching as mmdit
 from opensora_cli.engine.train.objectives.flow_matching import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import SampleRng
@@ -135,7 +135,7 @@ def losses(settings, *, micro_batches):
     nn.init.normal_(module.final_layer.linear.weight)
     nn.init.normal_(module.cond_in.weight)
     task = build_mmdit_task(settings, module, device=CPU, clips=cache)
-    batches = ClipBatches(
+    batches = open_batches(
         settings,
         data_rank=0,
         data_ranks=1,

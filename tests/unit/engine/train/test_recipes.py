@@ -11,7 +11,7 @@ from tiny_autoencoders import moving_clip
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
@@ -167,7 +167,7 @@ def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
     """Return the mean loss over an epoch, four samples of time, noise and mode each, and the lengths that clips had."""
     reporter = SilentReporter()
     task = build_task(settings, distribution=Distribution(torch.device("cpu")), reporter=reporter)
-    batches = ClipBatches(settings, data_rank=0, data_ranks=1, reporter=reporter)
+    batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=reporter)
     losses, lengths = [], set()
     while (batch := batches.next()).epoch == 0:
         assert batch.pixels_BTHWC is not None
