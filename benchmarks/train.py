@@ -131,8 +131,8 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
 
 
 def make_trainer(
-    settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device, *, metrics: Metrics | None = None
-) -> Trainer[ClipBatch]:
+    settings: TrainSettings, batches: BatchSource, device: torch.device, *, metrics: Metrics | None = None
+) -> Trainer:
     """Return the trainer of `osora train`; without `metrics`, nothing is recorded."""
     distribution, reporter = Distribution(device), SilentReporter()
     return Trainer(

@@ -113,7 +113,7 @@ def clip_batch(number: int, *, num_frames: int, count: int = 2, size: int = 16) 
     )
 
 
-def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches[ClipBatch]:
+def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches:
     """Return endless micro-batches for that kind of autoencoder: two of clips, one of pictures, and so on."""
 
     def draw(_: SampleRng, number: int) -> ClipBatch:
@@ -124,13 +124,13 @@ def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches
 
 def vae_trainer(
     task: VAETask,
-    batches: SampledBatches[ClipBatch],
+    batches: SampledBatches,
     *,
     steps: int,
     micro_batches: int = 1,
     optimizer: OptimizerSettings = OPTIMIZER,
     distribution: Distribution | None = None,
-) -> Trainer[ClipBatch]:
+) -> Trainer:
     """Return what trains the task in float32 with AdamW."""
     device = torch.device("cpu")
     return Trainer(

@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.sharding import own_piece
 from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.encode.clip_conditions import condition_clip, cut_part, sample_mode
+from opensora_cli.engine.encode.clips import condition_clip, cut_part, sample_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
 from opensora_cli.engine.train.optimizer import Schedule, build_optimizers, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder

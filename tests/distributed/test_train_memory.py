@@ -9,9 +9,9 @@ import tiny_training
 import torch
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.train.distribution import gathered_dtype, open_distribution
 from opensora_cli.engine.train.estimate import measure_training
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
-from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution
 from opensora_cli.settings.train import TrainSettings
 
 Pool = Callable[[int], Any]

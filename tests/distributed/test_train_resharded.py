@@ -73,7 +73,7 @@ def _draw(rng: SampleRng, number: int) -> _Batch:
     return _Batch(number)
 
 
-def _trainer(distribution: Distribution) -> Trainer[_Batch]:
+def _trainer(distribution: Distribution) -> Trainer:
     return Trainer(
         _Task(distribution),
         SampledBatches(_draw, seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks),
@@ -86,11 +86,11 @@ def _trainer(distribution: Distribution) -> Trainer[_Batch]:
     )
 
 
-def _steps(trainer: Trainer[_Batch], count: int) -> list[float]:
+def _steps(trainer: Trainer, count: int) -> list[float]:
     return [trainer.do_step().figures["loss"] for _ in range(count)]
 
 
-def _averages(trainer: Trainer[_Batch]) -> dict[str, Tensor]:
+def _averages(trainer: Trainer) -> dict[str, Tensor]:
     distribution = trainer.distribution
     assert trainer.ema is not None
     return {

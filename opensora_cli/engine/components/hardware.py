@@ -153,6 +153,11 @@ def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[
             switch.fp32_precision = precision
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Return whether a device has native bfloat16 matmul; without it, float32 is far faster."""
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
     """Return whether float32 matmuls and convolutions use TF32 now, or None on a device without TF32."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _TF32_FROM:

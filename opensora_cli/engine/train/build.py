@@ -1,7 +1,5 @@
 """Construction of a task and its inputs from settings."""
 
-from typing import Any
-
 import torch
 
 from opensora_cli.core.progress import Reporter
@@ -9,6 +7,7 @@ from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_settings
+from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
@@ -24,7 +23,7 @@ def build_task(
     clips: ClipCache | None = None,
     token_weights: TokenWeights | None = None,
     reporter: Reporter,
-) -> Task[Any]:
+) -> Task:
     """Return the task of the objective, ready for training: this rank's part, on its device.
 
     Weights without a file are random from `loop.seed`, the same on all ranks. `token_weights` is for the transformer.
@@ -40,7 +39,9 @@ def build_task(
         task = find_objective(settings).build(
             settings, distribution=distribution, clips=clips, token_weights=token_weights, reporter=reporter
         )
-    task.forward = distribution.shard(task.module)
+    task.forward = distribution.shard(
+        task.module, activations=plan_activations(settings), compiles=settings.compile, warn=reporter.warn
+    )
     if distribution.divides:
         fill_parts(task.module, settings, distribution=distribution)
     if task.adversary is not None:

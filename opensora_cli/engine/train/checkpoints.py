@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,7 @@ class CheckpointWriter:
 
     def save(
         self,
-        trainer: Trainer[Any],
+        trainer: Trainer,
         *,
         validation_loss: float | None = None,
         done: Sequence[str] = (),
@@ -138,7 +137,7 @@ class CheckpointWriter:
             raise error
         self._had_failed = error is not None
 
-    def _copy(self, trainer: Trainer[Any]) -> dict[str, dict[str, Tensor]]:
+    def _copy(self, trainer: Trainer) -> dict[str, dict[str, Tensor]]:
         """Copy this rank's tensors to the host, into the buffers of the last copy if they fit."""
         bytes_of = [0] * trainer.distribution.ranks
         buffers: dict[tuple[str, str], Tensor] = {}
@@ -188,7 +187,7 @@ def _best(folders: list[Path]) -> Path | None:
     return min((folder for folder in reversed(scores) if scores[folder][0] == kind), key=lambda each: scores[each][1])
 
 
-def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: Sequence[str]) -> dict[str, object]:
+def _running_states(trainer: Trainer, validation_loss: float | None, done: Sequence[str]) -> dict[str, object]:
     score = validation_loss if validation_loss is not None else fmean(trainer.losses or [math.nan])
     scored: dict[str, object] = {}
     if math.isfinite(score):

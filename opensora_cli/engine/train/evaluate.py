@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,12 +49,12 @@ class Event(Protocol):
     def is_due(self, step: int) -> bool:
         """Return whether it is due after `step` steps."""
 
-    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+    def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Evaluate, and return figures for the log. All ranks must call this."""
 
 
 @contextmanager
-def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
+def evaluating(trainer: Trainer) -> Iterator[None]:
     """Put the module into evaluation mode inside the block: averaged weights, no dropout, no gradients.
 
     Modes of modules and torch's global generators are restored at the end.
@@ -96,7 +96,7 @@ class HeldOutLoss:
         every = self._settings.every
         return every is not None and (step % every == 0 or step == self._last_step)
 
-    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+    def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this.
 
         Raises OsoraError if a clip cannot be read.
@@ -178,7 +178,7 @@ class SampleVideos:
         every = self._settings.samples.every
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
-    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+    def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Write the videos `step{n}/0.mp4`, `1.mp4` and so on. All ranks must call this.
 
         A video that cannot be written, for example on a full disk, causes a warning.
@@ -204,7 +204,7 @@ class SampleVideos:
                 release_memory(device)
         return {}
 
-    def _latents(self, index: int, trainer: Trainer[Any], device: torch.device) -> Tensor:
+    def _latents(self, index: int, trainer: Trainer, device: torch.device) -> Tensor:
         settings = self._settings
         chosen, model, grid = settings.samples, settings.model, settings.vae.grid
         # The checked settings have all three sizes.

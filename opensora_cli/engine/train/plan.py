@@ -18,6 +18,7 @@ from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters
+from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.early import Resume, check_output, checkpoints_to_try, require_first_adapter
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
@@ -25,7 +26,6 @@ from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
-from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine

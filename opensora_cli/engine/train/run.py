@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +19,17 @@ from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import threads_used
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
+from opensora_cli.engine.components.hardware import (
+    OutOfMemoryError,
+    multiplies_bf16,
+    out_of_memory_reported,
+    tf32_products,
+)
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
-from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.distribution import Distribution, joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
@@ -33,9 +37,7 @@ from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
-from opensora_cli.engine.train.precision import multiplies_bf16
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
-from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.resuming import (
     choose_checkpoint,
     prepare_output,
@@ -228,7 +230,6 @@ class _Run:
             stack.enter_context(
                 streamed_weights(module, plan.frozen_weights, self._settings, device=device, reporter=reporter)
             )
-            stack.enter_context(saved_activations(module, plan.activations))
             stack.enter_context(self._writer)
             self._report_start(first_step)
             self._metrics.start(first_step)
@@ -280,7 +281,7 @@ class _Run:
         if refusal is not None:
             raise OutputError(refusal[0], hint=refusal[1])
 
-    def _build(self, stack: ExitStack) -> Trainer[Any]:
+    def _build(self, stack: ExitStack) -> Trainer:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
         clips = open_clips_cache(settings, distribution=distribution, reporter=reporter, source=self._given.source)
         task = build_task(
@@ -309,7 +310,7 @@ class _Run:
             trained_only=settings.lora.is_on,
         )
 
-    def _resume(self, trainer: Trainer[Any], folder: Path) -> None:
+    def _resume(self, trainer: Trainer, folder: Path) -> None:
         running = restore(trainer, folder)
         steps = self._settings.loop.steps
         if trainer.step > steps:
@@ -343,7 +344,7 @@ class _Run:
             )
 
     def _do_steps(
-        self, trainer: Trainer[Any], events: Mapping[str, Event | None], is_interrupted: Callable[[], bool]
+        self, trainer: Trainer, events: Mapping[str, Event | None], is_interrupted: Callable[[], bool]
     ) -> None:
         steps, every = self._settings.loop.steps, self._settings.checkpoints.every
         with self._reporter.stage("train", total=steps, unit="steps") as progress:
@@ -366,7 +367,7 @@ class _Run:
                 progress.advance()
                 self._writer.warn_of_failure()
 
-    def _stop_if_interrupted(self, trainer: Trainer[Any], is_interrupted: Callable[[], bool]) -> None:
+    def _stop_if_interrupted(self, trainer: Trainer, is_interrupted: Callable[[], bool]) -> None:
         # There is nothing to save before the first step.
         if trainer.step and self._distribution.any(is_interrupted()):
             self._save(trainer)
@@ -376,7 +377,7 @@ class _Run:
                 f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
             )
 
-    def _hold(self, name: str, event: Event, trainer: Trainer[Any]) -> None:
+    def _hold(self, name: str, event: Event, trainer: Trainer) -> None:
         """Validate, or make samples."""
         with self._metrics.clock.part(name):
             figures = event.run(trainer.step, trainer)
@@ -387,7 +388,7 @@ class _Run:
             self._saved_step = None
             self._metrics.on_validation(trainer.step, figures)
 
-    def _save(self, trainer: Trainer[Any]) -> None:
+    def _save(self, trainer: Trainer) -> None:
         """Save a checkpoint, unless this step is already saved."""
         beat("checkpoint")
         if self._saved_step != trainer.step:

@@ -28,7 +28,7 @@ from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import TrainSettings
 
 
-def fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
+def fresh_task(settings: TrainSettings) -> tuple[Task, list[nn.Module]]:
     """Return the stand-in of a run's task, whose random weights depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
@@ -119,7 +119,7 @@ def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
     return T5Model(t5), ClipTextModel(clip)
 
 
-def largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
+def largest_batches(settings: TrainSettings) -> SampledBatches:
     """Return the largest micro-batch, repeated."""
 
     def make(rng: SampleRng, number: int) -> Any:

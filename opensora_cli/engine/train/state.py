@@ -25,9 +25,8 @@ from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
-from opensora_cli.engine.train.ema import module_state
-from opensora_cli.engine.train.optimizer import state_names
-from opensora_cli.engine.train.parallelize import local
+from opensora_cli.engine.train.distribution import local
+from opensora_cli.engine.train.optimizer import module_state, state_names
 from opensora_cli.engine.train.trainer import Learner, Trainer
 
 ADVERSARY_FILE = "adversary.safetensors"
@@ -97,7 +96,7 @@ class StatePart:
     """Part of this rank, which training changes."""
 
 
-def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
+def tensors_of(trainer: Trainer) -> Iterator[StatePart]:
     """Yield all tensors of a run, in the same order on all ranks."""
     whole_name = trainer.distribution.whole_name
     for name, tensor in module_state(trainer.task.module, trained_only=trainer.trained_only).items():
@@ -114,7 +113,7 @@ def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
                     yield StatePart(file, f"{kind}.{whole_name(name)}", "" if kind == "step" else name, value)
 
 
-def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return the averaged, or else current, whole weights on the host of the main rank. All ranks must call this."""
     distribution, weights = trainer.distribution, trainer.ema
     if weights is None:
@@ -127,7 +126,7 @@ def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
     return whole
 
 
-def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
+def restore(trainer: Trainer, folder: Path) -> RunningStates:
     """Restore a run from a complete checkpoint, in place, and return its record.
 
     Each rank reads its own part. Learning rates and other settings of this run stay. Raises CheckpointError if the
@@ -155,7 +154,7 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
 
 
 @torch.no_grad()
-def _restore_weights(trainer: Trainer[Any], folder: Path) -> None:
+def _restore_weights(trainer: Trainer, folder: Path) -> None:
     stored: dict[str, Mapping[str, LazyTensor]] = {
         MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
         **{name: _open_tensors(folder / name) for name in (EMA_FILE, ADVERSARY_FILE)},
@@ -177,7 +176,7 @@ def _restore_weights(trainer: Trainer[Any], folder: Path) -> None:
 
 
 @torch.no_grad()
-def _restore_moments(trainer: Trainer[Any], learner: Learner, stored: Mapping[str, LazyTensor]) -> None:
+def _restore_moments(trainer: Trainer, learner: Learner, stored: Mapping[str, LazyTensor]) -> None:
     """Restore the state of optimizers. Raises CheckpointError if weights are not those of this run."""
     left, distribution = dict(stored), trainer.distribution
     for parameter, weight, optimizer in learner.trained():

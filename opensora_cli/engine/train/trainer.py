@@ -6,21 +6,28 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
-from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
-from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
-from opensora_cli.engine.train.optimizer import Schedule, build_optimizers, set_rates
-from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.precision import autocast
+from opensora_cli.engine.train.distribution import Distribution, local
+from opensora_cli.engine.train.objectives.task import BatchSource, SampleRng, Task
+from opensora_cli.engine.train.optimizer import (
+    Schedule,
+    averaged_copy,
+    build_optimizers,
+    module_state,
+    set_rates,
+    swapped_in,
+    update_ema,
+    warmed_up,
+)
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "validation", "samples")
@@ -157,7 +164,7 @@ class _Done:
         return {**figures, **losses}, [] if is_finite else list(self.paths or [self.name])
 
 
-class Trainer(Generic[BatchT]):
+class Trainer:
     """Trainer that does the steps of a run. It neither reads nor writes files.
 
     An update has M micro-batches, which the data-parallel ranks share evenly. Its gradient is the mean over all of
@@ -169,8 +176,8 @@ class Trainer(Generic[BatchT]):
 
     def __init__(
         self,
-        task: Task[BatchT],
-        batches: BatchSource[BatchT],
+        task: Task,
+        batches: BatchSource,
         *,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
@@ -210,7 +217,8 @@ class Trainer(Generic[BatchT]):
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context for forward passes."""
-        return autocast(self._compute, self.distribution.device)
+        is_on = self._compute is not Compute.FP32
+        return torch.autocast(self.distribution.device.type, dtype=torch_dtype(self._compute), enabled=is_on)
 
     def do_step(self) -> StepReport:
         """Do one step, and return its report, which `on_step` also receives.
@@ -277,7 +285,7 @@ class Trainer(Generic[BatchT]):
             )
         return done
 
-    def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _backward(self, batch: Any, *, share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Add the gradients of a micro-batch; return the loss of each learner, and figures for the log."""
         rng = SampleRng.of(self._loop.seed, batch.number)
         # The seed makes dropout inside modules the same for a micro-batch on any rank, at any time.

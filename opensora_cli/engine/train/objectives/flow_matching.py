@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +19,11 @@ from opensora_cli.core.transfers import queued_copy
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.autoencoders import scale_metadata
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.clip_conditions import condition_clip, sample_mode
-from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, training_caption
+from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, condition_clip, sample_mode, training_caption
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.base import LORA_FOLDER, TRANSFORMER_FILE
-from opensora_cli.engine.train.objectives.task import SampleRng
+from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
@@ -53,7 +51,7 @@ def export_transformer(weights: Mapping[str, Tensor], folder: Path, *, vae: VAES
     write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
 
-class MMDiTTask:
+class MMDiTTask(Task):
     """Training task with the mean squared error of the velocity (rectified flow); each clip has its own condition mode.
 
     Samples of a clip (mode, dropped captions, timestep, noise) depend on the micro-batch's random state and on the
@@ -67,7 +65,7 @@ class MMDiTTask:
         token_weights: function for the weights of tokens in the loss. None means equal weights.
     """
 
-    adversary = None
+    module: MMDiT
 
     def __init__(
         self,
@@ -82,8 +80,7 @@ class MMDiTTask:
         folders: Sequence[Path] = (),
         token_weights: TokenWeights | None = None,
     ) -> None:
-        self.module = module
-        self.forward: Callable[..., Any] = module
+        super().__init__(module)
         self._config = module.config
         self._settings = settings
         self._grid = grid
@@ -96,9 +93,6 @@ class MMDiTTask:
         self._lengths = settings.lengths
         self._token_weights = token_weights
         self._folders = [os.path.join(folder, "") for folder in folders]
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing because there is one phase."""
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the clips of a micro-batch, which have the same size, and no figures."""
@@ -150,9 +144,6 @@ class MMDiTTask:
             clips = self._encoded(batch)
             count, (frames, height, width) = len(clips), clips[0].latents().shape[1:]
         return int(count * frames * height * width // self._config.patch_size**2)
-
-    def samples(self, batch: ClipBatch) -> int:
-        return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the transformer, or the adapter if only an adapter is trained."""

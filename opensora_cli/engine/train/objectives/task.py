@@ -1,9 +1,10 @@
 """Interfaces between the trainer and an objective: task, micro-batches and random states."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Generator, Tensor, nn
@@ -55,20 +56,15 @@ class Batch(Protocol):
         """Names of the samples, for the log of skipped steps."""
 
 
-BatchT = TypeVar("BatchT", bound=Batch)
-BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
-BatchT_contra = TypeVar("BatchT_contra", bound=Batch, contravariant=True)
-
-
-class BatchSource(Protocol[BatchT_co]):
+class BatchSource(Protocol):
     """Source of this rank's micro-batches. With R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
 
     @property
     def epoch(self) -> int:
         """Epoch of the latest micro-batch, or of the first one before any, from 0."""
 
-    def next(self) -> BatchT_co:
-        """Return this rank's next micro-batch. The source never ends."""
+    def next(self) -> Any:
+        """Return this rank's next `Batch`. The source never ends."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, without prefetched micro-batches, as plain values and tensors.
@@ -78,9 +74,6 @@ class BatchSource(Protocol[BatchT_co]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a result of `state_dict`. Raises CheckpointError if the state belongs to other data."""
-
-    def close(self) -> None:
-        """Stop workers. It may be called twice."""
 
 
 class Adversary(Protocol):
@@ -104,32 +97,35 @@ class Adversary(Protocol):
         """
 
 
-class Task(Protocol[BatchT_contra]):
+class Task(ABC):
     """Training task: a module with its loss and export."""
 
+    module: nn.Module
+    """Module that is updated, averaged and saved. It may be sharded in place before training."""
     forward: Callable[..., Any]
     """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
+    adversary: Adversary | None = None
+    """Adversary with a separate optimizer, or None."""
 
-    @property
-    def module(self) -> nn.Module:
-        """Module that is updated, averaged and saved. It may be sharded in place before training."""
+    def __init__(self, module: nn.Module) -> None:
+        self.module = self.forward = module
 
-    @property
-    def adversary(self) -> Adversary | None:
-        """Adversary with a separate optimizer, or None."""
-
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:  # noqa: B027  # most tasks have one phase
         """Begin a new phase of training if one starts after `step` updates. A resumed run repeats the call."""
 
-    def loss(self, batch: BatchT_contra, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+    @abstractmethod
+    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the samples of a micro-batch, and this rank's detached figures for the log."""
 
-    def tokens(self, batch: BatchT_contra) -> int:
+    @abstractmethod
+    def tokens(self, batch: Any) -> int:
         """Return the number of tokens (of captions or packed latents) of the micro-batch."""
 
-    def samples(self, batch: BatchT_contra) -> int:
+    def samples(self, batch: Any) -> int:
         """Return the number of samples of the micro-batch."""
+        return len(batch.paths)
 
+    @abstractmethod
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write weights for generation to the run's folder. Only the main rank calls this.
 
@@ -137,23 +133,21 @@ class Task(Protocol[BatchT_contra]):
         """
 
 
-class SampledBatches(Generic[BatchT]):
+class SampledBatches:
     """Endless micro-batches, in one epoch, from `make(random state, number)`; they depend on the seed and number only.
 
     `rank` and `ranks` count data-parallel ranks.
     """
 
-    def __init__(self, make: Callable[[SampleRng, int], BatchT], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
+    epoch = 0
+
+    def __init__(self, make: Callable[[SampleRng, int], Any], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
         self._make = make
         self._seed = seed
         self._rank, self._ranks = rank, ranks
         self._handed_out = 0
 
-    @property
-    def epoch(self) -> int:
-        return 0
-
-    def next(self) -> BatchT:
+    def next(self) -> Any:
         number = self._handed_out + self._rank
         self._handed_out += self._ranks
         return self._make(SampleRng.of_data(self._seed, number), number)
@@ -168,6 +162,3 @@ class SampledBatches(Generic[BatchT]):
                 "the checkpoint's place in the data is of another dataset", hint="use the `data` that it was trained on"
             )
         self._handed_out = handed_out
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -75,7 +75,7 @@ SHRUNK = {
     "stage1": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
     "stage1_i2v": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
     "stage2": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS},
-    "stage2_i2v": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS, "memory.activation_buffer": "16MiB"},
+    "stage2_i2v": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS},
     "high_compression": {**TINY, **DC_AE, "data.buckets": "{64px: {1: [1.0, 4], 8: [1.0, 2]}}"},
 }
 

@@ -10,8 +10,8 @@ from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask
 
 from opensora_cli.core.exceptions import CheckpointError, TrainingError
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.ema import averaged_copy, update_ema
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
+from opensora_cli.engine.train.optimizer import averaged_copy, update_ema
 from opensora_cli.engine.train.trainer import PARTS
 
 
