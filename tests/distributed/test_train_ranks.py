@@ -21,9 +21,9 @@ from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
 from opensora_cli.engine.train import checkpoints
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint
 from opensora_cli.engine.train.distribution import Distribution, open_distribution
-from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import Trainer

@@ -29,8 +29,8 @@ from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
-from opensora_cli.engine.train import build, estimate, ranks, stand_ins, transformer
-from opensora_cli.engine.train import distribution as alone
+from opensora_cli.engine.train import build, estimate, transformer
+from opensora_cli.engine.train import distribution as ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import FakeDistribution
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
@@ -94,7 +94,7 @@ def rehearse(
         frozen = plan_frozen_weights(settings)
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
-        stack.enter_context(mock.patch.object(alone, "moved", partial(moved, leaves_frozen=True)))
+        stack.enter_context(mock.patch.object(ranks, "moved", partial(moved, leaves_frozen=True)))
         # One fake mode does not serve several threads.
         stack.enter_context(mock.patch.object(mmdit, "ThreadPoolExecutor", return_value=None))
         rehearsed = partial(ranks.distribution_of, kind=_Rehearsed)
@@ -153,7 +153,7 @@ def _encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
     dtype, empty = frozen_dtype(settings.train_mmdit, device), partial(torch.zeros, device=device)
     with _disable_current_modes(), torch.device("meta"):
         vae = autoencoder_on_meta(settings.vae)
-        texts = stand_ins._text_encoders(settings)
+        texts = build._text_encoders(settings)
     frozen = nn.ModuleList([vae, *texts]).requires_grad_(False).eval()
     give_fake_weights(frozen, device=device, dtype=dtype)
     vae.encoder = Repeated(vae.encoder)

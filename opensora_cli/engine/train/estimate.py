@@ -17,6 +17,7 @@ from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors, giv
 from opensora_cli.engine.estimate.generation import encoding_need
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
+from opensora_cli.engine.train.build import fresh_task, largest_batches
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
@@ -32,7 +33,6 @@ from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
-from opensora_cli.engine.train.stand_ins import fresh_task, largest_batches
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8

@@ -28,7 +28,7 @@ from opensora_cli.engine.components.hardware import (
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
 from opensora_cli.engine.train.distribution import Distribution, joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
@@ -38,13 +38,13 @@ from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
-from opensora_cli.engine.train.resuming import (
-    choose_checkpoint,
-    prepare_output,
+from opensora_cli.engine.train.state import (
+    read_running_states,
+    restore,
+    whole_weights,
     with_recorded_micro_batches,
     with_recorded_threads,
 )
-from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
@@ -200,10 +200,11 @@ class _Run:
             self._lock_output(stack)
             if plan.resume_from is not None:
                 folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution, reporter=reporter)
+                recorded = read_running_states(folder)
                 self._settings = with_recorded_micro_batches(
-                    self._settings, folder, data_ranks=distribution.data_ranks, reporter=reporter
+                    self._settings, recorded.micro_batches, data_ranks=distribution.data_ranks, reporter=reporter
                 )
-                threads = with_recorded_threads(threads, folder, reporter=reporter)
+                threads = with_recorded_threads(threads, recorded.threads, reporter=reporter)
             stack.enter_context(threads_used(threads, reporter))
             # Steps seed torch's global generator, whose state is the caller's.
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -223,7 +224,14 @@ class _Run:
                 self._resume(trainer, folder)
             first_step = trainer.step
             if distribution.is_main:
-                prepare_output(plan, self._settings, folder, step=first_step, reporter=reporter)
+                prepare_output(
+                    self._output,
+                    self._settings,
+                    folder,
+                    step=first_step,
+                    overwrite=plan.overwrite,
+                    reporter=reporter,
+                )
             distribution.barrier()
             # Only after the copy of the average, which needs no activations.
             module = trainer.task.module

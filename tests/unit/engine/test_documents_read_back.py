@@ -23,7 +23,7 @@ from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, thread
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.train.metrics import truncate_records
-from opensora_cli.engine.train.resuming import read_running_states
+from opensora_cli.engine.train.state import read_running_states
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.files import missing_files

@@ -40,7 +40,7 @@ class FlowMatching(Objective):
         return settings.model.hidden_size
 
     def stand_in(self, settings: TrainSettings) -> "tuple[Task, list[nn.Module]]":
-        from opensora_cli.engine.train.stand_ins import transformer_task
+        from opensora_cli.engine.train.build import transformer_task
 
         return transformer_task(settings)
 

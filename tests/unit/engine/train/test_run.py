@@ -29,8 +29,8 @@ from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.build import build_task, count_parameters
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.plan import plan_training, with_memory
-from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import Trainer
 
