@@ -39,8 +39,7 @@ from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.metrics import Metrics
-from opensora_cli.engine.train.objectives.task import BatchSource
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.trainer import BatchSource, Clock, Trainer
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings

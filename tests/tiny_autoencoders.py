@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, SampledBatches, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.reconstruction import VAETask
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings

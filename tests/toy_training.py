@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
-from opensora_cli.engine.train.trainer import Clock, StepReport, Trainer
+from opensora_cli.engine.train.trainer import Clock, StepReport, Task, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -101,9 +101,6 @@ class ToyTask(Task):
 
     def tokens(self, batch: ToyBatch) -> int:
         return 10 * len(batch.x_BC)
-
-    def samples(self, batch: ToyBatch) -> int:
-        return len(batch.x_BC)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         torch.save(dict(weights), folder / "exported.pt")

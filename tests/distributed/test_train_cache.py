@@ -10,10 +10,10 @@ import tiny_training
 import torch
 from tiny_world import RecordingReporter
 
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task, open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 
 _CLIPS = 8

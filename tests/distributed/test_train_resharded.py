@@ -12,9 +12,9 @@ from tiny_strategies import Case, micro_batch, tiny_transformer
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, OptimizerSettings
@@ -60,9 +60,6 @@ class _Task:
         return (velocity - target).square().mean(), {}
 
     def tokens(self, batch: _Batch) -> int:
-        return 1
-
-    def samples(self, batch: _Batch) -> int:
         return 1
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:

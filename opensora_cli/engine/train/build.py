@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.progress import Reporter
+from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
@@ -24,7 +25,7 @@ from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask, TokenWeights
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
+from opensora_cli.engine.train.trainer import Task
 from opensora_cli.engine.train.transformer import fill_parts, weights_dtype
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.clip import ClipTextModel

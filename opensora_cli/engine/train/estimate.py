@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors, give_fake_weights
 from opensora_cli.engine.estimate.generation import encoding_need
@@ -30,10 +31,9 @@ from opensora_cli.engine.train.frozen_weights import (
     waiting_weights,
 )
 from opensora_cli.engine.train.objectives.base import find_objective
-from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.trainer import Clock, Task, Trainer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of

@@ -16,6 +16,7 @@ from opensora_cli.core.files import remove
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.data.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.autoencoders import vae_tiling
@@ -27,8 +28,7 @@ from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import SAMPLES_FOLDER
-from opensora_cli.engine.train.objectives.task import Batch, SampleRng
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Batch, Trainer
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -112,7 +112,7 @@ class HeldOutLoss:
                 batch = self._read(min(index, self._count - 1))
                 # The same state for every batch, so that the noise of a clip depends only on its path.
                 loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
-                weight = trainer.task.samples(batch) if index < self._count else 0
+                weight = len(batch.paths) if index < self._count else 0
                 samples += weight
                 for name, value in {"loss": loss, **figures}.items():
                     sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.engine.components.hardware import multiplies_bf16
-from opensora_cli.engine.train.distribution import local
+from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings, ScheduleName
 
 _MOMENTUM = 0.95
@@ -191,6 +191,50 @@ def warmup_share(update: int, warmup_steps: int) -> float:
 
 def _between(lowest: float, share: float) -> float:
     return lowest + (1 - lowest) * share
+
+
+class Learner:
+    """Sharded module with its optimizers and their schedule."""
+
+    def __init__(
+        self, module: nn.Module, settings: OptimizerSettings, *, steps: int, distribution: Distribution
+    ) -> None:
+        self.module = module
+        self.optimizers: list[torch.optim.Optimizer] = build_optimizers(module, settings)
+        self._schedule = Schedule.of(settings, steps=steps)
+        self._max_grad_norm = settings.max_grad_norm
+        self._distribution = distribution
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last update in the first group of weights."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
+        """Yield the name, weight and optimizer of each trained parameter, in the order of the module."""
+        groups = ((group, optimizer) for optimizer in self.optimizers for group in optimizer.param_groups)
+        owners = {id(weight): optimizer for group, optimizer in groups for weight in group["params"]}
+        for name, weight in self.module.named_parameters():
+            if id(weight) in owners:
+                yield name, weight, owners[id(weight)]
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the last update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def clip(self) -> Tensor:
+        """Clip the gradients, and return their norm over all ranks before clipping."""
+        return self._distribution.clip_grad_norm(self.module, self._max_grad_norm)
+
+    def set_rates(self, step: int) -> None:
+        """Set the learning rates for the update after `step` updates."""
+        set_rates(self.optimizers, self._schedule.factor(step))
+
+    def update(self) -> None:
+        """Update the weights."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import local
-from opensora_cli.engine.train.optimizer import module_state, state_names
-from opensora_cli.engine.train.trainer import Learner, Trainer
+from opensora_cli.engine.train.optimizer import Learner, module_state, state_names
+from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
 
 ADVERSARY_FILE = "adversary.safetensors"

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.transfers import queued_copy
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.base import VAE_FILE
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
-from opensora_cli.engine.train.objectives.task import SampleRng, Task
+from opensora_cli.engine.train.trainer import Task
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings

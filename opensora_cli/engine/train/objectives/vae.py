@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.train.activations import BatchShape
     from opensora_cli.engine.train.distribution import Distribution
     from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
-    from opensora_cli.engine.train.objectives.task import Task
+    from opensora_cli.engine.train.trainer import Task
 
 
 class Reconstruction(Objective):

@@ -10,6 +10,7 @@ from tiny_autoencoders import moving_clip
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.generate.run import generate
@@ -18,7 +19,6 @@ from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media

@@ -21,7 +21,7 @@ COLORS = '''
 
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.engine.train.objectives.base import Objective
-from opensora_cli.engine.train.objectives.task import Task
+from opensora_cli.engine.train.trainer import Task
 
 
 class Colors(Objective):
