@@ -2,72 +2,78 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opensora_cli.core.device import (
     free_and_total_bytes,
+    has_gpu,
     has_peaks,
     peak_allocated_bytes,
     pick_device,
     reset_peaks,
-    synchronize,
 )
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.memory import activations, checkpointing
-from opensora_cli.memory.activations import OffloadedActivation
+from opensora_cli.memory import checkpointing
 from opensora_cli.memory.checkpointing import GradCheckpoint
 from opensora_cli.memory.checkpointing import auto_grad_checkpoint as auto_grad_checkpoint
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import stream_model
 
 
-class ActivationManager(activations.ActivationManager):
+class ActivationManager:
     """Stack of tensors in host memory. Without a buffer, `offload`, `onload` and `offloading` have no effect."""
 
     # Whether there is a buffer, its number of elements, and the flat buffer.
     enable, total_size = False, 0
     buffer: Tensor | None = None
 
-    def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
-        """Allocate a buffer of `numel` elements, which replaces an earlier one."""
-        super().setup_buffer(numel, dtype, device=device)
-        assert self._stack is not None
-        self.enable, self.buffer, self.total_size = True, self._stack.elements, numel
+    def __init__(self) -> None:
+        self._slots: list[_Slot] = []
+        self._moved: list[tuple[Tensor, _Slot]] = []
+        self._ignored: Any = WeakTensorKeyDictionary()
+
+    def setup_buffer(self, numel: int, dtype: torch.dtype) -> None:
+        """Allocate a buffer of `numel` elements, which replaces an earlier one. Raises RuntimeError if that is used."""
+        if self.avail_offset:
+            raise RuntimeError("the activation buffer is in use: call setup_buffer after backward, or reset() before")
+        self.buffer = torch.empty(numel, dtype=dtype, pin_memory=has_gpu())
+        self.enable, self.total_size = True, numel
 
     @property
     def avail_offset(self) -> int:
         """Number of used elements of the buffer."""
-        return self._stack.used if self._stack else 0
+        while self._slots and self._slots[-1].is_free:
+            self._slots.pop()
+        return self._slots[-1].stop if self._slots else 0
 
-    def offload(self, x: Tensor) -> OffloadedActivation | None:  # type: ignore[override]
-        """Move the data of `x` to the buffer, in place. `onload` of `x` or of the returned handle moves it back."""
+    def offload(self, x: Tensor) -> Tensor | None:
+        """Move the data of `x` to the buffer, in place, and return `x`. `onload` moves it back.
+        Raises RuntimeError if the buffer is full or has another dtype.
+        """
         if not self.enable or x in self._ignored:
             return None
-        handle = super().offload(x)
-        synchronize(x.device)
-        x.data = x.data if handle.host is None else handle.host
-        self._moved.append((x, handle))
-        return handle
+        slot = self._slot(x) if self._moves(x) else _Slot(self.avail_offset, x.detach())
+        x.data, self._moved = slot.host, [*self._moved, (x, slot)]
+        return x
 
-    def onload(self, x: Tensor | OffloadedActivation) -> Tensor | None:  # type: ignore[override]
+    def onload(self, x: Tensor) -> Tensor | None:
         """Move the last offloaded tensor back, and return it. Raises AssertionError for any other tensor."""
-        if not self.enable or (isinstance(x, Tensor) and x in self._ignored):
+        if not self.enable or x in self._ignored:
             return None
-        if not self._moved or not any(x is each for each in self._moved[-1]):
+        if not self.is_top_tensor(x):
             raise AssertionError("wrong order: onload first what was offloaded last")
-        tensor, handle = self._moved[-1]
-        tensor.data = super().onload(handle)
-        self._moved.pop()
-        return tensor
+        _, slot = self._moved.pop()
+        x.data, slot.is_free = slot.fetch(), True
+        return x
 
     def is_top_tensor(self, x: Tensor) -> bool:
         """Return whether `x` was offloaded last."""
@@ -77,27 +83,63 @@ class ActivationManager(activations.ActivationManager):
         """Never offload `x`."""
         self._ignored[x] = True
 
-    @contextmanager
-    def offloading(self) -> Iterator[None]:
-        """Offload the tensors that autograd saves inside the block."""
-        if self.enable:
-            with super().offloading():
-                yield
-        else:
-            yield
+    def offloading(self) -> AbstractContextManager[object]:
+        """Return a context that offloads the tensors that autograd saves inside it, except those of other dtypes."""
+        if not self.enable:
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, lambda saved: saved.slot.fetch() if isinstance(saved, _Saved) else saved)
 
     def reset(self) -> None:
         """Release all space. The data of offloaded tensors is lost."""
         self._moved.clear()
-        super().reset()
+        self._slots.clear()
 
-    @cached_property
-    def _moved(self) -> list[tuple[Tensor, OffloadedActivation]]:
-        return []
+    def _moves(self, x: Tensor) -> bool:
+        return True
 
-    @cached_property
-    def _ignored(self) -> Any:
-        return WeakTensorKeyDictionary()
+    def _pack(self, x: Tensor) -> "Tensor | _Saved":
+        assert self.buffer is not None
+        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+        return x if is_weight or x.dtype != self.buffer.dtype or not self._moves(x) else _Saved(self._slot(x))
+
+    @torch.no_grad()
+    def _slot(self, x: Tensor) -> "_Slot":
+        assert self.buffer is not None
+        start, stop = self.avail_offset, self.avail_offset + x.numel()
+        if stop > self.total_size or x.dtype != self.buffer.dtype:
+            raise RuntimeError(
+                f"the activation buffer has {self.total_size - start} elements of {self.buffer.dtype} left, and "
+                f"{x.numel()} of {x.dtype} are needed: call setup_buffer with more, or with this dtype"
+            )
+        strides = torch.empty_like(x, device="meta").stride()
+        slot = _Slot(stop, self.buffer[start:stop].as_strided(x.shape, strides), x.device)
+        slot.host.copy_(x)
+        self._slots.append(slot)
+        return slot
+
+
+class _Slot:
+    """Part of the buffer that ends before the element `stop`."""
+
+    def __init__(self, stop: int, host: Tensor, device: torch.device | None = None) -> None:
+        self.stop, self.host, self.is_free = stop, host, False
+        self._device = device
+
+    def fetch(self) -> Tensor:
+        """Return the tensor on its device; a tensor without a device was not moved."""
+        if self._device is None:
+            return self.host
+        return torch.empty_like(self.host, device=self._device).copy_(self.host)
+
+
+class _Saved:
+    """Object that autograd holds instead of a saved tensor. The slot is released with it."""
+
+    def __init__(self, slot: _Slot) -> None:
+        self.slot = slot
+
+    def __del__(self) -> None:
+        self.slot.is_free = True
 
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
@@ -132,16 +174,14 @@ class DynamicActivationManager(ActivationManager):
         return {
             "peak_memory": self._peak,
             "allocation_history": list(self._history),
-            "buffer_utilization": self.used_bytes / max(self.buffer_bytes, 1),
+            "buffer_utilization": self.avail_offset / max(self.total_size, 1),
         }
 
-    def _stays(self, x: Tensor) -> bool:
-        if super()._stays(x):
-            return True
+    def _moves(self, x: Tensor) -> bool:
         used, total = self._read_memory(x.device)
         self._history.append(used)
         self._peak = max(self._peak, used)
-        return used <= self.threshold * total
+        return used > self.threshold * total
 
 
 GLOBAL_ACTIVATION_MANAGER = ActivationManager()

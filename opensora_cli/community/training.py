@@ -17,12 +17,12 @@ from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.encode.clip_conditions import condition_clip, cut_part, sample_mode
+from opensora_cli.engine.encode.clips import condition_clip, cut_part, sample_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
+from opensora_cli.engine.train.objectives import flow_matching as flow
 from opensora_cli.engine.train.optimizer import Schedule, build_optimizers, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.rendezvous import init_with_retry
-from opensora_cli.sampling import flow
 from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 
 

@@ -283,6 +283,11 @@ def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
     return {name: kind.fp32_precision == "tf32" for name, kind in kinds.items()}
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Return whether a device has native bfloat16 matmul; without it, float32 is far faster."""
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 # Time and order.
 
 

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-if TYPE_CHECKING:
-    from opensora_cli.memory.activations import ActivationManager
 
 RECOMPUTING = "_recomputing"
 """Optional attribute of a module: function that returns the context for recomputing its checkpoint in backward."""
@@ -36,12 +33,19 @@ _POLICY = "_grad_checkpoint"
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
 
 
+class Offload(Protocol):
+    """Storage for the inputs of checkpoints, such as `HostActivations`."""
+
+    def offloading(self) -> AbstractContextManager[object]:
+        """Return a context that keeps the tensors that autograd saves inside it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Policy:
     """Options of checkpointing for a module."""
 
     gc_step: int
-    activations: "ActivationManager | None"
+    activations: Offload | None
     keep_attention: bool
 
 
@@ -80,13 +84,13 @@ def set_grad_checkpoint(
     *,
     depth: Mapping[str, int | None] | None = None,
     others: Sequence[str] = (),
-    activations: "ActivationManager | None" = None,
+    activations: Offload | None = None,
     keep_attention: bool = False,
 ) -> GradCheckpoint:
     """Checkpoint the blocks of a model, that is, the modules in its `ModuleList`s.
 
     Other modules of the model are checkpointed in calls through `auto_grad_checkpoint`. Checkpoints do not nest, and
-    without gradients there are none. Offloading with `activations` needs its buffer before the first forward pass.
+    without gradients there are none.
 
     Args:
         use_fp32_attention: call the `attention` function of the checkpointed blocks in fp32 with autocast off, and cast
@@ -95,6 +99,7 @@ def set_grad_checkpoint(
             calls one by one have a checkpoint each.
         depth: path of a `ModuleList` -> number of blocks to checkpoint, from the first. None, or no entry, means all.
             The last blocks are the best to skip: backward frees their activations before it recomputes the others.
+        activations: storage for the inputs of checkpoints. None keeps them on their device.
         keep_attention: save the results of torch's own attention instead of recomputing them (selective checkpointing).
 
     Raises:

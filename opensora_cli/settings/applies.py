@@ -250,11 +250,6 @@ TRAIN = (
         "with memory.checkpointing=none: use full, selective or offload",
     ),
     Applies(
-        "memory.activation_buffer",
-        lambda s: s.memory.checkpointing == "offload",
-        "with memory.checkpointing={s.memory.checkpointing}: use offload",
-    ),
-    Applies(
         "memory.resident_blocks memory.host_weights",
         lambda s: s.memory.offload != "none",
         "with memory.offload=none: use blocks",

@@ -73,13 +73,11 @@ def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = (f"output={tmp_path}", "memory.checkpointing=offload")
     demo = ["train", "--config", "demo_lora", "--dry-run", *(word for each in chosen for word in ("--set", each))]
-    assert main([*demo, "--set", "memory.activation_buffer=512MB"]) == 0
-    words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host, buffer 512.0 MB"
+    assert main(demo) == 0
+    words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host ("
     out = capsys.readouterr().out
-    assert f"\nmemory      {words}\n" in out
+    assert f"\nmemory      {words}" in out
     assert "\nattention   bf16_products (as set)\n" in out
-    assert main([*demo, "--set", "memory.activation_buffer=1MB"]) == 2
-    assert "memory.activation_buffer=1000000 is too small for a step" in capsys.readouterr().err
 
 
 def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

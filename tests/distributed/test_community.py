@@ -35,7 +35,7 @@ from opensora_cli.community.parallel import (
 from opensora_cli.community.training import create_lr_scheduler, setup_device, update_ema
 from opensora_cli.core.exceptions import HardwareError, OutputError
 from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.train.ranks import open_distribution
+from opensora_cli.engine.train.distribution import open_distribution
 from opensora_cli.parallel.mesh import MeshShape, use_mesh
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 

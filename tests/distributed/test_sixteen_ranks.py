@@ -20,8 +20,7 @@ from opensora_cli.engine.generate.loading import load_transformer
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.parallelize import local
+from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy

@@ -9,9 +9,9 @@ import tiny_training
 import torch
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.train.distribution import distribution_of
 from opensora_cli.engine.train.estimate import measure_training
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
-from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution
 from opensora_cli.settings.train import TrainSettings
 
 Pool = Callable[[int], Any]
@@ -61,14 +61,7 @@ def settings_of(folder: Path, ranks: int, strategy: dict[str, object], variant: 
 
 def measured(settings: TrainSettings) -> RankMemory:
     """Run on every rank: return what it held."""
-    device = torch.device("cpu")
-    distribution = open_distribution(
-        settings.strategy,
-        settings.parallel,
-        device=device,
-        dtype=gathered_dtype(settings),
-        offload_states=settings.optimizer.offload_states,
-    )
+    distribution = distribution_of(settings, device=torch.device("cpu"))
     return RankMemory.of(measure_training(settings, distribution=distribution))
 
 

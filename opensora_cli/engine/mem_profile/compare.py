@@ -93,13 +93,13 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
 
 
 _Cost = tuple[int, float]
-"""Bytes outside the host buffer, and seconds of a step."""
+"""Bytes without offloaded activations, and seconds of a step."""
 
 
 def _training_cost(settings: TrainSettings) -> tuple[_Cost, _Cost]:
     """Return the cost of a step, with its peak and with the bytes held for backward, without weights and states."""
     memory, seconds = measure_training(settings), min(time_training(settings)[0])
-    return (memory.peak_bytes - memory.buffer_bytes, seconds), (memory.held_for_backward - memory.buffer_bytes, seconds)
+    return (memory.device_peak_bytes, seconds), (memory.held_for_backward, seconds)
 
 
 def _generation_rows(plan: Plan) -> Rows:

@@ -19,7 +19,6 @@ from opensora_cli.engine.mem_profile.compare import attention_costs, compare_gen
 from opensora_cli.engine.mem_profile.measure import why_not_measured
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation
 from opensora_cli.engine.mem_profile.report import (
-    BufferUse,
     MemProfile,
     Part,
     StageProfile,
@@ -103,7 +102,6 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
         how=_how(hardware, "two sampling steps", measured=bool(measured)),
         stages=stages,
         parameters={str(name): count for name, count in count_parameters(plan.settings, plan.weights).items()},
-        buffer=None,
         allocator=allocator_use(measured),
         notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
         files=_files(settings),
@@ -126,7 +124,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
             raise RequestError(f"{name} measures in one process, and parallel.gpus={ranks}: drop one of them")
     hardware, steps = pick_hardware("cpu", "auto"), len(find_objective(what).measured_steps(what))
     batch_size = largest_batch_shape(what).batch_size
-    stage, memory, buffer = _profile_training(what, hardware, runs=settings.runs, reporter=reporter)
+    stage, memory = _profile_training(what, hardware, runs=settings.runs, reporter=reporter)
     _write_snapshot(settings, [memory.counter], hardware)
     profile = MemProfile(
         of=f"training {what.target}, batch {batch_size}{_shared(what)}",
@@ -135,7 +133,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         how=_how(hardware, f"{steps} steps", measured=stage.measured_bytes is not None),
         stages=(stage,),
         parameters={str(what.target): count_trained(what)},
-        buffer=buffer,
+        offloaded_bytes=memory.offloaded_bytes,
         allocator=None,
         rank=RankMemory.of(memory) if ranks > 1 else None,
         files=_files(settings),
@@ -154,8 +152,8 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
 
 def _profile_training(
     settings: TrainSettings, hardware: Hardware, *, runs: int, reporter: Reporter
-) -> tuple[StageProfile, TrainingMemory, BufferUse | None]:
-    """Return the profile of a step, timed in `runs` runs, the measurements behind it, and the use of the buffer.
+) -> tuple[StageProfile, TrainingMemory]:
+    """Return the profile of a step, timed in `runs` runs, and the measurements behind it.
 
     A step that would not fit, or would take too long, is only predicted.
     """
@@ -166,7 +164,7 @@ def _profile_training(
     if settings.parallel.world_size > 1:
         reason = f"this is the first of {settings.parallel.world_size} ranks, and the others do not run"
     if reason is not None:
-        return _training_stage(predicted, None, reason), predicted, _buffer(predicted)
+        return _training_stage(predicted, None, reason), predicted
     with reporter.stage("measure", total=1, unit="step") as progress:
         measured = measure_training(settings)
         progress.advance()
@@ -175,7 +173,7 @@ def _profile_training(
         seconds, blocks = time_training(settings, runs=runs)
         spreads = {stage.name: Spread.of(seconds), **blocks}
         stage = stage.model_copy(update={"times": tuple(TimedPart.of(*item) for item in spreads.items())})
-    return stage, measured, _buffer(measured)
+    return stage, measured
 
 
 def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
@@ -204,12 +202,6 @@ def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, 
 def _shared(settings: TrainSettings) -> str:
     described = settings.parallel.describe(settings.strategy)
     return f", devices {described}" if settings.parallel.world_size > 1 else ""
-
-
-def _buffer(memory: TrainingMemory) -> BufferUse | None:
-    if not memory.buffer_bytes:
-        return None
-    return BufferUse(size_bytes=memory.buffer_bytes, used_bytes=memory.buffer_used_bytes)
 
 
 def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:

@@ -193,17 +193,10 @@ class Allocator(Document):
     advice: str
 
 
-class BufferUse(Document):
-    """Use of the buffer for offloaded activations."""
-
-    size_bytes: int
-    used_bytes: int
-
-
 class MemProfile(Document):
-    """Whole memory profile: a document of the schema `osora.mem-profile/2`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/3`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.mem-profile/2"
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/3"
 
     of: str
     device: str
@@ -213,8 +206,8 @@ class MemProfile(Document):
     stages: tuple[StageProfile, ...]
     parameters: dict[str, int]
     """Component -> number of parameters."""
-    buffer: BufferUse | None
-    """Buffer use; None means that nothing is offloaded."""
+    offloaded_bytes: int = 0
+    """Peak of the activations that a training step offloads."""
     allocator: Allocator | None
     """Allocator use; None on a CPU, and if nothing was measured."""
     notes: tuple[str, ...] = ()
@@ -243,7 +236,9 @@ class MemProfile(Document):
             found += ["", *stage.lines()]
         if self.rank is not None:
             found += ["", *self.rank.lines()]
-        found += ["", f"highest     {self.worst.name}", f"buffer      {_buffer_line(self.buffer)}"]
+        found += ["", f"highest     {self.worst.name}"]
+        if self.offloaded_bytes:
+            found.append(f"offloaded   {mib(self.offloaded_bytes)} of activations")
         found.append(f"allocator   {self._allocator_line()}")
         found += [f"note        {note}" for note in self.notes]
         if self.techniques:
@@ -331,12 +326,6 @@ def attention_lines(costs: Sequence[AttentionCost]) -> list[str]:
                 f"  {cost.kind:24}{cost.tokens:>10,}{mib(cost.memory_bytes):>16}{cost.seconds * 1e3:>11.1f} ms"
             )
     return found
-
-
-def _buffer_line(buffer: BufferUse | None) -> str:
-    if buffer is None:
-        return "none: no activations are offloaded"
-    return f"{mib(buffer.used_bytes)} of {mib(buffer.size_bytes)} used"
 
 
 def _batch_lines(batch: LargestBatch) -> list[str]:

@@ -19,14 +19,14 @@ from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters
-from opensora_cli.engine.train.early import Resume, check_output, checkpoints_to_try, require_first_adapter
+from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
+from opensora_cli.engine.train.early import Resume, checkpoints_to_try
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
-from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine
@@ -136,22 +136,18 @@ def plan_training(
     overwrite: bool = False,
     machine: PlannedMachine | None = None,
 ) -> TrainPlan:
-    """Return the plan for `train`, after the checks that need neither weights nor data.
+    """Return the plan for `train`, after the checks that need torch, and neither weights nor data.
 
     `machine` describes GPUs to plan for, which need not be in this machine.
 
     Raises:
-        RequestError: `resume` and `overwrite` or sizes contradict each other, a buffer is too small, or `lora`
-            describes another adapter than its `init`.
-        CheckpointError: There is no checkpoint to resume from, or the first adapter is missing or broken.
-        OutputError: The folder holds an earlier run, and neither `resume` nor `overwrite` is given.
+        RequestError: Sizes contradict each other, or `lora` describes another adapter than its `init`.
+        CheckpointError: The first adapter is missing or broken.
         HardwareError: A library is missing, or the device lacks a requested feature.
     """
-    check_output(settings, resume=resume, overwrite=overwrite)
     if machine is not None:
         settings = _on_machine(settings, machine)
     exchange, shape = training_exchange(settings), mesh_shape(settings.strategy, settings.parallel)
-    require_first_adapter(settings)
     if settings.lora.is_on:
         require_peft()
         if settings.lora.init is not None:

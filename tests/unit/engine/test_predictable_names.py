@@ -15,7 +15,6 @@ from opensora_cli.core.rank_link import linked
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.ckpt.hub import fetch, part_of
 from opensora_cli.engine.ckpt.hub_records import HubFile, read_listing, recorded_digest
-from opensora_cli.engine.data.journal import ScanJournal
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
 from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.metrics import JsonLog
@@ -23,13 +22,6 @@ from opensora_cli.engine.train.metrics import JsonLog
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
 
 _FILE = HubFile(repo="a/b", commit="0" * 40, name="x", size=3, digest="0" * 64)
-
-
-def _journal(folder: Path) -> None:
-    journal = ScanJournal(folder / "clips.csv")
-    journal.read()
-    with journal.appending() as lines:
-        lines.write("{}\n")
 
 
 def _rank_log(folder: Path) -> None:
@@ -60,7 +52,6 @@ def _checkpoint_file(folder: Path) -> None:
 
 
 PLACES = {
-    "clips.csv.scan.jsonl": _journal,
     "rank0.log": _rank_log,
     "rank0.log of itself": _log_of_this_rank,
     part_of(_FILE, Path("x")).name: _part,
@@ -84,16 +75,8 @@ def test_what_lies_under_a_name_of_osora_keeps_what_it_has(name: str, is_pipe: b
     assert os.path.lexists(path) is not name.startswith(".saving")
 
 
-def test_a_folder_in_place_of_a_journal_is_not_removed(tmp_path: Path) -> None:
-    path = tmp_path / "clips.csv.scan.jsonl"
-    path.mkdir()
-    with pytest.raises(OutputError, match=r"cannot remove .*clips\.csv\.scan\.jsonl: "):
-        ScanJournal(tmp_path / "clips.csv").discard()
-    assert path.is_dir()
-
-
 def test_a_linked_folder_is_written_to(tmp_path: Path) -> None:
-    name = "clips.csv.scan.jsonl"
+    name = "rank0.log"
     (tmp_path / "real").mkdir()
     (tmp_path / "linked").symlink_to("real")
     PLACES[name](tmp_path / "linked")

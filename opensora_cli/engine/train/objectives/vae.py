@@ -1,7 +1,7 @@
 """Objective `vae`: reconstruction of clips by an autoencoder."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.train.activations import BatchShape
     from opensora_cli.engine.train.distribution import Distribution
     from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
-    from opensora_cli.engine.train.objectives.task import Task
+    from opensora_cli.engine.train.trainer import Task
 
 
 class Reconstruction(Objective):
@@ -44,7 +44,7 @@ class Reconstruction(Objective):
         last_phase = max(opposed_from, whole_from)
         return (0, 0, last_phase) if last_phase else (0, 1)
 
-    def stand_in(self, settings: TrainSettings) -> "tuple[Task[Any], list[nn.Module]]":
+    def stand_in(self, settings: TrainSettings) -> "tuple[Task, list[nn.Module]]":
         import torch
 
         from opensora_cli.engine.train.objectives.reconstruction import build_vae_task
@@ -69,7 +69,7 @@ class Reconstruction(Objective):
         clips: "ClipCache | None",
         token_weights: "TokenWeights | None",
         reporter: Reporter,
-    ) -> "Task[Any]":
+    ) -> "Task":
         from opensora_cli.checkpoint.load import fill_module
         from opensora_cli.checkpoint.opening import open_checkpoint
         from opensora_cli.engine.train.objectives.reconstruction import build_vae_task

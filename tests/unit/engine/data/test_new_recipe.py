@@ -128,6 +128,9 @@ def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatc
         write_recipe("clips", Path("demo_lora"))
     write_clip(tmp_path / "clips" / "b.mp4", num_frames=9)
     (tmp_path / "clips" / "c.mp4").write_bytes(b"nothing")
+    with pytest.raises(FileProblem, match="clips has nothing large and long enough"):
+        write_recipe("clips", Path("demo_lora"))  # from the table of the first scan
+    (tmp_path / "clips.csv").unlink()
     result = write_recipe("clips", Path("demo_lora"))
     assert "c.mp4" in result.broken[0].reason
     assert any(line.startswith("broken ") for line in result.lines())
