@@ -4,6 +4,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ from opensora_cli.core.device import (
 )
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.memory import checkpointing
-from opensora_cli.memory.checkpointing import GradCheckpoint
-from opensora_cli.memory.checkpointing import auto_grad_checkpoint as auto_grad_checkpoint
+from opensora_cli.memory.checkpointing import GradCheckpoint, run_checkpointed
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import stream_model
 
@@ -211,16 +211,55 @@ def set_grad_checkpoint(model: nn.Module, use_fp32_attention: bool = False, gc_s
     """Checkpoint the blocks of a model, with their inputs offloaded; a second call replaces the first.
 
     Every module gets the attributes `grad_checkpointing`, `fp32_attention` and `grad_checkpointing_step`. Only blocks
-    of this package compute attention in fp32 by themselves; other modules have to read the attribute.
+    of this package compute attention in fp32 by themselves; other modules have to read the attribute. `gc_step` is the
+    number of blocks per checkpoint in a sequence that `auto_grad_checkpoint` runs.
     """
+    if gc_step < 1:
+        raise ValueError(f"gc_step={gc_step} must be at least 1")
     if model in _checkpointed:
         _checkpointed.pop(model).remove()
-    wrappable = any(callable(vars(module).get("attention")) for module in model.modules())
-    _checkpointed[model] = checkpointing.set_grad_checkpoint(
-        model, use_fp32_attention and wrappable, gc_step, activations=GLOBAL_ACTIVATION_MANAGER
-    )
+    done = _checkpointed[model] = checkpointing.set_grad_checkpoint(model, activations=GLOBAL_ACTIVATION_MANAGER)
     for module in model.modules():
+        if use_fp32_attention and callable(attention := vars(module).get("attention")):
+            done.replace(module, "attention", partial(_attention_in_fp32, attention))
         vars(module).update(grad_checkpointing=True, fp32_attention=use_fp32_attention, grad_checkpointing_step=gc_step)
+
+
+def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Call a module, or modules one after the other, with the checkpoints that `set_grad_checkpoint` has set.
+
+    In a sequence, the results of a block replace the first arguments of the next one; other arguments stay. So
+    `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` runs the whole stack. Every block gets
+    `kwargs`.
+    """
+    blocks = list(module) if isinstance(module, nn.ModuleList | nn.Sequential | Sequence) else [module]
+    is_on = bool(blocks) and getattr(blocks[0], "grad_checkpointing", False)
+    count = int(getattr(blocks[0], "grad_checkpointing_step", 1)) if is_on else max(len(blocks), 1)
+    outputs: Any = args[0] if len(args) == 1 else args
+    for start in range(0, len(blocks), count):
+        run = partial(_run_chain, blocks[start : start + count])
+        offload = GLOBAL_ACTIVATION_MANAGER
+        outputs = run_checkpointed(run, args, kwargs, activations=offload) if is_on else run(*args, **kwargs)
+        args = _next_arguments(args, outputs)
+    return outputs
+
+
+def _run_chain(blocks: Sequence[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
+    outputs = None
+    for block in blocks:
+        outputs = block(*args, **kwargs)
+        args = _next_arguments(args, outputs)
+    return outputs
+
+
+def _next_arguments(args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
+    replaced = outputs if isinstance(outputs, tuple) else (outputs,)
+    return (*replaced, *args[len(replaced) :])
+
+
+def _attention_in_fp32(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return attention(q.float(), k.float(), v.float()).to(v.dtype)
 
 
 @torch.no_grad()

@@ -55,8 +55,7 @@ def largest_batch_shape(settings: TrainSettings) -> BatchShape:
 
 def layer_values(settings: TrainSettings) -> int:
     """Return the number of values in a layer of the largest micro-batch, including captions."""
-    objective = find_objective(settings)
-    return objective.positions(settings, largest_batch_shape(settings)) * objective.width(settings)
+    return find_objective(settings).layer_values(settings, largest_batch_shape(settings))
 
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
@@ -75,7 +74,7 @@ def _largest(settings: TrainSettings) -> tuple[str, BatchShape]:
         for length, bucket in lengths.items()
         if bucket.probability > 0
     ]
-    return max(shapes, key=lambda found: find_objective(settings).positions(settings, found[1]))
+    return max(shapes, key=lambda found: find_objective(settings).layer_values(settings, found[1]))
 
 
 class ActivationPlan(Document):

@@ -119,8 +119,8 @@ class Distribution:
     def replicate(self, module: nn.Module) -> Callable[..., Tensor]:
         """Wrap a whole copy of a module so that its gradients are averaged during the backward pass (DDP).
 
-        Every call must use every trained weight. FSDP2 with shards of size 1 would hold a second copy of the weights,
-        and Muon needs whole matrices.
+        Every call must use every trained weight. FSDP2 with shards of size 1 gives the same gradients, but it holds a
+        second copy of the weights, and rejects weights in the channels-last format of autoencoders.
         """
         assert self.mesh is not None
         # The warning is about 1x1x1 kernels, whose strides along single taps have no meaning.

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from opensora_cli.core.exceptions import FileProblem, OsoraError
-from opensora_cli.engine.train.flops import peak_tflops
+from opensora_cli.engine.train.metrics import peak_tflops
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.hardware import read_machine
 

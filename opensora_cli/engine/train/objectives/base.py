@@ -59,12 +59,8 @@ class Objective(ABC):
         """Raise CheckpointError if frozen weights are missing; the message names all of them and how to get them."""
 
     @abstractmethod
-    def positions(self, settings: TrainSettings, shape: "BatchShape") -> int:
-        """Return the number of positions in a micro-batch of this shape, in proportion to its memory."""
-
-    @abstractmethod
-    def width(self, settings: TrainSettings) -> int:
-        """Return the number of values in a layer for each position."""
+    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
+        """Return the number of values in a layer of a micro-batch of this shape, in proportion to its memory."""
 
     def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
         """Return the steps with the memory of all others: the first allocates the optimizers' moments."""

@@ -32,12 +32,10 @@ class FlowMatching(Objective):
     def require_frozen(self, settings: TrainSettings) -> None:
         inputs.require_frozen_parts(settings)
 
-    def positions(self, settings: TrainSettings, shape: "BatchShape") -> int:
+    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
         frames, rows, columns = shape.token_grid(settings)
-        return shape.batch_size * (frames * rows * columns + settings.text.t5_max_length)
-
-    def width(self, settings: TrainSettings) -> int:
-        return settings.model.hidden_size
+        tokens = frames * rows * columns + settings.text.t5_max_length
+        return shape.batch_size * tokens * settings.model.hidden_size
 
     def stand_in(self, settings: TrainSettings) -> "tuple[Task, list[nn.Module]]":
         from opensora_cli.engine.train.build import transformer_task

@@ -31,11 +31,8 @@ class Reconstruction(Objective):
         if missing := [name for name, path in self.frozen_parts(settings).items() if path is None]:
             raise CheckpointError(f"train_vae.perceptual_files: {', '.join(missing)} does not exist")
 
-    def positions(self, settings: TrainSettings, shape: "BatchShape") -> int:
-        return shape.batch_size * shape.num_frames * shape.height * shape.width
-
-    def width(self, settings: TrainSettings) -> int:
-        return settings.vae.sizes.pixel_width
+    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
+        return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
 
     def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
         chosen = settings.train_vae

@@ -372,7 +372,6 @@ class TestChoose:
 
     def test_newer_ones_are_renamed(self, tmp_path):
         run = self.run_folder(tmp_path)
-        (run / ".saving-ab12-epoch0-global_step4").mkdir()
         set_aside_newer(run, run / "epoch0-global_step1", reporter=Listener())
         assert names(run) == ["aside-epoch0-global_step2", "aside-epoch0-global_step3", "epoch0-global_step1"]
         assert self.choose(run).name == "epoch0-global_step1"

@@ -33,11 +33,8 @@ class Colors(Objective):
     def require_frozen(self, settings):
         pass
 
-    def positions(self, settings, shape):
-        return shape.batch_size * shape.num_frames
-
-    def width(self, settings):
-        return 3
+    def layer_values(self, settings, shape):
+        return 3 * shape.batch_size * shape.num_frames
 
     def stand_in(self, settings):
         import torch
