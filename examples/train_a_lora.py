@@ -11,7 +11,7 @@ from opensora_cli.settings.train import load_train_settings
 
 
 def main(folder: str, steps: str = "60") -> None:
-    found = scan(ScanSettings(folder=folder))
+    found = scan(ScanSettings(folder=folder, overwrite=True))
     print(f"{found.table}: {found.videos} videos, {found.pictures} pictures")
     # The recipe computes in bfloat16, which is slow on CPUs without instructions for it.
     float32 = {"precision.compute": "fp32", "train_mmdit.frozen_dtype": "float32"}

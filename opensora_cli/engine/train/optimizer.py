@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -139,49 +138,23 @@ def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Paramete
             yield from ((weight, value) for value in state.values() if isinstance(value, Tensor))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Linear warm-up, plateau and decay, as shares of the full rate.
+def rate_factor(settings: OptimizerSettings, update: int, *, steps: int) -> float:
+    """Return the share of the full rate, 0 to 1, after `update` of `steps` updates, including skipped ones.
 
-    A schedule has no state: the share depends only on the number of the update. A resumed run may change the schedule.
+    The schedule is a linear warm-up, a plateau and a decay, whose first update has the full rate. It has no state, so
+    that a resumed run may change it.
     """
-
-    shape: ScheduleName
-    """Shape of the decay."""
-    steps: int
-    """Number of updates."""
-    warmup_steps: int
-    """First updates, with less than the full rate."""
-    decay_steps: int
-    """Last updates. The first of them has the full rate."""
-    initial: float
-    """Share of the full rate at the start of the warm-up; 0 to 1."""
-    final: float
-    """Share of the full rate one update after the last; 0 to 1."""
-
-    @classmethod
-    def of(cls, settings: OptimizerSettings, *, steps: int) -> "Schedule":
-        """Return the schedule of a run of `steps` updates."""
-        cosine = settings.schedule is ScheduleName.COSINE
-        return cls(
-            shape=settings.schedule,
-            steps=steps,
-            warmup_steps=settings.warmup_steps,
-            decay_steps=max(steps - settings.warmup_steps, 0) if cosine else settings.decay_steps,
-            initial=settings.initial_learning_rate / settings.learning_rate,
-            final=settings.final_learning_rate / settings.learning_rate,
-        )
-
-    def factor(self, update: int) -> float:
-        """Return the share of the full rate, 0 to 1, after `update` updates, including skipped ones."""
-        up = _between(self.initial, warmup_share(update, self.warmup_steps))
-        left = max(self.steps - update, 0)
-        if left >= self.decay_steps:
-            return up
-        share = left / self.decay_steps
-        if self.shape is ScheduleName.COSINE:
-            share = (1 - math.cos(math.pi * share)) / 2
-        return min(up, _between(self.final, share))
+    is_cosine = settings.schedule is ScheduleName.COSINE
+    lowest, last = (
+        rate / settings.learning_rate for rate in (settings.initial_learning_rate, settings.final_learning_rate)
+    )
+    up = _between(lowest, warmup_share(update, settings.warmup_steps))
+    decay_steps = max(steps - settings.warmup_steps, 0) if is_cosine else settings.decay_steps
+    left = max(steps - update, 0)
+    if left >= decay_steps:
+        return up
+    share = left / decay_steps
+    return min(up, _between(last, (1 - math.cos(math.pi * share)) / 2 if is_cosine else share))
 
 
 def warmup_share(update: int, warmup_steps: int) -> float:
@@ -201,8 +174,7 @@ class Learner:
     ) -> None:
         self.module = module
         self.optimizers: list[torch.optim.Optimizer] = build_optimizers(module, settings)
-        self._schedule = Schedule.of(settings, steps=steps)
-        self._max_grad_norm = settings.max_grad_norm
+        self._settings, self._steps = settings, steps
         self._distribution = distribution
 
     @property
@@ -225,11 +197,11 @@ class Learner:
 
     def clip(self) -> Tensor:
         """Clip the gradients, and return their norm over all ranks before clipping."""
-        return self._distribution.clip_grad_norm(self.module, self._max_grad_norm)
+        return self._distribution.clip_grad_norm(self.module, self._settings.max_grad_norm)
 
     def set_rates(self, step: int) -> None:
         """Set the learning rates for the update after `step` updates."""
-        set_rates(self.optimizers, self._schedule.factor(step))
+        set_rates(self.optimizers, rate_factor(self._settings, step, steps=self._steps))
 
     def update(self) -> None:
         """Update the weights."""

@@ -37,7 +37,7 @@ from opensora_cli.settings.train_loop import WeightOffload
 class TrainPlan(Document):
     """Plan of a training run: all decisions before it begins."""
 
-    SCHEMA = "osora.train-plan/4"
+    SCHEMA = "osora.train-plan/5"
 
     target: str
     parameters: int

@@ -244,7 +244,7 @@ def test_an_adapter_of_another_form_is_not_continued(trained, tmp_path, changes,
 
 def test_files_that_are_no_adapter_are_not_continued(trained, tmp_path):
     for init, words in (
-        (tmp_path / "none", "is no folder with an adapter"),
+        (tmp_path / "none", "none is no folder with an adapter"),
         (DEMO / "transformer.safetensors", "it is no adapter"),
     ):
         with pytest.raises(CheckpointError, match=words):
