@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.parallel.mesh import (
-    AXES,
-    MeshShape,
     ParallelMesh,
     backend_of,
     get_data_parallel_group,
@@ -18,6 +16,7 @@ from opensora_cli.parallel.mesh import (
     get_tensor_parallel_group,
     use_mesh,
 )
+from opensora_cli.parallel.shares import AXES, MeshShape
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:

@@ -30,8 +30,7 @@ from opensora_cli.engine.generate.request import (
     size_of_picture,
     start_step,
 )
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size

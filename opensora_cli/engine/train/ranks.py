@@ -12,8 +12,8 @@ from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.precision import DTYPES
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
+from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
