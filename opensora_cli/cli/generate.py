@@ -140,7 +140,13 @@ _OWN_ROWS = {
         short="--preset", is_common=True
     ),
     "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
-    "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
+    "--from": Option(
+        kind=Path,
+        metavar="FILE",
+        help="Make a result again, or continue saved latents.",
+        short="--resume --from-latents",
+        is_common=True,
+    ),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,
@@ -149,7 +155,7 @@ _OWN_ROWS = {
     "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }
-_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items()}}
+_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items() if row.key != "from_latents"}}
 ROWS = {
     "PROMPT": Option("prompt", help="What the video shows."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
