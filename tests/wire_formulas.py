@@ -19,8 +19,7 @@ from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.shares import MeshShape, shares
 from opensora_cli.settings.devices import Strategy
 
 

@@ -1,7 +1,6 @@
 """`osora generate`: from a prompt to a video."""
 
 import os
-import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,6 @@ from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
@@ -22,16 +20,6 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_preset
 
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
-_TAKEN_BY = {
-    **dict.fromkeys((".csv", ".jsonl", ".parquet", ".txt"), "--prompts"),
-    **dict.fromkeys((".yaml", ".yml", ".py"), "--config"),
-    ".json": "--from",
-    ".latents.safetensors": "--from",
-    ".safetensors": "--lora",
-}
-"""Options for files, by the ending of their names; those with another ending are pictures and videos."""
-_NO_FILES = ("", ".md", ".tsv")
-"""Endings of files that no option takes."""
 
 
 def generate(given: dict[str, Given], call: Call) -> None:
@@ -50,13 +38,6 @@ def generate(given: dict[str, Given], call: Call) -> None:
 
         call.show(describe_presets())
         return
-    prompts = {label: call.value(label, str) for label in ("PROMPT", "--prompt-text") if label in call.given}
-    if len(prompts) > 1:
-        raise RequestError(f"the prompt is given twice: drop {prompts['PROMPT']!r}, or --prompt-text")
-    if (prompt := prompts.get("PROMPT")) is not None:
-        _refuse_path(prompt)
-    for label, text in prompts.items():
-        given["prompt"] = Given(text, label)
     sidecar = None
     if (file := call.value("--from", Path)) is not None:
         from opensora_cli.engine.show import continued
@@ -96,28 +77,6 @@ def generate(given: dict[str, Given], call: Call) -> None:
         call.show(result, context=context)
 
 
-def _refuse_path(prompt: str) -> None:
-    """Refuse a file or folder as the prompt, and name the option that takes it.
-
-    A plain word is a prompt, even if a folder has that name: only a text with a separator, or `.` or `..`, is a path.
-    """
-    path, quoted = Path(prompt), shlex.quote(prompt)
-    try:
-        is_folder = path.is_dir() and (prompt in (".", "..") or "/" in prompt or os.sep in prompt)
-        if not is_folder and not path.is_file():
-            return
-    except (OSError, ValueError):  # too long for a name, or a null in it
-        return
-    option = next((option for ending, option in _TAKEN_BY.items() if prompt.lower().endswith(ending)), "--ref")
-    hint = f"give the file with {option} {quoted}"
-    if is_folder or path.suffix.lower() in _NO_FILES:
-        hint = "give the words themselves, in quotes"
-    raise RequestError(
-        f"{prompt} is a {'folder' if is_folder else 'file'}, and no prompt",
-        hint=f"{hint}; --prompt-text {quoted} insists",
-    )
-
-
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     """Refuse options that have no effect together, or without one another."""
     call.require("--prompts", beside="--shard")
@@ -127,7 +86,7 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     latents = {key: given[key].source for key in ("from_latents", "resume") if key in given}
     for option, others in (
         ("--explore", ("--prompts", "--stop-at", "--num-samples")),
-        ("--prompts", ("PROMPT", "--prompt-text", "--on")),
+        ("--prompts", ("PROMPT", "--on")),
     ):
         if option in call.given:
             call.refuse((*others, *latents.values()), beside=option)
@@ -181,19 +140,24 @@ _OWN_ROWS = {
         short="--preset", is_common=True
     ),
     "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
-    "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
+    "--from": Option(
+        kind=Path,
+        metavar="FILE",
+        help="Make a result again, or continue saved latents.",
+        short="--resume --from-latents",
+        is_common=True,
+    ),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,
-    "--prompt-text": Option(panel=PROMPT, kind=str, metavar="TEXT", help="Prompt that is the name of a file."),
     "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
     "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
     "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }
-_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items()}}
+_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items() if row.key != "from_latents"}}
 ROWS = {
-    "PROMPT": Option(help="What the video shows."),
+    "PROMPT": Option("prompt", help="What the video shows."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
 }
 COMMAND = make_command(

@@ -15,7 +15,6 @@ _SETTINGS_FILES = (".json", ".py", ".yaml", ".yml")
 
 RENAMED = {
     "save_dir": "--out",
-    "prompt": "--prompt-text",
     "cond_type": "--cond",
     "offload_model": "--offload",
     "resolution": "--res",
@@ -31,8 +30,12 @@ RENAMED = {
 }
 """Options that have another name in the reference implementation's scripts, by the last part of that name."""
 
-REPLACED = {"--profile": "osora bench-generate", "--profile-runs": "osora bench-generate --repeats N"}
-"""Options of earlier versions, and the command that took their place."""
+REPLACED = {
+    "--profile": "osora bench-generate",
+    "--profile-runs": "osora bench-generate --repeats N",
+    **dict.fromkeys(("--prompt", "--prompt-text"), 'the text alone, as in osora generate "raining, sea"'),
+}
+"""Options of earlier versions and of the reference, and what took their place."""
 
 
 def completed_settings(*kinds: str) -> Callable[[str], list[str]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.device import is_gpu
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
+from opensora_cli.memory.slots import aligned
 
 HostSource = Literal["pinned", "mapped"]
 """Source of the copies. pinned: one page-locked copy of the weights; mapped: the original weights, as in a file."""
@@ -22,9 +23,6 @@ T = TypeVar("T")
 
 STAGING_BYTES = 32 * 2**20
 """Size of each of the two staging buffers for mapped weights: a copy takes much longer than its launch."""
-
-ALIGNMENT = 512
-"""Alignment of weights in bytes. It is that of torch's tensors on GPUs, so that the same kernels are chosen."""
 
 
 class BlockWeights:
@@ -95,16 +93,6 @@ class BlockWeights:
             users[new] = own
             _give(new, own)
         self._users = users
-
-
-def aligned(nbytes: int) -> int:
-    """Return the aligned number of bytes of a weight in a run."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def slot_bytes(block: nn.Module) -> int:
-    """Return the number of bytes for a block's weights in one run of memory. The block may be on the meta device."""
-    return BlockWeights(block).nbytes
 
 
 def _give(weight: nn.Parameter, users: Sequence[tuple[nn.Module, str]]) -> None:

@@ -83,7 +83,7 @@ _SAMPLED_WITH = (
 
 GENERATE = (
     _typed(
-        _SAMPLED_WITH, lambda s: s.from_latents is None, "with --from-latents, whose latents are made already: drop it"
+        _SAMPLED_WITH, lambda s: s.from_latents is None, "on finished latents, which are only decoded: drop it"
     )._replace(is_recorded=True),
     *PARALLEL,
     *VAE,

@@ -333,10 +333,10 @@ def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
     assert (shown["kind"], shown["prompt"], shown["seed"]) == ("state", "sea", 42)
     assert (code, stdout) == (130, "")
     [command] = re.findall(r"go on with: osora (.*)", stderr)
-    assert command == f"generate --resume {state} --weights {world.released}"
+    assert command == f"generate --from {state} --weights {world.released}"
     monkeypatch.setattr(denoising, "denoise", denoise)
     # --from finds out what the file is.
-    assert app.main([*shlex.split(command.replace("--resume", "--from")), "--json"]) == 0
+    assert app.main([*shlex.split(command), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["outputs"][0]["path"] == str(out / "sea_seed42.mp4")
     assert document["model_evaluations"] == 2

@@ -19,7 +19,6 @@ from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.listings import NEEDS
-from opensora_cli.settings.bench_generate import BenchGenerateSettings
 from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
@@ -269,7 +268,6 @@ def test_help_of_generate_has_the_defaults(help_of) -> None:
     ("words", "settings", "flags"),
     [
         ("bench-comm", BenchCommSettings, {"--min-bytes": "min_bytes", "--iters": "iters", "--warmup": "warmup"}),
-        ("bench-generate", BenchGenerateSettings, {"--repeats": "repeats"}),
         ("data preview", PreviewSettings, {"--count": "count", "--seed": "seed"}),
     ],
 )

@@ -29,7 +29,8 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.divided_work import SharedBranches
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, stage_groups
+from opensora_cli.parallel.mesh import ParallelMesh, stage_groups
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings

@@ -36,7 +36,8 @@ from opensora_cli.community.training import create_lr_scheduler, setup_device, u
 from opensora_cli.core.exceptions import HardwareError, OutputError
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.train.distribution import open_distribution
-from opensora_cli.parallel.mesh import MeshShape, use_mesh
+from opensora_cli.parallel.mesh import use_mesh
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 
 CPU = torch.device("cpu")

@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from opensora_cli.core.device import collective_backends
 from opensora_cli.parallel.mesh import (
-    AXES,
-    MeshShape,
     ParallelMesh,
     get_data_parallel_group,
     get_sequence_parallel_group,
     get_tensor_parallel_group,
     use_mesh,
 )
+from opensora_cli.parallel.shares import AXES, MeshShape
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:

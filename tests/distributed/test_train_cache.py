@@ -14,7 +14,8 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task, open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.shares import MeshShape
 
 _CLIPS = 8
 _MICRO_BATCHES = 4

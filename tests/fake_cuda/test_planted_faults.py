@@ -26,7 +26,7 @@ from opensora_cli.memory import host_weights
 from opensora_cli.memory.host_memory import SideStream, page_aligned
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel import divided_work, ring, sequence
-from opensora_cli.parallel.collectives import Parts
+from opensora_cli.parallel.shares import Parts
 from opensora_cli.sampling import denoise as sampling_denoise
 
 SMALL = {

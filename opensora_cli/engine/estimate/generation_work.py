@@ -14,8 +14,7 @@ from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.settings.components import VAESettings
 
 _ALONE, _DIRECT = MeshShape(), ExchangePlan()

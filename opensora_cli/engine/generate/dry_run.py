@@ -39,7 +39,7 @@ from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.request import picture_settings
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
 from opensora_cli.engine.generate.text import warn_about_planned_prompts, without_cached_text
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine

@@ -22,7 +22,6 @@ from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import segment_path
 from opensora_cli.engine.generate.sidecar import picture_files
 from opensora_cli.engine.generate.text import text_embeds
-from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
 
 V = TypeVar("V")
@@ -91,6 +90,8 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
     plan = chain.find(PICTURE)
     if plan is None:
         return
+    from opensora_cli.media.read import read_picture
+
     keeps = chain.settings.picture.save and events.keeps_results
     files = picture_files(chain, [sample.files for sample in samples])
     made_before = models.ranks.same([keeps and picture.made_before for picture in files])

@@ -30,8 +30,7 @@ from opensora_cli.engine.estimate.offload import (
     stronger_offload,
 )
 from opensora_cli.engine.generate.outputs import num_samples
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (
     Branch,

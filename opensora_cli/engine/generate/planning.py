@@ -13,12 +13,12 @@ from opensora_cli.core.device import is_accelerator
 from opensora_cli.core.device_names import indexed
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
-from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, find_weights
@@ -32,8 +32,7 @@ from opensora_cli.engine.generate.request import (
     size_of_picture,
     start_step,
 )
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
@@ -134,14 +133,17 @@ def make_plan(
             raise RequestError(problem)
         use = attention_use(settings, hardware, mesh)
         attention = choose_attention(choice, use, setting=setting, tries_device=tries_device)
-        require_products(
-            settings.precision.linear,
-            mmdit_config(model),
-            device=hardware.device,
-            dtype=hardware.dtype,
-            tensor=mesh.tensor,
-            tries_device=tries_device,
-        )
+        if settings.precision.linear is not LinearProducts.EXACT:
+            from opensora_cli.engine.components.linear_products import require_products
+
+            require_products(
+                settings.precision.linear,
+                mmdit_config(model),
+                device=hardware.device,
+                dtype=hardware.dtype,
+                tensor=mesh.tensor,
+                tries_device=tries_device,
+            )
 
     parameters, files = count_parameters(settings, weights), None
     if hardware.device.type == "cpu":

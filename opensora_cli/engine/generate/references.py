@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.conditions import (
     RELEASED_LENGTHS,
+    T2V,
     ConditionMode,
     ReferenceLengths,
     longest_mode,
@@ -25,7 +26,6 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import PICTURE_MODE
-from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -57,7 +57,11 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     references = settings.condition.references
     if settings.picture.first and settings.from_latents is None:
         name = PICTURE_MODE
+    elif not references:
+        name = T2V.name
     else:
+        from opensora_cli.media.read import is_picture, read_video
+
         for path in references:
             if not is_picture(path):
                 read_video(path, num_frames=1)
@@ -79,9 +83,9 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
 
 def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
     """Return the references of a plan from its files."""
-    if plan.decodes_only or plan.settings.picture.first:
-        return []
     condition = plan.settings.condition
+    if plan.decodes_only or plan.settings.picture.first or not condition.references:
+        return []
     return read_references(
         condition.references,
         plan.mode,
@@ -122,6 +126,8 @@ def read_references(
         lengths: Latent frames given by the video modes.
         fps: Frames per second of the video.
     """
+    from opensora_cli.media.read import is_picture, read_picture, read_video
+
     parts = reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references: list[Reference] = []
     single_frames: dict[str | Path, list[str]] = {}

@@ -28,10 +28,9 @@ from opensora_cli.engine.train.parallelize import (
     row_sizes,
 )
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.collectives import all_gather
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
-from opensora_cli.parallel.shares import span
+from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, span
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 

@@ -29,10 +29,10 @@ from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, TwoStages, open_stages
+from opensora_cli.parallel.all_to_all import TwoStages, open_stages
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
 from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.train_loop import Checkpointing

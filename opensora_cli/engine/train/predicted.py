@@ -42,7 +42,7 @@ from opensora_cli.engine.train.distribution import mesh_shape, training_exchange
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings

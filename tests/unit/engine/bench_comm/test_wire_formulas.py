@@ -5,7 +5,7 @@ from wire_formulas import Scheme, StepSizes, step_traffic, traffic, wire_bytes
 
 from opensora_cli.engine.bench_comm.counting import Traffic
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 
 CONFIG = MMDiTConfig()
 SIZES = StepSizes(config=CONFIG, batch=1, text_tokens=512, latent_tokens=7488, itemsize=2)

@@ -239,8 +239,8 @@ class TestMemoryThatOthersTake:
         assert name not in reporter.stages
         kept = list(tmp_path.glob("**/*.safetensors"))
         assert len(kept) == (name == "decode")
-        assert [line for line in reporter.warnings if "--from-latents" in line] == [
-            f"go on with: osora generate --from-latents {path} --weights {world.released}" for path in kept
+        assert [line for line in reporter.warnings if "--from" in line] == [
+            f"go on with: osora generate --from {path} --weights {world.released}" for path in kept
         ]
 
     def test_what_still_fits_goes_on_with_less(self, world, tmp_path, monkeypatch, reporter):

@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.plan import PICTURE, alone
 from opensora_cli.engine.generate.planning import make_chain, make_plan, require_fit
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset
 

@@ -141,11 +141,11 @@ def whole(world, tmp_path_factory):
 )
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
     said = stopped(demo_settings(world, tmp_path, **EXTENDED), steps)
-    assert said == f"go on with: osora generate --resume {tmp_path / STATE} --weights {world.demo}"
+    assert said == f"go on with: osora generate --from {tmp_path / STATE} --weights {world.demo}"
     if steps % 2:
         result = generate(demo_settings(world, tmp_path, **EXTENDED))
     else:
-        overrides = {"resume": Given(str(tmp_path / STATE), "--resume"), **weights_of(tmp_path / STATE)}
+        overrides = {"resume": Given(str(tmp_path / STATE), "--from"), **weights_of(tmp_path / STATE)}
         request = GenerateRequest(overrides=overrides)
         result = generate(resolve(request, reporter=SilentReporter()))
     assert result.model_evaluations == 2 * (3 * STEPS - steps)
@@ -174,13 +174,13 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
         patched.setattr("opensora_cli.engine.generate.decode.write_media", full)
         with pytest.raises(OutputError):
             generate(demo_settings(world, tmp_path, **EXTENDED))
-    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from-latents"), **weights_of(tmp_path / STATE)}
+    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from"), **weights_of(tmp_path / STATE)}
     overrides["output.path"] = Given(str(tmp_path / "out.mp4"), "--out")
     result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
     assert result.model_evaluations == 0
     assert result.videos[0].path.read_bytes() == whole
     overrides["video.extend"] = Given("1", "--extend")
-    with pytest.raises(RequestError, match="--extend 1 has no effect with --from-latents"):
+    with pytest.raises(RequestError, match="--extend 1 has no effect on finished latents"):
         generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
 
 
@@ -206,7 +206,7 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
 def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
     stopped(demo_settings(world, tmp_path / "a", **EXTENDED), STEPS + 1)
     state, out = tmp_path / "a" / STATE, tmp_path / "b" / "clip.mp4"
-    overrides = {"resume": Given(str(state), "--resume"), **weights_of(state), "output.path": Given(str(out), "--out")}
+    overrides = {"resume": Given(str(state), "--from"), **weights_of(state), "output.path": Given(str(out), "--out")}
     request = GenerateRequest(overrides=overrides)
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, STEPS)
@@ -214,7 +214,7 @@ def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
             generate(resolve(request, reporter=SilentReporter()))
     shutil.rmtree(tmp_path / "a")
     moved = out.with_name("clip.latents.safetensors")
-    overrides = {"resume": Given(str(moved), "--resume"), **weights_of(moved)}
+    overrides = {"resume": Given(str(moved), "--from"), **weights_of(moved)}
     result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
     assert result.model_evaluations < 2 * (2 * STEPS - 1)
     assert result.videos[0].path.read_bytes() == whole
