@@ -10,7 +10,7 @@ KIND_PATTERN = f"auto|cpu|{'|'.join(ACCELERATORS)}"
 KIND_RULE = "must be auto, cpu or cuda (untested: xpu, npu and mps)"
 PATTERN = rf"auto|cpu|({'|'.join(ACCELERATORS)})(:\d+)?"
 RULE = "must be auto, cpu, cuda or cuda:N, as in cuda:1 (untested: xpu, npu and mps)"
-HELP = "auto, cpu, cuda or cuda:N. Untested: xpu, npu, mps."
+HELP = "auto, cpu, cuda or cuda:N."
 
 
 def type_of(name: str) -> str:

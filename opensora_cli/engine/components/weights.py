@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from opensora_cli.core.device import has_gpu
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, DOWNLOADS, OPEN_SORA_V2, WeightNames
@@ -253,7 +252,7 @@ def choose_model(
         reasons.append("the CPU was asked for")
     elif found.complete or "torch" in sys.modules:
         with nullcontext() if "torch" in sys.modules else loading():
-            pass
+            from opensora_cli.core.device import has_gpu
 
         if not has_gpu():
             reasons.append("there is no CUDA device")

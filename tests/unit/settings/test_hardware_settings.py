@@ -107,7 +107,7 @@ def test_nonsense_in_a_file_is_refused(change: str, says: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
-        ({"device_name": None}, "cuda_name"),
+        ({"device_name": None}, "device_name"),
         ({"memory_rate": None}, "memory_rate.peak_gb_per_s, memory_rate.attainable_gb_per_s"),
         ({"gpu_link": {"peak_gb_per_s": 32}}, "gpu_link.attainable_gb_per_s"),
     ],
