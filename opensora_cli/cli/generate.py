@@ -19,6 +19,7 @@ from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENC
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_preset
 
+_FROM = ("--from", "--resume", "--from-latents")
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
 
 
@@ -39,7 +40,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
         call.show(describe_presets())
         return
     sidecar = None
-    if (file := call.value("--from", Path)) is not None:
+    file = next((call.value(label, Path) for label in _FROM if label in call.given), None)
+    if file is not None:
         from opensora_cli.engine.show import continued
 
         sidecar = continued(file, given)
@@ -83,13 +85,13 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     call.require("--dry-run", beside="--on")
     call.require("--explore-steps", beside="--explore")
     call.require("--explore", beside="--explore-steps")
-    latents = {key: given[key].source for key in ("from_latents", "resume") if key in given}
+    latents = _FROM if {"from_latents", "resume"} & given.keys() else ()
     for option, others in (
         ("--explore", ("--prompts", "--stop-at", "--num-samples")),
         ("--prompts", ("PROMPT", "--on")),
     ):
         if option in call.given:
-            call.refuse((*others, *latents.values()), beside=option)
+            call.refuse((*others, *latents), beside=option)
 
 
 def _make_rows(
@@ -140,13 +142,8 @@ _OWN_ROWS = {
         short="--preset", is_common=True
     ),
     "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
-    "--from": Option(
-        kind=Path,
-        metavar="FILE",
-        help="Make a result again, or continue saved latents.",
-        short="--resume --from-latents",
-        is_common=True,
-    ),
+    "--from": Option(kind=Path, metavar="FILE", help="Make a result again, or continue saved latents.", is_common=True),
+    **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,
