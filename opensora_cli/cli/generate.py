@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_preset
 
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
 _TAKEN_BY = {
@@ -72,6 +73,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
     request = generate_request(
         given, assignments=call.assignments, sidecar=sidecar, config=call.config, on=call.value("--on", str)
     )
+    if request.on is not None and request.find("prompt") is None:
+        request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
     context, dry_run = find_context(os.environ), "--dry-run" in call.given
     result: Document | None
     if (table := call.value("--prompts", Path)) is not None:
@@ -127,7 +130,7 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     latents = {key: given[key].source for key in ("from_latents", "resume") if key in given}
     for option, others in (
         ("--explore", ("--prompts", "--stop-at", "--num-samples")),
-        ("--prompts", ("PROMPT", "--prompt-text", "--on")),
+        ("--prompts", ("PROMPT", "--prompt-text")),
     ):
         if option in call.given:
             call.refuse((*others, *latents.values()), beside=option)

@@ -174,7 +174,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
     plan = json.loads(stdout)
-    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/4", 80)
+    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/5", 80)
     assert not out.exists()
     assert plan["outputs"] == [
         {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json", "made_before": False}
@@ -222,7 +222,7 @@ def test_dry_run_of_the_released_preset_without_weights(tmp_path, capsys, monkey
     monkeypatch.setattr("opensora_cli.engine.generate.planning.pick_hardware", _hardware_with(2**30))
     assert app.main(command) == 4
     printed = capsys.readouterr()
-    assert "does not fit" in printed.out
+    assert printed.out.startswith("Does not fit: ")
     assert "1.00 GiB free" in printed.err
 
 

@@ -50,7 +50,7 @@ CASES: list[tuple[int, dict[str, object], str]] = [
     (4, {**HYBRID, **TENSOR, **ULYSSES}, "plain"),
     (4, {**HYBRID, **ULYSSES, **RING}, "checkpointed"),
 ]
-_MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", "device_peak_bytes")]
+_MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", "device_peak_bytes", "mapped_bytes")]
 
 
 def settings_of(folder: Path, ranks: int, strategy: dict[str, object], variant: str) -> TrainSettings:
@@ -69,7 +69,7 @@ def measured(settings: TrainSettings) -> RankMemory:
         dtype=gathered_dtype(settings),
         offload_states=settings.optimizer.offload_states,
     )
-    return RankMemory.of(measure_training(settings, distribution=distribution))
+    return RankMemory.of(measure_training(settings, distribution=distribution), settings)
 
 
 def check(pool: Pool, settings: TrainSettings) -> None:

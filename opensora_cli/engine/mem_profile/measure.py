@@ -23,6 +23,8 @@ def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> st
 
     `weights` are the bytes of all weights that the host holds for streaming; 0 means no streaming.
     """
+    if not hardware.is_here or not hardware.memory_is_known:
+        return f"{hardware.device_name} is not in this machine"
     if needed > hardware.free_bytes:
         return f"it needs {mib(needed)}, and {mib(hardware.free_bytes)} are free"
     if hardware.device.type == "cpu":
