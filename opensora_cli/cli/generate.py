@@ -44,6 +44,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
 
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
 
+      osora generate "the boat turns around" --continue boat.mp4
+
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
     if "--list-presets" in call.given:
@@ -66,6 +68,9 @@ def generate(given: dict[str, Given], call: Call) -> None:
         if sidecar is None and not {"resume", "from_latents"} & given.keys():
             call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
     _refuse_combinations(call, given)
+    if (clip := call.value("--continue", Path)) is not None:
+        given["condition.references"] = Given(str(clip), "--continue")
+        given["condition.continued"] = Given(0, "--continue")
     if "--explore" in call.given:
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
@@ -131,6 +136,7 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     for option, others in (
         ("--explore", ("--prompts", "--stop-at", "--num-samples")),
         ("--prompts", ("PROMPT", "--prompt-text")),
+        ("--continue", ("--ref", "--t2i2v", "--width", "--height", "--res", "--aspect-ratio", "--fps", "--ref-fps")),
     ):
         if option in call.given:
             call.refuse((*others, *latents.values()), beside=option)
@@ -191,6 +197,14 @@ _OWN_ROWS = {
     "--prompt-text": Option(panel=PROMPT, kind=str, metavar="TEXT", help="Prompt that is the name of a file."),
     "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
     "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
+    "--continue": Option(
+        "",
+        REFERENCE,
+        "Continue a video at its size and rate: its end is given, and its frames begin the result.",
+        "FILE",
+        Path,
+        is_common=True,
+    ),
     "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }

@@ -240,6 +240,17 @@ def test_reference_and_inferred_mode(osora, world):
     assert "dB PSNR" in stderr
 
 
+def test_a_clip_is_continued(osora, world, out, capsys):
+    words = arguments(world, out, "a boat", "--continue", str(world.video))
+    assert app.main([word.replace("num_frames=9", "num_frames=37") for word in words]) == 0
+    stdout = capsys.readouterr().out
+    video = json.loads(Path(f"{stdout.strip()}.json").read_text())
+    assert video["settings"]["condition"]["continued"] > 0
+    assert len(read_video(stdout.strip()).frames_THWC) == video["num_frames"]
+    assert osora("a boat", "--continue", str(world.video), "--fps", "12")[0] == 2
+    assert osora("a boat", "--continue", str(world.picture))[0] == 3
+
+
 def test_broken_weights(world, tmp_path, out, capsys):
     broken = tmp_path / "weights"
     broken.mkdir()
